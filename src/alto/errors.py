@@ -1,0 +1,115 @@
+"""Every error ALTO raises on purpose.
+
+::
+
+    AltoError
+    ├── SpecError (ValueError)              a task asks for something that is not valid
+    │   ├── UnknownKeyError                 a key nobody knows; says which one was probably meant
+    │   └── ConflictingKeysError            two spellings of one field, or one field in two places
+    ├── DataError (ValueError)              a dataset cannot be read or holds nothing to train on
+    │   ├── DataFileNotFoundError (FileNotFoundError)
+    │   └── DataFormatError                 a row has no form ALTO knows
+    ├── ModelError (ValueError)             the base model cannot be used
+    │   ├── ModelNotFoundError (FileNotFoundError)
+    │   ├── UnsupportedModelError           ALTO's forward pass would differ from the model's own
+    │   └── TargetModuleError               a target or rank that does not fit the model
+    ├── RunError (RuntimeError)             a run on disk is not what it should be
+    │   ├── RunExistsError (FileExistsError)
+    │   └── RunNotFoundError (FileNotFoundError)
+    ├── NoResultError (RuntimeError)        a task ended without one usable adapter
+    ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
+    └── ShapeError (ValueError)             tensors handed to an op disagree
+
+Each also subclasses the builtin in brackets, so that code which knows nothing of ALTO can catch it.
+A message says what was expected, what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AltoError",
+    "ConflictingKeysError",
+    "DataError",
+    "DataFileNotFoundError",
+    "DataFormatError",
+    "ModelError",
+    "ModelNotFoundError",
+    "NoResultError",
+    "RunError",
+    "RunExistsError",
+    "RunNotFoundError",
+    "ShapeError",
+    "SpecError",
+    "TargetModuleError",
+    "UnknownKeyError",
+    "UnsupportedError",
+    "UnsupportedModelError",
+]
+
+
+class AltoError(Exception):
+    """Root of all errors ALTO raises on purpose."""
+
+
+class SpecError(AltoError, ValueError):
+    """A task asks for something that is not valid."""
+
+
+class UnknownKeyError(SpecError):
+    """A key nobody knows."""
+
+
+class ConflictingKeysError(SpecError):
+    """Two spellings of one field were given, or one field in two places."""
+
+
+class DataError(AltoError, ValueError):
+    """A dataset cannot be read or holds nothing to train on."""
+
+
+class DataFileNotFoundError(DataError, FileNotFoundError):
+    """The dataset file does not exist."""
+
+
+class DataFormatError(DataError):
+    """A row has no form ALTO knows."""
+
+
+class ModelError(AltoError, ValueError):
+    """The base model cannot be used."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """The base model is neither shipped, nor a local folder, nor reachable on the hub."""
+
+
+class UnsupportedModelError(ModelError):
+    """ALTO's padding-free forward pass would differ from the model's own."""
+
+
+class TargetModuleError(ModelError):
+    """A target module or rank does not fit the model."""
+
+
+class RunError(AltoError, RuntimeError):
+    """A run on disk is not what it should be."""
+
+
+class RunExistsError(RunError, FileExistsError):
+    """The output directory already holds a run."""
+
+
+class RunNotFoundError(RunError, FileNotFoundError):
+    """There is no run where one was expected."""
+
+
+class NoResultError(AltoError, RuntimeError):
+    """A task ended without one usable adapter."""
+
+
+class UnsupportedError(AltoError, NotImplementedError):
+    """Asked for something this version cannot do."""
+
+
+class ShapeError(AltoError, ValueError):
+    """Tensors handed to an op disagree."""

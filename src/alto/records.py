@@ -1,0 +1,192 @@
+"""The facts rooms hand each other: frozen, plain, no torch.
+
+A record says what happened or what was decided; it has no behaviour beyond reading itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = [
+    "ExitDecision",
+    "ExitReason",
+    "JobResult",
+    "LossPoint",
+    "Placement",
+    "Rung",
+    "Schedule",
+    "Selection",
+    "Standing",
+    "TaskResult",
+]
+
+
+class ExitReason(StrEnum):
+    """Why a job ended before its last step."""
+
+    DIVERGING = "diverging"
+    OVERFITTING = "overfitting"
+    UNDERPERFORMING = "underperforming"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPoint:
+    """What is known of a job at one of its evaluations.
+
+    Attributes:
+        job: Job id.
+        step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        train_ema: Exponentially smoothed training loss after ``step`` steps, nats per token.
+        validation_loss: Loss on the validation set, nats per token, not smoothed.
+    """
+
+    job: str
+    step: int
+    total_steps: int
+    train_ema: float
+    validation_loss: float
+
+    @property
+    def progress(self) -> float:
+        """Share of the job's own steps done, in (0, 1]."""
+        return self.step / self.total_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitDecision:
+    """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
+
+    ``evidence`` holds the numbers the verdict was based on (slopes, gaps, ranks, thresholds).
+    """
+
+    job: str
+    step: int
+    reason: ExitReason
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """A point of selection: at ``progress`` of its steps every job is ranked, ``keep`` of them go on.
+
+    Both are fractions in (0, 1].
+    """
+
+    progress: float
+    keep: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How a job stands when a rung ranks it.
+
+    Attributes:
+        job: Job id.
+        step: Steps the job has done.
+        validation_loss: The value it competes with: of its latest evaluation while it still trains,
+            of its best checkpoint when it has ended. NaN or infinity ranks last.
+        is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
+            steps done) still competes for a place with its best checkpoint.
+    """
+
+    job: str
+    step: int
+    validation_loss: float
+    is_training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The outcome of a rung: who keeps a place, and a verdict for every training job that does not.
+
+    ``kept`` is ordered best first and may hold jobs that have already ended.
+    """
+
+    kept: tuple[str, ...]
+    dropped: tuple[ExitDecision, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """How one job ended.
+
+    Attributes:
+        job: Job id.
+        config: The job's resolved configuration, canonical keys.
+        steps: Steps done; ``total_steps`` if nothing ended it early.
+        exit_reason: None when the job did all its steps.
+        best_step: Step of the best validation loss; 0 if it was never evaluated.
+        best_validation_loss: Nats per token; infinity if it was never evaluated with a finite loss.
+        samples_trained: Rows seen in training, counting repeats over epochs.
+        samples_budgeted: Rows the job would have seen without early exit.
+    """
+
+    job: str
+    config: Mapping[str, Any]
+    steps: int
+    total_steps: int
+    exit_reason: ExitReason | None
+    exit_evidence: Mapping[str, float]
+    best_step: int
+    best_validation_loss: float
+    samples_trained: int
+    samples_budgeted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """How one task ended: its best job, every job, and where the run lies on disk."""
+
+    task: str
+    run_dir: str
+    adapter_dir: str
+    best_job: str
+    best_validation_loss: float
+    jobs: tuple[JobResult, ...]
+    duration_s: float
+
+    @property
+    def samples_trained(self) -> int:
+        return sum(job.samples_trained for job in self.jobs)
+
+    @property
+    def samples_budgeted(self) -> int:
+        return sum(job.samples_budgeted for job in self.jobs)
+
+    @property
+    def samples_saved(self) -> float:
+        """Share of the budgeted samples that early exit did not train."""
+        return 1.0 - self.samples_trained / self.samples_budgeted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one task runs and in which position.
+
+    Attributes:
+        task: Name of the task.
+        task_index: Position of the task in the list handed to the scheduler.
+        gpus: GPU numbers the task occupies.
+        order: Position in the order of starts.
+        num_samples: Training samples of the task without early exit: its estimated work.
+    """
+
+    task: str
+    task_index: int
+    gpus: tuple[int, ...]
+    order: int
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All placements of a set of tasks, in the order of their starts."""
+
+    method: str
+    placements: tuple[Placement, ...]
