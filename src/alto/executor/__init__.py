@@ -1,0 +1,9 @@
+"""Runs one task on its device: the only room where things are done rather than decided."""
+
+from alto.executor.executor import Executor
+from alto.executor.job_run import JobRun, plan_jobs
+from alto.executor.journal import Journal, Observer
+from alto.executor.run_dir import RunDir
+from alto.executor.trainer import Trainer
+
+__all__ = ["Executor", "JobRun", "Journal", "Observer", "RunDir", "Trainer", "plan_jobs"]

@@ -1,0 +1,9 @@
+"""WHAT is asked: tasks, their search spaces and jobs, and the files they are written in. No torch here."""
+
+from alto.spec.early_exit import EarlyExit
+from alto.spec.job_config import ALL_LINEAR, JobConfig
+from alto.spec.load import load_task
+from alto.spec.search_space import MAX_JOBS, SearchSpace
+from alto.spec.task import Job, Task
+
+__all__ = ["ALL_LINEAR", "MAX_JOBS", "EarlyExit", "Job", "JobConfig", "SearchSpace", "Task", "load_task"]

@@ -1,0 +1,80 @@
+# Every target sets up what it needs, once, and again when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION ?= 2.13.0
+PYTEST_WORKERS ?= 2
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+WORD_PROBLEMS := examples/data/word_problems/train.jsonl
+BENCHMARKS = $(shell grep -ls '^if __name__' benchmarks/*.py)
+
+.PHONY: help
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH_VERSION=$(TORCH_VERSION) PYTEST_WORKERS=$(PYTEST_WORKERS)"
+
+.PHONY: quickstart
+quickstart: $(VENV)/.base $(WORD_PROBLEMS) ## Set up, then tune 24 LoRA configurations (about two minutes on a CPU)
+	$(BIN)/alto tune examples/quickstart.yaml
+
+.PHONY: test
+# One thread a worker: torch would otherwise give every worker all cores.
+test: export OMP_NUM_THREADS = 1
+test: export TOKENIZERS_PARALLELISM = false
+test: $(VENV)/.dev ## Set up, then run the tests
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+.PHONY: lint
+lint: $(VENV)/.dev ## Set up, then check style, types and the doors between rooms
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(VENV)/.dev ## Put the code into the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: bench-smoke
+bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
+	@set -e; for benchmark in $(BENCHMARKS); do \
+		echo "$(BIN)/python $$benchmark --scale smoke"; \
+		$(BIN)/python $$benchmark --scale smoke; \
+	done
+
+.PHONY: clean
+clean: ## Delete .venv, caches, build products and generated data; runs/ stays
+	rm -rf .venv build dist examples/data
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ALTO needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first and by exact version: left to the resolver, it would follow whatever another package asks for.
+$(VENV)/.torch: | $(VENV)/.created
+	$(BIN)/python -m pip install torch==$(TORCH_VERSION)
+	@touch $@
+
+$(VENV)/.base: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.base
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml $(VENV)/.base
+	$(BIN)/python -m pip install -e '.[bench]'
+	@touch $@
+
+$(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created
+	$(BIN)/python examples/make_word_problems.py

@@ -1,0 +1,225 @@
+"""What the one-job-at-a-time baselines share: the task made ready once, a job's settings, and what a job reports.
+
+Everything here favours the baselines: rows are tokenised and the base model is loaded once per sweep, not once per job.
+The loss means the same in both of them and in ALTO: mean over the trained tokens of the batch; for a validation set,
+mean over all of its trained tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "CONFIG_KEYS",
+    "FIXED",
+    "IGNORED",
+    "BaselineJob",
+    "Evaluation",
+    "JobSettings",
+    "Order",
+    "Prepared",
+    "check_eval_steps",
+    "epoch_order",
+    "prepare",
+]
+
+IGNORED = -100
+"""Label of a token that is not trained."""
+
+Order = Callable[[int], Sequence[int]]
+"""Epoch number, from 0, to the row indices in the order in which they are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """One configuration, canonical keys; the meaning of each is that of Transformers, PEFT and TRL."""
+
+    learning_rate: float
+    per_device_train_batch_size: int
+    r: int
+    lora_alpha: float
+    seed: int
+    lora_dropout: float = 0.0
+    target_modules: str | Sequence[str] = "all-linear"
+    num_train_epochs: float = 1.0
+    lr_scheduler_type: str = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> JobSettings:
+        """Settings from a mapping.
+
+        Raises:
+            ValueError: A key is not known here, or one of ``FIXED`` has another value.
+        """
+        differing = [f"{key}={config[key]!r}" for key in FIXED if key in config and config[key] != FIXED[key]]
+        unknown = sorted(set(config) - set(CONFIG_KEYS) - set(FIXED))
+        if differing or unknown:
+            raise ValueError(
+                f"Expected the keys {', '.join(CONFIG_KEYS)}, and {FIXED} where given, found "
+                f"{', '.join(unknown + differing)}: the baselines would train another job."
+            )
+        return cls(**{key: value for key, value in config.items() if key in CONFIG_KEYS})
+
+    @property
+    def scheduler(self) -> str:
+        """The scheduler's name in Transformers, whose plain ``constant`` leaves the warmup out."""
+        if self.lr_scheduler_type == "constant" and self.warmup_steps > 0:
+            return "constant_with_warmup"
+        return self.lr_scheduler_type
+
+    def lora(self) -> LoraConfig:
+        """The adapter as PEFT wants it described."""
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+
+    def total_steps(self, num_rows: int) -> int:
+        """Optimizer steps of the job; the last batch of an epoch may be short."""
+        return math.ceil(self.num_train_epochs * math.ceil(num_rows / self.per_device_train_batch_size))
+
+
+CONFIG_KEYS = tuple(item.name for item in fields(JobSettings))
+
+FIXED = {"max_steps": None, "warmup_ratio": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+"""Keys of a configuration that the baselines take only at these values: their defaults in every system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Validation loss after ``step`` optimizer steps, nats per trained token of the whole validation set."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineJob:
+    """What one job took and gave.
+
+    Attributes:
+        duration_s: All of it: model copy, adapter, trainer set-up, training, evaluation.
+        train_s: Training loop without its evaluations.
+        eval_s: Evaluations.
+        train_losses: Loss of every step, before that step's update.
+        evaluations: In the order of steps.
+        samples: Rows trained, repeats counted.
+    """
+
+    duration_s: float
+    train_s: float
+    eval_s: float
+    train_losses: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A task made ready for any number of jobs.
+
+    Attributes:
+        model: The base model, float32 on the CPU; every job works on its own copy.
+        train: ``input_ids`` and ``labels`` of the training rows, in file order.
+        validation: The same of the validation rows, sorted by length so that evaluation batches hold little padding.
+        duration_s: Time to load and tokenise; it belongs to the sweep once.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    train: Sequence[Mapping[str, list[int]]]
+    validation: Sequence[Mapping[str, list[int]]]
+    duration_s: float
+
+
+def prepare(
+    model: str | Path,
+    train_rows: Iterable[Mapping[str, str]],
+    validation_rows: Iterable[Mapping[str, str]],
+    *,
+    max_length: int,
+) -> Prepared:
+    """Load ``model`` (folder or hub id) and tokenise ``question``/``answer`` rows, cut to ``max_length`` tokens.
+
+    Raises:
+        ValueError: After tokenising, no training or no validation row has a token to train.
+    """
+    start = time.perf_counter()
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    train = _tokenize(tokenizer, train_rows, max_length)
+    validation = sorted(_tokenize(tokenizer, validation_rows, max_length), key=lambda row: len(row["input_ids"]))
+    if not train or not validation:
+        raise ValueError(
+            f"Expected training and validation rows with a completion inside {max_length} tokens, found {len(train)} "
+            f"and {len(validation)}: give more rows or a larger max_length."
+        )
+    return Prepared(
+        model=base,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        duration_s=time.perf_counter() - start,
+    )
+
+
+def epoch_order(num_rows: int, seed: int) -> Order:
+    """A fresh shuffle of the rows for every epoch, fixed by ``seed``: the order in which ALTO trains them."""
+
+    def order(epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        return torch.randperm(num_rows, generator=generator).tolist()
+
+    return order
+
+
+def check_eval_steps(steps: Sequence[int], total_steps: int) -> frozenset[int]:
+    """The steps as a set.
+
+    Raises:
+        ValueError: One lies outside ``1..total_steps``.
+    """
+    outside = [step for step in steps if not 1 <= step <= total_steps]
+    if outside:
+        raise ValueError(f"Expected evaluation steps from 1 to {total_steps}, the job's last, found {outside}.")
+    return frozenset(steps)
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, str]], max_length: int
+) -> list[dict[str, list[int]]]:
+    examples = []
+    for row in rows:
+        prompt = [{"role": "user", "content": row["question"]}]
+        whole = [*prompt, {"role": "assistant", "content": row["answer"]}]
+        prompt_ids: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids: Any = tokenizer.apply_chat_template(whole, return_dict=False)
+        num_prompt = _common_prefix(prompt_ids, ids)
+        labels = [IGNORED] * num_prompt + ids[num_prompt:]
+        # The first token is nobody's target, so a row needs a trained token after it.
+        if any(label != IGNORED for label in labels[1:max_length]):
+            examples.append({"input_ids": ids[:max_length], "labels": labels[:max_length]})
+    return examples
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,181 @@
+"""The ``sequential`` baseline: what a user does today, TRL's ``SFTTrainer`` with a PEFT LoRA, one job at a time.
+
+TRL's defaults are kept, but for float32 in place of bfloat16 autocast, so that losses can be compared (on CPUs with
+bfloat16 instructions autocast is the faster one at batch 8, the slower one at batch 1), and for these in its favour:
+
+- gradient checkpointing off (TRL's default is on);
+- rows tokenised once for all jobs, the base model loaded once and copied in memory, nothing saved to disk;
+- no progress bar and no printing; validation rows sorted by length.
+
+Kept: per-batch padding, the fused AdamW, logging every 10 steps, and TRL's own head, which on a CPU scores every
+position, prompts included, and computes entropy and token accuracy in each step.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from baselines.job import (
+    IGNORED,
+    BaselineJob,
+    Evaluation,
+    JobSettings,
+    Order,
+    Prepared,
+    check_eval_steps,
+    epoch_order,
+)
+from datasets import Dataset
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+__all__ = ["train_one"]
+
+
+def train_one(
+    prepared: Prepared,
+    config: Mapping[str, Any],
+    *,
+    eval_at_steps: Sequence[int],
+    eval_batch_size: int = 8,
+    order: Order | None = None,
+) -> BaselineJob:
+    """Train one job to its end.
+
+    Args:
+        config: Canonical keys, see ``JobSettings``.
+        eval_at_steps: Optimizer steps after which the whole validation set is evaluated.
+        order: Rows of each epoch; by default a shuffle fixed by the job's seed, the same as in ``bare_peft``.
+    """
+    start = time.perf_counter()
+    settings = JobSettings.of(config)
+    order = order or epoch_order(len(prepared.train), settings.seed)
+    steps = check_eval_steps(eval_at_steps, settings.total_steps(len(prepared.train)))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _Trainer(
+            model=copy.deepcopy(prepared.model),
+            args=_arguments(settings, folder, eval_batch_size),
+            train_dataset=Dataset.from_list(list(prepared.train)),
+            eval_dataset=Dataset.from_list(list(prepared.validation)),
+            processing_class=prepared.tokenizer,
+            peft_config=settings.lora(),
+            callbacks=[_EvaluateAt(steps)],
+            order=order,
+        )
+        trainer.remove_callback(PrinterCallback)
+        train_start = time.perf_counter()
+        trainer.train()
+        train_and_eval_s = time.perf_counter() - train_start
+    return BaselineJob(
+        duration_s=time.perf_counter() - start,
+        train_s=train_and_eval_s - trainer.eval_s,
+        eval_s=trainer.eval_s,
+        train_losses=tuple(torch.stack(trainer.step_losses).tolist()),
+        evaluations=tuple(trainer.evaluations),
+        samples=trainer.num_samples,
+    )
+
+
+def _arguments(settings: JobSettings, folder: str, eval_batch_size: int) -> SFTConfig:
+    # Transformers renamed the option within its versions 5; the old name warns where the new one exists.
+    names = {item.name for item in fields(SFTConfig)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    memory_savers: dict[str, Any] = {checkpointing: False, "bf16": False}
+    return SFTConfig(
+        output_dir=folder,
+        learning_rate=settings.learning_rate,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        per_device_eval_batch_size=eval_batch_size,
+        num_train_epochs=settings.num_train_epochs,
+        lr_scheduler_type=settings.scheduler,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm or 0.0,
+        seed=settings.seed,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **memory_savers,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+class _Trainer(SFTTrainer):
+    """Adds to TRL's trainer what a comparison needs, a few scalar operations a batch.
+
+    Rows in a given order, the loss of each step, evaluation time, and validation loss as the mean over all trained
+    tokens: TRL's own is a mean over rows of their batches' means and changes with the evaluation batch size.
+    """
+
+    def __init__(self, *args: Any, order: Order, **kwargs: Any) -> None:
+        self._order = order
+        self._num_rows = len(kwargs["train_dataset"])
+        self.step_losses: list[torch.Tensor] = []
+        self.evaluations: list[Evaluation] = []
+        self.eval_s = 0.0
+        self.num_samples = 0
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
+        return _OrderedSampler(self._order, self._num_rows)
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> torch.Tensor:
+        self.num_samples += len(inputs["input_ids"])
+        loss: torch.Tensor = super().training_step(model, inputs, *args)
+        self.step_losses.append(loss)
+        return loss
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        num_tokens = (inputs["labels"][:, 1:] != IGNORED).sum()
+        self._eval_loss_sum += loss.double() * num_tokens
+        self._eval_tokens += num_tokens
+        return loss, logits, labels
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        start = time.perf_counter()
+        self._eval_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._eval_tokens = torch.zeros((), dtype=torch.int64)
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluations.append(Evaluation(self.state.global_step, float(self._eval_loss_sum / self._eval_tokens)))
+        self.eval_s += time.perf_counter() - start
+        return metrics
+
+
+class _OrderedSampler(Sampler[int]):
+    def __init__(self, order: Order, num_rows: int) -> None:
+        self._order = order
+        self._num_rows = num_rows
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order(self._epoch))
+
+
+class _EvaluateAt(TrainerCallback):
+    """Evaluation at given steps: fractions of a job's own steps are no fixed interval."""
+
+    def __init__(self, steps: frozenset[int]) -> None:
+        self._steps = steps
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        control.should_evaluate = state.global_step in self._steps
+        return control

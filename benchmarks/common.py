@@ -1,0 +1,326 @@
+"""What every benchmark shares: the result file, the table, and where the numbers were measured.
+
+A benchmark measures, builds one ``Result`` with ``Result.of`` and calls ``publish``. A result whose correctness gate
+failed carries no figures: it says why instead (law 7 of the design).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "RESULTS_DIR",
+    "ROOT",
+    "SCALES",
+    "Result",
+    "Spread",
+    "command_line",
+    "commit_id",
+    "format_table",
+    "goal_reached",
+    "machine_info",
+    "package_versions",
+    "publish",
+    "spread",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS_DIR = ROOT / "benchmarks" / "results"
+SCALES = ("smoke", "cpu", "gpu")
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "alto-lora")
+
+_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": lambda value, bound: value >= bound,
+    "<=": lambda value, bound: value <= bound,
+    ">": lambda value, bound: value > bound,
+    "<": lambda value, bound: value < bound,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one run of one benchmark found; the fields of the result file, in its order.
+
+    Attributes:
+        benchmark: Topic; with ``scale`` it names the file.
+        gate: ``"passed"`` or ``"failed"``; a failed gate has no figures.
+        figures: Name to finite number: what is published.
+        goals: Figure name to ``(comparison, bound)``, such as ``(">=", 2.5)``.
+        rows: What the figures were made from, one mapping per measurement.
+        notes: Sentences a reader needs: subsets taken, choices that favour a baseline, why a gate failed.
+    """
+
+    benchmark: str
+    scale: str
+    command: str
+    commit: str
+    date: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    gate: str
+    figures: Mapping[str, float]
+    goals: Mapping[str, tuple[str, float]]
+    rows: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"Expected a scale of {', '.join(SCALES)}, found {self.scale!r}.")
+        if self.gate not in ("passed", "failed"):
+            raise ValueError(f"Expected gate 'passed' or 'failed', found {self.gate!r}.")
+        if self.gate == "failed" and self.figures:
+            raise ValueError(
+                f"Expected no figures beside a failed gate, found {', '.join(self.figures)}: use Result.of, "
+                "which drops them."
+            )
+        for name, value in self.figures.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(
+                    f"Expected a finite number for figure {name!r}, found {value!r}. Put it into the rows."
+                )
+        for name, (comparison, _) in self.goals.items():
+            if comparison not in _COMPARE:
+                raise ValueError(f"Expected one of {', '.join(_COMPARE)} in goal {name!r}, found {comparison!r}.")
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        benchmark: str,
+        scale: str,
+        gate_failures: Sequence[str],
+        figures: Mapping[str, float],
+        goals: Mapping[str, tuple[str, float]],
+        rows: Sequence[Mapping[str, Any]] = (),
+        notes: Sequence[str] = (),
+    ) -> Result:
+        """A result of this process, commit and machine, now.
+
+        Args:
+            gate_failures: What was found wrong, a sentence each; empty means the gate passed. When it is not empty,
+                ``figures`` are dropped and the sentences lead the notes.
+        """
+        return cls(
+            benchmark=benchmark,
+            scale=scale,
+            command=command_line(),
+            commit=commit_id(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=machine_info(),
+            versions=package_versions(),
+            gate="failed" if gate_failures else "passed",
+            figures={} if gate_failures else dict(figures),
+            goals=dict(goals),
+            rows=tuple(rows),
+            notes=(*(f"No figures, the gate failed: {failure}" for failure in gate_failures), *notes),
+        )
+
+    def verdict(self, name: str) -> bool:
+        """Whether figure ``name`` reaches its goal; a goal whose figure is absent is missed."""
+        return name in self.figures and goal_reached(self.figures[name], self.goals[name])
+
+    def table(self) -> str:
+        """Figures against goals as plain text, then the notes."""
+        rows = []
+        for name in dict.fromkeys((*self.goals, *self.figures)):
+            value = f"{self.figures[name]:.4g}" if name in self.figures else "none"
+            if name in self.goals:
+                comparison, bound = self.goals[name]
+                rows.append((name, value, f"{comparison} {bound:g}", "reached" if self.verdict(name) else "missed"))
+            else:
+                rows.append((name, value, "", ""))
+        head = f"{self.benchmark} ({self.scale}), gate {self.gate}, commit {self.commit[:12]}"
+        if self.commit.endswith("-dirty"):
+            head += " with uncommitted changes"
+        parts = [head, format_table(("figure", "value", "goal", ""), rows), *(f"- {note}" for note in self.notes)]
+        return "\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        """The result file's text: strict JSON; NaN and infinities in rows become ``"nan"``, ``"inf"``, ``"-inf"``."""
+        return json.dumps(_strict(asdict(self)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def write(self, directory: Path = RESULTS_DIR) -> Path:
+        """Write ``<benchmark>-<scale>.json`` into ``directory``, whole or not at all; returns its path."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{self.benchmark}-{self.scale}.json"
+        text = self.to_json()
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+
+def publish(result: Result, directory: Path = RESULTS_DIR) -> int:
+    """Print the table, write the file, and give the exit code: 0 if the gate passed, else 1 (a missed goal is 0)."""
+    print(result.table())
+    path = result.write(directory)
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    return 0 if result.gate == "passed" else 1
+
+
+def goal_reached(value: float, goal: tuple[str, float]) -> bool:
+    """Whether ``value`` satisfies ``goal``, such as ``(">=", 2.5)``; NaN never does."""
+    comparison, bound = goal
+    return _COMPARE[comparison](value, bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Repeated measurements of one thing: their median, extremes and number."""
+
+    median: float
+    minimum: float
+    maximum: float
+    count: int = field(default=1)
+
+    @property
+    def relative(self) -> float:
+        """Range over median: 0.1 says that the extremes lie 10 % of the median apart."""
+        return (self.maximum - self.minimum) / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({self.minimum:.4g} to {self.maximum:.4g}, n={self.count})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """The ``Spread`` of measurements.
+
+    Raises:
+        ValueError: There are none, or one is not finite.
+    """
+    numbers = list(values)
+    if not numbers or not all(math.isfinite(number) for number in numbers):
+        raise ValueError(f"Expected at least one finite measurement and no others, found {numbers}.")
+    return Spread(median=statistics.median(numbers), minimum=min(numbers), maximum=max(numbers), count=len(numbers))
+
+
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns of plain text, numbers to the right; empty text if there are no rows."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not cells:
+        return ""
+    is_number = [all(_is_number(row[i]) for row in cells) for i in range(len(columns))]
+    widths = [max(len(column), *(len(row[i]) for row in cells)) for i, column in enumerate(columns)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def command_line() -> str:
+    """How this process was started, with paths relative to the repository where they lie in it."""
+    _, *arguments = sys.orig_argv
+    return shlex.join(["python", *map(_relative, arguments)])
+
+
+def commit_id(root: Path = ROOT) -> str:
+    """The commit; with ``-dirty`` if files other than results differ from it, ``unknown`` without git."""
+    try:
+        head = _git(root, "rev-parse", "HEAD").strip()
+        # Results of the benchmark before this one must not make this one's code look changed.
+        changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def machine_info() -> dict[str, Any]:
+    """CPU model, usable cores, memory in bytes, platform, torch's threads, and the GPUs if there are any."""
+    import torch
+
+    info: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": platform.platform(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        info["gpus"] = [
+            {
+                "name": device.name,
+                "memory_bytes": device.total_memory,
+                "compute_capability": f"{device.major}.{device.minor}",
+            }
+            for device in devices
+        ]
+        info["cuda"] = torch.version.cuda
+    return info
+
+
+def package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of Python and of those ``packages`` that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _relative(argument: str) -> str:
+    path = Path(argument)
+    return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return cell in ("", "none")
+    return True

@@ -1,0 +1,121 @@
+"""The frozen base model, seen as two steps: token ids to hidden states, hidden states to token losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alto.backbone import attention
+from alto.backbone.loss_head import token_losses
+from alto.errors import UnsupportedModelError
+
+__all__ = ["Backbone"]
+
+_PROBE_LENGTHS = (7, 1, 12)
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class Backbone:
+    """A frozen Hugging Face causal LM with a padding-free forward pass.
+
+    Building it compares that pass with the model's own on a few tokens, so that a model with an unusual forward
+    (logit scaling, other masks) is refused instead of trained wrongly.
+
+    Attributes:
+        model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
+        tokenizer: Its tokenizer.
+        path: What ``from_pretrained`` takes for it.
+
+    Raises:
+        UnsupportedModelError: The padding-free pass differs from the model's own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str,
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.path = path
+        self._head: nn.Linear = model.get_output_embeddings()
+        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        probe = _Probe(model)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        probe.compare(self)
+        if gradient_checkpointing:
+            _checkpoint_layers(model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
+        """Final hidden states ``[T, H]`` of sequences laid end to end.
+
+        Args:
+            position_ids_T: Positions, starting at 0 for every sequence.
+            sequence_lengths: Tokens of each sequence, summing to ``T``.
+        """
+        output = self.model.base_model(
+            input_ids=input_ids_T[None],
+            position_ids=position_ids_T[None],
+            use_cache=False,
+            sequence_lengths=list(sequence_lengths),
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
+        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
+        return token_losses(hidden_SH, self._head.weight, targets_S, bias_V=self._head.bias, softcap=self._softcap)
+
+
+class _Probe:
+    """Remembers the token losses that the model's own forward pass gives on a few short sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _PROBE_LENGTHS]
+        self._input_ids_T = torch.cat(sequences).to(model.device)
+        self._position_ids_T = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS]).to(model.device)
+        self._targets_T = self._input_ids_T.roll(1)
+        with torch.no_grad():
+            logits = [
+                model(input_ids=sequence[None].to(model.device), use_cache=False).logits[0] for sequence in sequences
+            ]
+            self._expected_T = F.cross_entropy(torch.cat(logits).float(), self._targets_T, reduction="none")
+
+    @torch.no_grad()
+    def compare(self, backbone: Backbone) -> None:
+        hidden_TH = backbone.hidden_states(self._input_ids_T, self._position_ids_T, _PROBE_LENGTHS)
+        found_T = backbone.token_losses(hidden_TH, self._targets_T)
+        difference = ((found_T - self._expected_T).norm() / self._expected_T.norm()).item()
+        if not difference <= _TOLERANCES[backbone.dtype]:
+            raise UnsupportedModelError(
+                f"{type(backbone.model).__name__}: expected the padding-free pass to give the model's own losses, "
+                f"found them {difference:.1e} apart (relative); this architecture needs support first"
+            )
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute layers in the backward pass. transformers does so only for layers in training mode, and the mode is
+    set on the layer alone, so that no dropout of the base wakes up inside it."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

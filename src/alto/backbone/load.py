@@ -1,0 +1,65 @@
+"""Finding and loading the frozen base model."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alto.backbone.backbone import Backbone
+from alto.errors import ModelError, ModelNotFoundError
+
+__all__ = ["SHIPPED_MODELS", "load_backbone", "resolve_model"]
+
+SHIPPED_MODELS = ("alto-tiny",)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_model(model: str) -> str:
+    """What ``from_pretrained`` takes for ``model``: a shipped model's folder, a local folder, or a hub id as it is."""
+    if model in SHIPPED_MODELS:
+        return str(resources.files("alto") / "assets" / model)
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
+def load_backbone(
+    model: str, *, dtype: str = "auto", device: torch.device | str = "cpu", gradient_checkpointing: bool = False
+) -> Backbone:
+    """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
+
+    Args:
+        model: ``alto-tiny``, a local folder, or a Hugging Face hub id.
+        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on the CPU and the model's own on CUDA.
+        gradient_checkpointing: Recompute each layer's activations in the backward pass.
+
+    Raises:
+        ModelNotFoundError: Nothing is there under that name.
+        ModelError: What is there is not a causal LM with a tokenizer.
+        UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
+    """
+    path = resolve_model(model)
+    device = torch.device(device)
+    wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"model: expected one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, found {model!r}, "
+            f"which could not be read ({_first_line(error)}); check the spelling, or download it first"
+        ) from error
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"model: expected a causal language model with a tokenizer, found {model!r} ({_first_line(error)})"
+        ) from error
+    network.to(device)
+    return Backbone(network, tokenizer, path, gradient_checkpointing=gradient_checkpointing)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

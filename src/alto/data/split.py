@@ -1,0 +1,65 @@
+"""Cutting validation rows off, and the order in which a job sees its rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from alto.errors import DataError
+
+__all__ = ["DataOrder", "sample_rows", "split_rows"]
+
+Row = TypeVar("Row")
+
+
+def sample_rows(rows: Sequence[Row], count: int | None, seed: int) -> list[Row]:
+    """``count`` of ``rows`` drawn with a fixed seed, in their original order; all of them when ``count`` is None."""
+    if count is None or count >= len(rows):
+        return list(rows)
+    chosen = sorted(random.Random(seed).sample(range(len(rows)), count))
+    return [rows[index] for index in chosen]
+
+
+def split_rows(rows: Sequence[Row], validation_share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """Training and validation rows, drawn with a fixed seed, each in original order.
+
+    Raises:
+        DataError: There are fewer than two rows to split.
+    """
+    if len(rows) < 2:
+        raise DataError(
+            f"validation_split: expected at least 2 rows to split, found {len(rows)}; "
+            "add rows or name a validation_dataset"
+        )
+    count = min(len(rows) - 1, max(1, round(validation_share * len(rows))))
+    chosen = set(random.Random(seed).sample(range(len(rows)), count))
+    training = [row for index, row in enumerate(rows) if index not in chosen]
+    validation = [row for index, row in enumerate(rows) if index in chosen]
+    return training, validation
+
+
+class DataOrder:
+    """Which rows each step of a job trains: every epoch its own shuffle, keyed by seed and epoch alone.
+
+    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. Any step's rows can be asked for at
+    any time, so a job that is parked or resumed needs no random state.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._steps_per_epoch = -(-num_rows // batch_size)
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Row numbers of the step with 0-based index ``step``."""
+        epoch, position = divmod(step, self._steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(self._num_rows, generator=generator).tolist()
+        return self._permutation[position * self._batch_size : (position + 1) * self._batch_size]

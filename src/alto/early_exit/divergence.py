@@ -1,0 +1,58 @@
+"""Pattern *diverging*: training and validation loss both rise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.early_exit.rule import Evidence, check_at_least, check_positive, verdict_in_a_row
+from alto.records import ExitDecision, ExitReason, LossPoint
+
+__all__ = ["Divergence", "slope"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """End a job whose smoothed training loss and validation loss rise together (Algorithm 1, pattern 1).
+
+    The condition: the least-squares slopes of the last ``window`` smoothed training losses and of the last ``window``
+    validation losses, both sampled at evaluations, are at least ``tau_slope``. It must hold at ``patience`` evaluations
+    in a row. Before ``window`` evaluations there is no slope and the condition does not hold.
+
+    Attributes:
+        window: Evaluations a slope is fitted over, at least 2.
+        patience: Evaluations in a row, at least 1.
+        tau_slope: Nats per token and evaluation, above 0.
+    """
+
+    window: int = 2
+    patience: int = 2
+    tau_slope: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_at_least("window", self.window, 2)
+        check_at_least("divergence_patience", self.patience, 1)
+        check_positive("tau_slope", self.tau_slope)
+
+    def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
+        """The verdict for the last point of ``history``."""
+        return verdict_in_a_row(history, self._rises, patience=self.patience, reason=ExitReason.DIVERGING)
+
+    def _rises(self, history: Sequence[LossPoint]) -> Evidence | None:
+        if len(history) < self.window:
+            return None
+        recent = history[-self.window :]
+        train_slope = slope([point.train_ema for point in recent])
+        validation_slope = slope([point.validation_loss for point in recent])
+        # Written as "both rise" so that a NaN slope, which compares False, never counts as rising.
+        if not (train_slope >= self.tau_slope and validation_slope >= self.tau_slope):
+            return None
+        return {"train_slope": train_slope, "validation_slope": validation_slope, "tau_slope": self.tau_slope}
+
+
+def slope(values: Sequence[float]) -> float:
+    """Least-squares slope of ``values`` (two or more) over their positions 0, 1, …; exactly 0 for equal values."""
+    centre = (len(values) - 1) / 2
+    # Relative to the first value, so that a plateau has no slope made of rounding.
+    rise = sum((position - centre) * (value - values[0]) for position, value in enumerate(values))
+    return rise / sum((position - centre) ** 2 for position in range(len(values)))

@@ -1,0 +1,61 @@
+"""Reading the journal of a run: what this room needs of its events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from alto.errors import RunError
+from alto.records import ExitReason
+
+__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "task_started"]
+
+Event = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Curves:
+    """The losses of one job by step, nats per token."""
+
+    train: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+def task_started(events: Sequence[Event]) -> Event:
+    """The event that names the jobs.
+
+    Raises:
+        RunError: There is none.
+    """
+    for event in events:
+        if event["event"] == "task_started":
+            return event
+    raise RunError(
+        f"Expected a journal that begins with task_started, found {len(events)} events without it."
+        " Give the whole journal of a run."
+    )
+
+
+def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
+    """The loss curves of all jobs; a step told twice (trained again after a resume) counts as it was told last."""
+    curves = {entry["job"]: Curves() for entry in task_started(events)["jobs"]}
+    for event in events:
+        if event["event"] == "train":
+            losses = map(loss_of, event["losses"])
+            curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
+        elif event["event"] == "eval":
+            curves[event["job"]].validation[event["step"]] = loss_of(event["validation_loss"])
+    return curves
+
+
+def exits_of(events: Iterable[Event]) -> dict[str, tuple[ExitReason, int]]:
+    """Reason and step of every job that the journal says ended early, by job id."""
+    exits = (event for event in events if event["event"] == "job_exited")
+    return {event["job"]: (ExitReason(event["reason"]), event["step"]) for event in exits}
+
+
+def loss_of(value: float | str | None) -> float:
+    """A loss as journals and recordings write it: a number; where it is not finite a string, or null for NaN."""
+    return math.nan if value is None else float(value)

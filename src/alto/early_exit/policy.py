@@ -1,0 +1,67 @@
+"""An early-exit policy: online rules that judge one job, and rungs that rank all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.early_exit import nonfinite, underperformance
+from alto.early_exit.divergence import Divergence
+from alto.early_exit.gap import OverfittingGap
+from alto.early_exit.rule import Rule
+from alto.early_exit.upturn import OverfittingUpturn
+from alto.records import ExitDecision, LossPoint, Rung, Selection, Standing
+from alto.spec.early_exit import EarlyExit
+
+__all__ = ["Policy", "policy_from"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Decides from records alone: same records, same decisions, on every rank and in every replay.
+
+    Without rules and rungs it still ends a job whose loss is not finite.
+
+    Attributes:
+        rules: Online rules in the order they are asked; the first verdict counts.
+        rungs: Points of selection, progress rising.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+
+    def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
+        """The verdict on one job at the last point of ``history`` (oldest first), or None to train on."""
+        if not history:
+            return None
+        verdict = nonfinite.judge_point(history[-1])
+        if verdict is not None:
+            return verdict
+        verdicts = (rule.judge(history) for rule in self.rules)
+        return next((verdict for verdict in verdicts if verdict is not None), None)
+
+    def select(self, rung_index: int, standings: Sequence[Standing]) -> Selection:
+        """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep its share of them."""
+        return underperformance.select(self.rungs[rung_index], standings)
+
+
+def policy_from(settings: EarlyExit) -> Policy:
+    """The policy that ``settings`` ask for; divergence is looked at before overfitting, as in Algorithm 1."""
+    if not settings.enabled:
+        return Policy()
+    rules: list[Rule] = []
+    if settings.detect_divergence:
+        rules.append(
+            Divergence(window=settings.window, patience=settings.divergence_patience, tau_slope=settings.tau_slope)
+        )
+    if settings.detect_overfitting:
+        rules.append(_overfitting_rule(settings))
+    return Policy(rules=tuple(rules), rungs=settings.selection_rungs if settings.select else ())
+
+
+def _overfitting_rule(settings: EarlyExit) -> Rule:
+    if settings.policy == "paper":
+        return OverfittingGap(patience=settings.overfitting_patience, tau_gap=settings.tau_gap)
+    return OverfittingUpturn(
+        patience=settings.overfitting_patience, tau_upturn=settings.tau_upturn, tau_noise=settings.tau_noise
+    )

@@ -1,0 +1,213 @@
+"""The state of one task's selection: who still trains, who waits at a rung, who has ended and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from alto.early_exit import nonfinite
+from alto.early_exit.policy import Policy
+from alto.early_exit.progress import rung_step
+from alto.early_exit.smoothing import Ema
+from alto.errors import RunError
+from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, Standing
+
+__all__ = ["Race"]
+
+
+@dataclass(slots=True)
+class _Runner:
+    """What the race knows of one job."""
+
+    total_steps: int
+    ema: Ema
+    history: list[LossPoint] = field(default_factory=list)
+    best: LossPoint | None = None
+    decision: ExitDecision | None = None
+    finished: bool = False
+    competes: bool = True
+
+    @property
+    def trains(self) -> bool:
+        return self.decision is None and not self.finished
+
+    @property
+    def steps(self) -> int:
+        """Steps done as of the latest evaluation."""
+        return self.history[-1].step if self.history else 0
+
+
+class Race:
+    """Follows all jobs of a task and decides which end; the executor and the replay run this very code.
+
+    Told what happened (`observe_losses`, `observe`, `end`), it answers who ends. The executor's loop::
+
+        while race.training:
+            job = any of race.training that race.is_waiting(job) says no of
+            train it to its next evaluation step, never past race.next_stop(job)
+            verdict = race.observe_losses(job, first_step, losses) or race.observe(job, step, validation_loss)
+            while race.rung_ready():
+                selection = race.select()
+
+    Nothing depends on the order in which jobs are told of: a job is judged by its own history, and a rung waits until
+    every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
+    journal again rebuilds it (`alto.early_exit.audit.race_of`).
+
+    A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
+    non-finite loss is a verdict. At a rung a job that trains stands with its latest validation loss, one that overfit
+    or finished with its best. A job that diverged, was stopped, failed or was once not kept stands no more.
+
+    Args:
+        policy: Judges and ranks.
+        ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
+        total_steps: Steps of every job, by job id.
+
+    Raises:
+        RunError: From every method that is told of something, if that cannot have happened now.
+    """
+
+    def __init__(self, policy: Policy, *, ema_alpha: float, total_steps: Mapping[str, int]) -> None:
+        self.policy = policy
+        self._runners = {job: _Runner(steps, Ema(ema_alpha)) for job, steps in total_steps.items()}
+        self._rungs_held = 0
+
+    def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
+        """Take in the training losses of consecutive steps from ``first_step`` (1-based) on.
+
+        The first loss that is not finite ends the job at its step; losses after it are not looked at.
+        """
+        runner = self._runners[job]
+        due = runner.ema.count + 1
+        _require(runner.trains, f"{job} to train, found that it has ended")
+        _require(not losses or not self.is_waiting(job), f"{job} to wait for its rung, found that it trained on")
+        _require(first_step == due, f"step {due} of {job}, found step {first_step}")
+        for step, loss in enumerate(losses, start=first_step):
+            verdict = nonfinite.judge_step_loss(job, step, loss)
+            if verdict is not None:
+                self.end(verdict)
+                return verdict
+            runner.ema.update(loss)
+        return None
+
+    def observe(self, job: str, step: int, validation_loss: float) -> ExitDecision | None:
+        """Take in an evaluation after ``step`` steps, whose training losses must all have been observed."""
+        runner = self._runners[job]
+        done, last = runner.ema.count, runner.steps
+        _require(runner.trains, f"{job} to train, found that it has ended")
+        _require(step == done, f"an evaluation of {job} after the {done} steps it has done, found one after {step}")
+        _require(last < step <= runner.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
+        assert runner.ema.value is not None
+        point = LossPoint(
+            job=job,
+            step=step,
+            total_steps=runner.total_steps,
+            train_ema=runner.ema.value,
+            validation_loss=validation_loss,
+        )
+        runner.history.append(point)
+        verdict = nonfinite.judge_point(point)
+        if verdict is None:
+            if runner.best is None or validation_loss < runner.best.validation_loss:
+                runner.best = point
+            if step == runner.total_steps:
+                runner.finished = True
+                return None
+            verdict = self.policy.judge(runner.history)
+        if verdict is not None:
+            self.end(verdict)
+        return verdict
+
+    def end(self, decision: ExitDecision) -> None:
+        """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``)."""
+        runner = self._runners[decision.job]
+        _require(runner.trains, f"{decision.job} to train, found that it has ended")
+        runner.decision = decision
+        runner.competes = decision.reason is ExitReason.OVERFITTING
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """All jobs, in the order they were given."""
+        return tuple(self._runners)
+
+    @property
+    def training(self) -> tuple[str, ...]:
+        """Jobs that have neither ended nor finished, waiting ones included."""
+        return tuple(job for job, runner in self._runners.items() if runner.trains)
+
+    @property
+    def next_rung(self) -> Rung | None:
+        """The rung that is to be held next; None when there is none left."""
+        rungs = self.policy.rungs
+        return rungs[self._rungs_held] if self._rungs_held < len(rungs) else None
+
+    @property
+    def rungs_held(self) -> int:
+        """Rungs held so far, which is also the index of `next_rung`."""
+        return self._rungs_held
+
+    def next_stop(self, job: str) -> int:
+        """The step past which ``job`` must not train before a rung is held; its last step if no rung is left."""
+        total_steps = self._runners[job].total_steps
+        return total_steps if self.next_rung is None else rung_step(self.next_rung, total_steps)
+
+    def is_training(self, job: str) -> bool:
+        """Whether ``job`` has neither ended nor finished; a waiting job counts."""
+        return self._runners[job].trains
+
+    def is_waiting(self, job: str) -> bool:
+        """Whether ``job`` has been evaluated at the next rung and waits for the others."""
+        runner = self._runners[job]
+        return runner.trains and self.next_rung is not None and runner.steps >= self.next_stop(job)
+
+    def rung_ready(self) -> bool:
+        """Whether the next rung can be held: somebody trains, and all who do wait at it."""
+        training = self.training
+        return bool(training) and all(self.is_waiting(job) for job in training)
+
+    def standings(self) -> tuple[Standing, ...]:
+        """How everybody who competes stands now, by job id."""
+        return tuple(
+            _standing(job, runner)
+            for job, runner in sorted(self._runners.items())
+            if runner.history and (runner.trains or runner.competes)
+        )
+
+    def select(self) -> Selection:
+        """Hold the next rung: rank, end those dropped, and let the others train on."""
+        _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
+        standings = self.standings()
+        selection = self.policy.select(self._rungs_held, standings)
+        for decision in selection.dropped:
+            self.end(decision)
+        for standing in standings:
+            self._runners[standing.job].competes &= standing.job in selection.kept
+        self._rungs_held += 1
+        return selection
+
+    def decision_on(self, job: str) -> ExitDecision | None:
+        """The verdict that ended ``job``; None if it trains or did all its steps."""
+        return self._runners[job].decision
+
+    def history(self, job: str) -> tuple[LossPoint, ...]:
+        """All evaluations of ``job``, oldest first."""
+        return tuple(self._runners[job].history)
+
+    def best(self, job: str) -> LossPoint | None:
+        """The evaluation of ``job`` with the lowest validation loss, the earliest of equals; None before any."""
+        return self._runners[job].best
+
+    def winner(self) -> LossPoint | None:
+        """The best evaluation of all jobs, however they ended; ties go to the lower job id. None if there is none."""
+        bests = (runner.best for runner in self._runners.values() if runner.best is not None)
+        return min(bests, key=lambda point: (point.validation_loss, point.job), default=None)
+
+
+def _standing(job: str, runner: _Runner) -> Standing:
+    stands_with = runner.history[-1] if runner.trains else runner.best
+    assert stands_with is not None
+    return Standing(job=job, step=runner.steps, validation_loss=stands_with.validation_loss, is_training=runner.trains)
+
+
+def _require(condition: bool, expected_and_found: str) -> None:
+    if not condition:
+        raise RunError(f"Early exit: expected {expected_and_found}. Tell the race of every event once and in order.")

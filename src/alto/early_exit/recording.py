@@ -1,0 +1,223 @@
+"""A recording: the loss curves of a task whose every job was trained to its end."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alto.early_exit.journal import Curves, Event, curves_of, loss_of, task_started
+from alto.errors import RunError, RunNotFoundError
+
+__all__ = ["RecordedJob", "Recording"]
+
+FORMAT = "alto-recording"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJob:
+    """The whole life of one job.
+
+    Attributes:
+        job: Job id.
+        config: The job's configuration, canonical keys.
+        total_steps: Optimizer steps of the job.
+        rows_per_step: Training rows of one full optimizer step.
+        train_losses: Training loss of every step, nats per token.
+        evaluations: ``(step, validation_loss)``, steps rising.
+
+    Raises:
+        RunError: The job was not trained to its end. Only a non-finite loss may end it before its last step.
+    """
+
+    job: str
+    config: Mapping[str, Any]
+    total_steps: int
+    rows_per_step: int
+    train_losses: tuple[float, ...]
+    evaluations: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.evaluations]
+        if steps != sorted(set(steps)) or not all(0 < step <= len(self.train_losses) for step in steps):
+            raise RunError(
+                f"Recording, job {self.job}: expected evaluations at rising steps with a training loss for each step,"
+                f" found {len(self.train_losses)} losses and evaluations at {steps}. Record the run again."
+            )
+        reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
+        losses = (*self.train_losses, *(loss for _, loss in self.evaluations))
+        if not reached_end and all(math.isfinite(loss) for loss in losses):
+            raise RunError(
+                f"Recording, job {self.job}: expected every step up to {self.total_steps} and an evaluation at the"
+                f" last, found {len(self.train_losses)} steps and the last evaluation at {steps[-1] if steps else 0}."
+                " Record a run whose early_exit.enabled is false, to its end."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Every job of a task trained to its end, so that any policy can be replayed on it.
+
+    Attributes:
+        task: What was tuned (model, dataset, commit, …): free, for the reader.
+        num_train: Rows of the training set.
+        jobs: All jobs.
+    """
+
+    task: Mapping[str, Any]
+    num_train: int
+    jobs: tuple[RecordedJob, ...]
+
+    def samples_after(self, job: RecordedJob, step: int) -> int:
+        """Training rows ``job`` has seen after ``step`` steps; the last step of an epoch may be short."""
+        steps_per_epoch = math.ceil(self.num_train / job.rows_per_step)
+        epochs, steps = divmod(step, steps_per_epoch)
+        return epochs * self.num_train + min(steps * job.rows_per_step, self.num_train)
+
+    @classmethod
+    def from_journal(cls, events: Iterable[Event]) -> Recording:
+        """Fold the journal of a run without early exit.
+
+        Raises:
+            RunError: No task was started, a job was not trained to its end, or a job's budget disagrees with its steps.
+        """
+        events = list(events)
+        started, curves = task_started(events), curves_of(events)
+        recording = cls(
+            task={"name": started["task"], "num_validation": started["num_validation"]},
+            num_train=started["num_train"],
+            jobs=tuple(_job_from_curves(entry, curves[entry["job"]]) for entry in started["jobs"]),
+        )
+        for job, entry in zip(recording.jobs, started["jobs"], strict=True):
+            _check_budget(entry, recording.samples_after(job, job.total_steps))
+        return recording
+
+    def write(self, path: str | Path) -> None:
+        """Write to ``path`` (``.json.gz`` or ``.json``); losses keep six significant digits, equal content equal bytes.
+
+        NaN and infinities are written as the strings ``nan``, ``inf`` and ``-inf``, which strict JSON can carry.
+        """
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "task": dict(self.task),
+            "num_train": self.num_train,
+            "jobs": [
+                {
+                    "job": job.job,
+                    "config": dict(job.config),
+                    "total_steps": job.total_steps,
+                    "rows_per_step": job.rows_per_step,
+                    "train_losses": [_to_json(loss) for loss in job.train_losses],
+                    "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
+                }
+                for job in self.jobs
+            ],
+        }
+        text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+        data = text.encode()
+        Path(path).write_bytes(_gzipped(data) if _is_gzip(path) else data)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Recording:
+        """Read what `write` wrote.
+
+        Raises:
+            RunNotFoundError: There is no such file.
+            RunError: The file is no recording, one of a newer version, or a job in it was not trained to its end.
+        """
+        document = _document_at(Path(path))
+        try:
+            return cls(
+                task=document["task"],
+                num_train=document["num_train"],
+                jobs=tuple(_job_from(job) for job in document["jobs"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{path}: expected a recording of version {VERSION}, found one that lacks or misspells {error}."
+                " Record the run again."
+            ) from error
+
+
+def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
+    job, config = entry["job"], entry["config"]
+    steps = sorted(curves.train)
+    if steps != list(range(1, len(steps) + 1)):
+        raise RunError(
+            f"Journal, job {job}: expected the training loss of every step, found gaps."
+            " Give the whole journal of a run."
+        )
+    return RecordedJob(
+        job=job,
+        config=config,
+        total_steps=entry["total_steps"],
+        rows_per_step=config["per_device_train_batch_size"],
+        train_losses=tuple(curves.train[step] for step in steps),
+        evaluations=tuple(sorted(curves.validation.items())),
+    )
+
+
+def _check_budget(entry: Mapping[str, Any], num_samples: int) -> None:
+    if num_samples != entry["samples_budgeted"]:
+        raise RunError(
+            f"Journal, job {entry['job']}: expected a budget of {entry['samples_budgeted']} rows, found {num_samples}"
+            f" from its {entry['total_steps']} steps, so a recording would misstate savings."
+            " Steps must hold per_device_train_batch_size rows, the last of an epoch what is left."
+        )
+
+
+def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
+    return RecordedJob(
+        job=fields["job"],
+        config=fields["config"],
+        total_steps=fields["total_steps"],
+        rows_per_step=fields["rows_per_step"],
+        train_losses=tuple(loss_of(loss) for loss in fields["train_losses"]),
+        evaluations=tuple((step, loss_of(loss)) for step, loss in fields["evaluations"]),
+    )
+
+
+def _document_at(path: Path) -> Mapping[str, Any]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise RunNotFoundError(f"Expected a recording at {path}, found no file. Check the path.") from error
+    try:
+        document = json.loads(gzip.decompress(data) if _is_gzip(path) else data)
+    except (OSError, EOFError, ValueError) as error:
+        raise RunError(
+            f"{path}: expected a recording (.json or .json.gz), found {error}. Is the file whole and rightly named?"
+        ) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise RunError(
+            f'{path}: expected a document of format "{FORMAT}", found another. Give the path of a recording.'
+        )
+    if document.get("version") != VERSION:
+        raise RunError(
+            f"{path}: expected a recording of version {VERSION}, found {document.get('version')}."
+            " Read it with the ALTO that wrote it, or update."
+        )
+    return document
+
+
+def _to_json(loss: float) -> float | str:
+    return float(f"{loss:.6g}") if math.isfinite(loss) else str(loss)
+
+
+def _is_gzip(path: str | Path) -> bool:
+    return Path(path).suffix == ".gz"
+
+
+def _gzipped(data: bytes) -> bytes:
+    buffer = io.BytesIO()
+    # Without a file name and a time in the header, equal content gives equal bytes.
+    with gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as file:
+        file.write(data)
+    return buffer.getvalue()

@@ -1,0 +1,127 @@
+"""What a policy would have done on a recording, and what that would have cost and saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from alto.early_exit.policy import Policy
+from alto.early_exit.race import Race
+from alto.early_exit.recording import RecordedJob, Recording
+from alto.records import ExitReason, JobResult
+
+__all__ = ["ReplayResult", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """The outcome of a policy on a recording.
+
+    Attributes:
+        jobs: How every job would have ended, in the order of the recording.
+        winner: Job with the best validation loss seen before its end; None if no evaluation was finite.
+        best_kept: That loss, nats per token; infinity if there is none.
+        best_of_all: The best validation loss of the whole recording.
+    """
+
+    jobs: tuple[JobResult, ...]
+    winner: str | None
+    best_kept: float
+    best_of_all: float
+
+    @property
+    def samples_trained(self) -> int:
+        return sum(job.samples_trained for job in self.jobs)
+
+    @property
+    def samples_budgeted(self) -> int:
+        return sum(job.samples_budgeted for job in self.jobs)
+
+    @property
+    def samples_saved(self) -> float:
+        """Share of the budgeted samples that were not trained."""
+        return 1.0 - self.samples_trained / self.samples_budgeted
+
+    @property
+    def saved_by(self) -> Mapping[ExitReason, float]:
+        """Share of the budgeted samples not trained, by the pattern that saved them; sums to `samples_saved`."""
+        saved: dict[ExitReason, float] = {}
+        for job in self.jobs:
+            if job.exit_reason is not None:
+                share = (job.samples_budgeted - job.samples_trained) / self.samples_budgeted
+                saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + share
+        return saved
+
+    @property
+    def exits(self) -> Mapping[str, tuple[ExitReason, int]]:
+        """Reason and step of every job that ended early, by job id."""
+        return {job.job: (job.exit_reason, job.steps) for job in self.jobs if job.exit_reason is not None}
+
+    @property
+    def regret(self) -> float:
+        """Best kept over best of all: 1 when the winner was kept, larger the worse."""
+        if self.best_kept == self.best_of_all:
+            return 1.0
+        return self.best_kept / self.best_of_all if self.best_of_all else math.inf
+
+
+def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResult:
+    """Run ``policy`` over ``recording`` as the executor would.
+
+    A rung is held at the first recorded evaluation at or after its step, so a recording whose evaluations miss a rung
+    makes the policy look as late as it would have been, not better.
+    """
+    race = Race(policy, ema_alpha=ema_alpha, total_steps={job.job: job.total_steps for job in recording.jobs})
+    tapes = {job.job: _Tape(job) for job in recording.jobs}
+    while race.training:
+        for job in race.training:
+            while race.is_training(job) and not race.is_waiting(job):
+                tapes[job].play_to_next_evaluation(race)
+        while race.rung_ready():
+            race.select()
+    winner = race.winner()
+    losses = (loss for job in recording.jobs for _, loss in job.evaluations)
+    return ReplayResult(
+        jobs=tuple(_result(recording, job, race) for job in recording.jobs),
+        winner=None if winner is None else winner.job,
+        best_kept=math.inf if winner is None else winner.validation_loss,
+        best_of_all=min(filter(math.isfinite, losses), default=math.inf),
+    )
+
+
+class _Tape:
+    """Plays one recorded job into a race, an evaluation at a time."""
+
+    def __init__(self, job: RecordedJob) -> None:
+        self._job = job
+        self._evaluations = iter(job.evaluations)
+        self._steps_played = 0
+
+    def play_to_next_evaluation(self, race: Race) -> None:
+        job = self._job.job
+        step, validation_loss = next(self._evaluations, (len(self._job.train_losses), None))
+        losses = self._job.train_losses[self._steps_played : step]
+        verdict = race.observe_losses(job, self._steps_played + 1, losses)
+        self._steps_played = step
+        if verdict is None:
+            assert validation_loss is not None, f"{job} was not recorded to its end"
+            race.observe(job, step, validation_loss)
+
+
+def _result(recording: Recording, job: RecordedJob, race: Race) -> JobResult:
+    decision = race.decision_on(job.job)
+    best = race.best(job.job)
+    steps = job.total_steps if decision is None else decision.step
+    return JobResult(
+        job=job.job,
+        config=job.config,
+        steps=steps,
+        total_steps=job.total_steps,
+        exit_reason=None if decision is None else decision.reason,
+        exit_evidence={} if decision is None else decision.evidence,
+        best_step=0 if best is None else best.step,
+        best_validation_loss=math.inf if best is None else best.validation_loss,
+        samples_trained=recording.samples_after(job, steps),
+        samples_budgeted=recording.samples_after(job, job.total_steps),
+    )

@@ -1,0 +1,78 @@
+"""The task's best adapter as a folder to take away: PEFT's files, metrics, a model card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alto.records import TaskResult
+
+__all__ = ["export_best"]
+
+
+def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: str) -> Path:
+    """Copy the winner's best adapter into the run's ``best/`` and describe it there.
+
+    Args:
+        best_of_job: The winner's own ``best/`` folder, PEFT format.
+        model, dataset: As the task names them, for the card.
+
+    Returns:
+        The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
+    """
+    folder = Path(result.adapter_dir)
+    shutil.copytree(best_of_job, folder, dirs_exist_ok=True)
+    metrics = _metrics(result)
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    base_model = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    (folder / "README.md").write_text(_card(metrics, base_model, model, dataset), encoding="utf-8")
+    return folder
+
+
+def _metrics(result: TaskResult) -> dict[str, Any]:
+    best = next(job for job in result.jobs if job.job == result.best_job)
+    return {
+        "task": result.task,
+        "job": best.job,
+        "config": dict(best.config),
+        "validation_loss": best.best_validation_loss,
+        "step": best.best_step,
+        "total_steps": best.total_steps,
+        "num_jobs": len(result.jobs),
+        "samples_trained": result.samples_trained,
+        "samples_budgeted": result.samples_budgeted,
+        "samples_saved": round(result.samples_saved, 6),
+        "duration_s": round(result.duration_s, 3),
+    }
+
+
+def _card(metrics: Mapping[str, Any], base_model: str, model: str, dataset: str) -> str:
+    settings = "\n".join(f"| {key} | {value} |" for key, value in metrics["config"].items())
+    return f"""---
+base_model: {json.dumps(base_model)}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, alto]
+---
+
+# {metrics["task"]}
+
+LoRA adapter for `{model}`, tuned on `{dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
+{metrics["num_jobs"]} configurations, validation loss {metrics["validation_loss"]:.4f} nats per token at step
+{metrics["step"]} of {metrics["total_steps"]}.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained({base_model!r})
+model = PeftModel.from_pretrained(base, "path/to/this/folder")
+```
+
+| setting | value |
+|---|---|
+{settings}
+"""

@@ -1,0 +1,217 @@
+"""The figures of the report as plotly.js traces: plain lists and dicts, no colours.
+
+A trace names its role in ``meta.role`` (an outcome, ``best`` or ``rung``); the page gives every role its colour in
+the light and the dark scheme. Text that comes from a user is escaped for plotly, which reads a little HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alto.export.history import JobHistory, RunHistory
+from alto.export.tables import JobRow
+from alto.export.wording import format_count, format_loss, format_share
+from alto.records import LossPoint
+
+__all__ = ["LossFigure", "View", "choose_view", "loss_figure", "occupancy_figure"]
+
+# Later roles are drawn over earlier ones.
+_DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The range of losses a figure shows at first, and what it leaves out.
+
+    Attributes:
+        low: Lower end, nats per token.
+        high: Upper end, nats per token.
+        num_above: Jobs whose curve leaves the view at the top.
+        highest: The largest finite loss of any job.
+        num_not_finite: Jobs with a loss that is infinite or not a number.
+    """
+
+    low: float
+    high: float
+    num_above: int
+    highest: float
+    num_not_finite: int
+
+    @property
+    def note(self) -> str:
+        """What the view leaves out, in words; empty if nothing."""
+        notes = []
+        if self.num_above:
+            subject = "1 job leaves" if self.num_above == 1 else f"{self.num_above} jobs leave"
+            notes.append(
+                f"{subject} this view at the top (highest loss {format_loss(self.highest)}): "
+                "the axis is cut so that the others stay readable. Double-click the figure to see everything."
+            )
+        if self.num_not_finite:
+            subject = "1 job" if self.num_not_finite == 1 else f"{self.num_not_finite} jobs"
+            notes.append(f"{subject} reached a loss that is not finite; such points cannot be drawn.")
+        return " ".join(notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFigure:
+    """Traces of one loss figure and the view it opens with (None if there is nothing to show)."""
+
+    traces: list[dict[str, Any]]
+    view: View | None
+
+
+def choose_view(curves: Mapping[str, Sequence[float]]) -> View | None:
+    """The range that shows the jobs worth comparing, however far others diverge.
+
+    The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
+    curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
+    jobs may diverge without flattening the rest.
+    """
+    finite = {name: kept for name, curve in curves.items() if (kept := [x for x in curve if math.isfinite(x)])}
+    if not finite:
+        return None
+    by_lowest = sorted(finite.values(), key=min)
+    core = by_lowest[: max(1, math.ceil(len(by_lowest) / 4))]
+    low = min(core[0])
+    began = statistics.median(curve[0] for curve in core)
+    extent = max(began - low, min(core[-1]) - low, 0.02 * abs(low), 1e-6)
+    limit = low + 4 * extent
+    high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
+    margin = 0.06 * max(high - low, extent)
+    return View(
+        low=low - margin,
+        high=high + margin,
+        num_above=sum(max(curve) > limit for curve in finite.values()),
+        highest=max(max(curve) for curve in finite.values()),
+        num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
+    )
+
+
+def loss_figure(history: RunHistory, rows: Iterable[JobRow], loss_of: Callable[[LossPoint], float]) -> LossFigure:
+    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
+    evaluated = [job for job in history.jobs.values() if job.evaluations]
+    view = choose_view({job.job: [loss_of(point) for point in job.evaluations] for job in evaluated})
+    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    best = history.best
+    if view is None:
+        return LossFigure(traces=[], view=None)
+    counts: dict[str, int] = {}
+    for job in evaluated:
+        role = _role(job, best)
+        counts[role] = counts.get(role, 0) + 1
+    traces, seen = _rung_traces(history, view), set()
+    for job in sorted(evaluated, key=lambda job: _drawing_order(_role(job, best))):
+        role = _role(job, best)
+        traces.append(_curve(job, role, counts[role], labels[job.job], loss_of, show_legend=role not in seen))
+        seen.add(role)
+    return LossFigure(traces=traces, view=view)
+
+
+def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> tuple[list[dict[str, Any]], str]:
+    """Horizontal bars, one per stay of a job in a slot, grouped by outcome; and the unit of their time axis."""
+    if not history.occupancy or history.started_at is None:
+        return [], "seconds"
+    now = history.last_seen_at or history.started_at
+    seconds, unit = _time_unit(now - history.started_at)
+    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    bars: dict[str, dict[str, Any]] = {}
+    for stay in history.occupancy:
+        role = _role(history.jobs[stay.job], history.best)
+        bar = bars.setdefault(role, _empty_bar(role))
+        length = ((now if stay.end is None else stay.end) - stay.start) / seconds
+        bar["base"].append((stay.start - history.started_at) / seconds)
+        bar["x"].append(length)
+        bar["y"].append(f"slot {stay.slot}")
+        bar["text"].append(html.escape(stay.job))
+        bar["customdata"].append(
+            f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} in slot {stay.slot}"
+        )
+    return [bars[role] for role in sorted(bars, key=_drawing_order)], unit
+
+
+def _curve(
+    job: JobHistory, role: str, num_alike: int, label: str, loss_of: Callable[[LossPoint], float], *, show_legend: bool
+) -> dict[str, Any]:
+    losses = [loss_of(point) for point in job.evaluations]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [point.progress for point in job.evaluations],
+        "y": [loss if math.isfinite(loss) else None for loss in losses],
+        "name": f"best: {html.escape(job.job)}" if role == "best" else f"{role} ({format_count(num_alike)})",
+        "legendgroup": role,
+        "showlegend": show_legend,
+        "text": _hover_name(job.job, label),
+        "hovertemplate": "%{text}<br>loss %{y:.4f} after %{x:.1%} of its steps<extra></extra>",
+        "meta": {"role": role},
+    }
+
+
+def _rung_traces(history: RunHistory, view: View) -> list[dict[str, Any]]:
+    outcomes = {outcome.rung: outcome for outcome in history.rungs}
+    traces = []
+    for index, rung in enumerate(history.rung_settings):
+        label = f"{format_share(rung.progress)}: keep {format_share(rung.keep)}"
+        outcome = next((found for found in outcomes.values() if math.isclose(found.progress, rung.progress)), None)
+        if outcome is not None:
+            label = f"{format_share(rung.progress)}: {len(outcome.kept)} kept"
+        # Labels of neighbouring rungs would overlap on one height.
+        height = view.high - (0.03 + 0.06 * (index % 2)) * (view.high - view.low)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+text",
+                "x": [rung.progress] * 3,
+                "y": [view.low, height, view.high],
+                "text": ["", f" {label}", ""],
+                "textposition": "middle right",
+                "hoverinfo": "skip",
+                "showlegend": False,
+                "meta": {"role": "rung"},
+            }
+        )
+    return traces
+
+
+def _empty_bar(role: str) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "base": [],
+        "x": [],
+        "y": [],
+        "text": [],
+        "customdata": [],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "constraintext": "inside",
+        "name": "best" if role == "best" else role,
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "meta": {"role": role},
+    }
+
+
+def _role(job: JobHistory, best: JobHistory | None) -> str:
+    return "best" if job is best else job.outcome
+
+
+def _drawing_order(role: str) -> tuple[int, str]:
+    last = {"completed": len(_DRAWING_ORDER), "best": len(_DRAWING_ORDER) + 1}
+    return (last[role] if role in last else _DRAWING_ORDER.index(role) if role in _DRAWING_ORDER else -1, role)
+
+
+def _hover_name(job: str, label: str) -> str:
+    return f"<b>{html.escape(job)}</b><br>{html.escape(label)}"
+
+
+def _time_unit(duration_s: float) -> tuple[float, str]:
+    if duration_s < 300:
+        return 1.0, "seconds"
+    return (60.0, "minutes") if duration_s < 3 * 3600 else (3600.0, "hours")

@@ -1,0 +1,399 @@
+"""What happened in a run, folded from its journal one event at a time.
+
+The same fold serves the live view (events as they are written) and the report (events read back from disk), so that
+both always tell the same story. Events and fields that this version does not know are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from alto.errors import RunError, RunNotFoundError
+from alto.records import LossPoint, Rung
+
+__all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_events", "read_history"]
+
+JOURNAL_NAME = "journal.jsonl"
+
+
+class Stage(StrEnum):
+    """Where a job is in its life."""
+
+    PENDING = "pending"
+    TRAINING = "training"
+    PARKED = "parked"
+    EXITED = "exited"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungOutcome:
+    """How a rung ended.
+
+    Attributes:
+        rung: Position of the rung in the task's early-exit settings, as the journal counts it.
+        progress: Share of a job's own steps at which the rung ranks.
+        kept: Job ids that go on or keep their place, best first.
+        dropped: Job ids that ended here.
+    """
+
+    rung: int
+    progress: float
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Occupancy:
+    """One stay of a job in a slot, in unix seconds; ``end`` is None while it lasts."""
+
+    job: str
+    slot: int
+    start: float
+    end: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class JobHistory:
+    """State of one job after the events seen so far.
+
+    Attributes:
+        position: Place in the task's list of jobs; breaks ties of equal losses.
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        samples_budgeted: Rows the job sees if nothing ends it early.
+        slot: Slot it sits in, None while it is in none.
+        step: Steps done.
+        train_losses: Training loss of every step, nats per token; NaN where the journal has a gap.
+        evaluations: One point per evaluation, in the order of their steps.
+        best_step: Step of the best finite validation loss, 0 if there is none yet.
+        best_validation_loss: Nats per token, infinity if there is none yet.
+        exit_reason: Why it ended early, as the journal spells it; None if it did not.
+    """
+
+    job: str
+    position: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int = 0
+    samples_budgeted: int = 0
+    stage: Stage = Stage.PENDING
+    slot: int | None = None
+    step: int = 0
+    train_losses: list[float] = field(default_factory=list)
+    evaluations: list[LossPoint] = field(default_factory=list)
+    best_step: int = 0
+    best_validation_loss: float = math.inf
+    exit_reason: str | None = None
+    exit_evidence: Mapping[str, Any] = field(default_factory=dict)
+    samples_at_end: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stage in (Stage.EXITED, Stage.COMPLETED)
+
+    @property
+    def outcome(self) -> str:
+        """The reason of its exit if it has one, else the name of its stage."""
+        return self.exit_reason or self.stage.value
+
+    @property
+    def progress(self) -> float:
+        """Share of its own steps done, in [0, 1]."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else 0.0
+
+    @property
+    def samples_trained(self) -> int:
+        """Rows seen so far: counted once the job has ended, in proportion to its steps before."""
+        if self.samples_at_end is not None:
+            return self.samples_at_end
+        return round(self.progress * self.samples_budgeted)
+
+    @property
+    def samples_saved(self) -> int:
+        """Budgeted rows that an exit spared; 0 while the job may still train them."""
+        return max(0, self.samples_budgeted - self.samples_trained) if self.stage is Stage.EXITED else 0
+
+    @property
+    def train_loss(self) -> float | None:
+        """Smoothed training loss of the latest evaluation, else the latest loss; None before the first step."""
+        if self.evaluations:
+            return self.evaluations[-1].train_ema
+        return self.train_losses[-1] if self.train_losses else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Validation loss of the latest evaluation; None before the first."""
+        return self.evaluations[-1].validation_loss if self.evaluations else None
+
+    @property
+    def rank_key(self) -> tuple[float, int]:
+        """Sorts jobs best first; a job without a finite validation loss comes last."""
+        loss = self.best_validation_loss
+        return (loss if math.isfinite(loss) else math.inf, self.position)
+
+
+class RunHistory:
+    """Folds journal events into the state of a run.
+
+    Attributes:
+        settings: The ``task_started`` event without its jobs (model, dataset, early exit, versions, …).
+        jobs: Every job by id, in the order of the task.
+        rungs: Outcomes of the rungs that have been decided.
+        occupancy: Every stay of a job in a slot, in the order of admission.
+        started_at: Unix time of the first event, None before it.
+        last_seen_at: Unix time of the latest event.
+        result: The ``task_completed`` event, None while the run is unfinished.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+        self.jobs: dict[str, JobHistory] = {}
+        self.rungs: list[RungOutcome] = []
+        self.occupancy: list[Occupancy] = []
+        self.started_at: float | None = None
+        self.last_seen_at: float | None = None
+        self.result: dict[str, Any] | None = None
+        self._open_stays: dict[str, Occupancy] = {}
+        self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "task_started": self._on_task_started,
+            "job_admitted": self._on_enter_slot,
+            "job_resumed": self._on_enter_slot,
+            "train": self._on_train,
+            "eval": self._on_eval,
+            "job_parked": self._on_parked,
+            "job_exited": self._on_exited,
+            "job_completed": self._on_completed,
+            "warmup_ended": self._on_warmup_ended,
+            "task_completed": self._on_task_completed,
+        }
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> RunHistory:
+        """The history after all of ``events``."""
+        history = cls()
+        for event in events:
+            history.apply(event)
+        return history
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Fold in one event; one that this version does not know only moves the clock."""
+        handler = self._handlers.get(str(event.get("event")))
+        if handler is not None:
+            handler(event)
+        if (time := event.get("time")) is not None:
+            self.started_at = time if self.started_at is None else self.started_at
+            self.last_seen_at = time
+
+    @property
+    def name(self) -> str:
+        return str(self.settings.get("task", "task"))
+
+    @property
+    def rung_settings(self) -> tuple[Rung, ...]:
+        """The rungs the task was started with."""
+        pairs = (self.settings.get("early_exit") or {}).get("rungs") or ()
+        return tuple(Rung(progress=progress, keep=keep) for progress, keep in pairs)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the bank, at least as many as were seen in use."""
+        used = max((stay.slot for stay in self.occupancy), default=-1) + 1
+        return max(int(self.settings.get("max_slots") or 0), used)
+
+    @property
+    def best(self) -> JobHistory | None:
+        """The job the task chose, or the best so far; None while no job has a finite validation loss."""
+        if self.result is not None and (chosen := self.jobs.get(str(self.result.get("best_job")))) is not None:
+            return chosen
+        leader = min(self.jobs.values(), key=lambda job: job.rank_key, default=None)
+        return leader if leader is not None and math.isfinite(leader.best_validation_loss) else None
+
+    @property
+    def samples_budgeted(self) -> int:
+        return sum(job.samples_budgeted for job in self.jobs.values())
+
+    @property
+    def samples_trained(self) -> int:
+        return sum(job.samples_trained for job in self.jobs.values())
+
+    @property
+    def samples_saved(self) -> int:
+        return sum(job.samples_saved for job in self.jobs.values())
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the budgeted rows that exits have spared so far, in [0, 1]."""
+        return self.samples_saved / self.samples_budgeted if self.samples_budgeted else 0.0
+
+    @property
+    def settled_share(self) -> float:
+        """Share of the budgeted rows that are trained or spared, in [0, 1]; 1 when nothing is left to do."""
+        if not self.samples_budgeted:
+            return 0.0
+        return min(1.0, (self.samples_trained + self.samples_saved) / self.samples_budgeted)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds the task took, or the time from its first to its latest event while it is unfinished."""
+        if self.result is not None and self.result.get("duration_s") is not None:
+            return float(self.result["duration_s"])
+        if self.started_at is None or self.last_seen_at is None:
+            return 0.0
+        return self.last_seen_at - self.started_at
+
+    def ranked(self) -> list[JobHistory]:
+        """All jobs, the chosen one first, then by best validation loss."""
+        best = self.best
+        return sorted(self.jobs.values(), key=lambda job: (job is not best, job.rank_key))
+
+    def _job(self, event: Mapping[str, Any]) -> JobHistory:
+        job = str(event["job"])
+        if job not in self.jobs:
+            self.jobs[job] = JobHistory(job=job, position=len(self.jobs))
+        return self.jobs[job]
+
+    def _on_task_started(self, event: Mapping[str, Any]) -> None:
+        # A resumed run starts a second time: jobs keep their past, and stays that the interruption cut off end
+        # with the last event before it, because nothing was trained after that.
+        for name in list(self._open_stays):
+            job = self.jobs[name]
+            stopped_at = event.get("time") if self.last_seen_at is None else self.last_seen_at
+            self._leave_slot(job, stopped_at, stage=Stage.PARKED if job.step else Stage.PENDING)
+        self.result = None
+        self.settings = {key: value for key, value in event.items() if key not in ("seq", "time", "event", "jobs")}
+        for entry in event.get("jobs") or ():
+            job = self._job(entry)
+            job.config = dict(entry.get("config") or {})
+            job.total_steps = int(entry.get("total_steps") or 0)
+            job.samples_budgeted = int(entry.get("samples_budgeted") or 0)
+
+    def _on_enter_slot(self, event: Mapping[str, Any]) -> None:
+        job = self._job(event)
+        self._leave_slot(job, event.get("time"), stage=Stage.TRAINING)
+        job.slot = int(event["slot"])
+        job.step = int(event.get("step") or 0)
+        job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
+        stay = Occupancy(job=job.job, slot=job.slot, start=float(event.get("time") or 0.0))
+        self._open_stays[job.job] = stay
+        self.occupancy.append(stay)
+
+    def _on_train(self, event: Mapping[str, Any]) -> None:
+        job = self._job(event)
+        losses = [_number(loss) for loss in event["losses"]]
+        first = int(event["first_step"]) - 1
+        # Steps trained again after an interruption replace what was recorded of them.
+        del job.train_losses[first:]
+        job.train_losses += [math.nan] * (first - len(job.train_losses))
+        job.train_losses += losses
+        job.step = len(job.train_losses)
+
+    def _on_eval(self, event: Mapping[str, Any]) -> None:
+        job = self._job(event)
+        point = LossPoint(
+            job=job.job,
+            step=int(event["step"]),
+            total_steps=int(event.get("total_steps") or job.total_steps or event["step"]),
+            train_ema=_number(event.get("train_ema")),
+            validation_loss=_number(event.get("validation_loss")),
+        )
+        job.evaluations = [earlier for earlier in job.evaluations if earlier.step < point.step]
+        job.evaluations.append(point)
+        job.step = max(job.step, point.step)
+        if math.isfinite(point.validation_loss) and point.validation_loss < job.best_validation_loss:
+            job.best_step, job.best_validation_loss = point.step, point.validation_loss
+
+    def _on_parked(self, event: Mapping[str, Any]) -> None:
+        job = self._job(event)
+        self._leave_slot(job, event.get("time"), stage=Stage.PARKED)
+        job.step = int(event.get("step") or job.step)
+
+    def _on_exited(self, event: Mapping[str, Any]) -> None:
+        job = self._job(event)
+        self._end(job, event, stage=Stage.EXITED)
+        job.exit_reason = str(event.get("reason") or "exited")
+        job.exit_evidence = dict(event.get("evidence") or {})
+
+    def _on_completed(self, event: Mapping[str, Any]) -> None:
+        self._end(self._job(event), event, stage=Stage.COMPLETED)
+
+    def _on_warmup_ended(self, event: Mapping[str, Any]) -> None:
+        self.rungs.append(
+            RungOutcome(
+                rung=int(event.get("rung") or 0),
+                progress=_number(event.get("progress")),
+                kept=tuple(map(str, event.get("kept") or ())),
+                dropped=tuple(map(str, event.get("dropped") or ())),
+            )
+        )
+
+    def _on_task_completed(self, event: Mapping[str, Any]) -> None:
+        self.result = dict(event)
+
+    def _end(self, job: JobHistory, event: Mapping[str, Any], *, stage: Stage) -> None:
+        self._leave_slot(job, event.get("time"), stage=stage)
+        job.step = int(event.get("step") or job.step)
+        if (samples := event.get("samples_trained")) is not None:
+            job.samples_at_end = int(samples)
+        best = _number(event.get("best_validation_loss"))
+        if math.isfinite(best):
+            job.best_step, job.best_validation_loss = int(event.get("best_step") or 0), best
+
+    def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
+        stay = self._open_stays.pop(job.job, None)
+        if stay is not None:
+            stay.end = stay.start if time is None else time
+        job.slot, job.stage = None, stage
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """Read the events of a journal, oldest first.
+
+    A last line that is not whole is what an interrupted write leaves behind; it is dropped.
+
+    Raises:
+        RunNotFoundError: There is no such file.
+        RunError: A line before the last one is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunNotFoundError(
+            f"Expected the journal of a run at {path}, but there is no such file. "
+            f"Give the folder of a run, for example runs/<name>-<id>; it must hold {JOURNAL_NAME}."
+        ) from None
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            raise RunError(
+                f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
+                "Only the last line may be incomplete; remove or repair that line."
+            )
+    return events
+
+
+def read_history(run_dir: str | Path) -> RunHistory:
+    """The history of the run in ``run_dir``; raises as :func:`read_events` does."""
+    return RunHistory.of(read_events(Path(run_dir) / JOURNAL_NAME))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

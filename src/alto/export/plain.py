@@ -1,0 +1,180 @@
+"""Progress of a run as plain lines, for logs and pipes: what is worth knowing, never a flood.
+
+Every job ends in at most one line and every rung in one. News that repeats is thinned: admissions are gathered into
+waves, a new best must improve the more the oftener it was told, and progress is told at every tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from alto.export.history import JobHistory, RunHistory
+from alto.export.tables import explain_exit
+from alto.export.wording import (
+    clean,
+    describe_config,
+    describe_rungs,
+    format_count,
+    format_duration,
+    format_loss,
+    format_share,
+    tidy_config,
+    varying_keys,
+)
+from alto.records import ExitReason
+
+__all__ = ["PlainView"]
+
+# A new best is told when it is this much better than the one told before; doubled after every ten lines.
+SMALLEST_NEWS = 0.005
+
+
+class PlainView:
+    """Writes one line per noteworthy event to ``stream``; a context manager like the live view.
+
+    Attributes:
+        history: The run as far as it was observed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.history = RunHistory()
+        self._stream = stream
+        self._keys: tuple[str, ...] = ()
+        self._admitted: list[str] = []
+        self._admission = "admitted"
+        self._num_bests_told = 0
+        self._best_told: float | None = None
+        self._tenths_told = 0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell_admitted()
+
+    def observe(self, event: Mapping[str, Any]) -> None:
+        """Fold in one event of the journal and say what is new."""
+        self.history.apply(event)
+        match event.get("event"):
+            case "task_started":
+                self._on_started()
+            case "job_admitted":
+                self._on_admitted(str(event["job"]), "admitted")
+            case "job_resumed":
+                self._on_admitted(str(event["job"]), "resumed")
+            case "eval":
+                self._on_eval()
+                self._tell_progress()
+            case "job_exited":
+                self._on_exited(self.history.jobs[str(event["job"])])
+            case "job_completed":
+                job = self.history.jobs[str(event["job"])]
+                self._say(f"{self._name(job)} completed, best validation loss {format_loss(job.best_validation_loss)}")
+            case "warmup_ended":
+                self._on_rung()
+            case "task_completed":
+                self._on_completed()
+
+    def _on_started(self) -> None:
+        history, settings = self.history, self.history.settings
+        configs = [tidy_config(job.config) for job in history.jobs.values()]
+        self._keys = varying_keys(configs)
+        self._say(
+            f"task {clean(history.name)}: {len(configs)} jobs ({clean(settings.get('method', 'sft'))}) on "
+            f"{clean(settings.get('model', 'the base model'))}, dataset {clean(settings.get('dataset', 'unnamed'))}, "
+            f"{settings.get('num_train', 0)} rows to train and {settings.get('num_validation', 0)} to validate"
+        )
+        rungs = describe_rungs(history.rung_settings)
+        if rungs:
+            policy = clean((settings.get("early_exit") or {}).get("policy", "on"))
+            self._say(f"early exit {policy}: {rungs}")
+
+    def _on_admitted(self, job: str, admission: str) -> None:
+        if admission != self._admission:
+            self._tell_admitted()
+            self._admission = admission
+        self._admitted.append(job)
+        # A wave fills the slots; single backfills wait for company so that many jobs make few lines.
+        if len(self._admitted) >= max(1, self.history.num_slots // 2, len(self.history.jobs) // 10):
+            self._tell_admitted()
+
+    def _tell_admitted(self) -> None:
+        if not self._admitted:
+            return
+        names = ", ".join(clean(job) for job in self._admitted[:4])
+        more = f" and {len(self._admitted) - 4} more" if len(self._admitted) > 4 else ""
+        self._say(f"{self._admission} {names}{more}")
+        self._admitted.clear()
+
+    def _on_eval(self) -> None:
+        best = self.history.best
+        if best is None:
+            return
+        least = SMALLEST_NEWS * 2 ** (self._num_bests_told // 10)
+        told = self._best_told
+        if told is None or best.best_validation_loss < told - least * abs(told):
+            self._tell_best(best)
+
+    def _tell_best(self, best: JobHistory) -> None:
+        self._num_bests_told += 1
+        self._best_told = best.best_validation_loss
+        self._say(
+            f"best so far {format_loss(best.best_validation_loss)}: {self._name(best)} at step {best.best_step} "
+            f"of {best.total_steps}"
+        )
+
+    def _on_exited(self, job: JobHistory) -> None:
+        # The line of their rung tells of all that it dropped.
+        if job.exit_reason != ExitReason.UNDERPERFORMING:
+            self._say(
+                f"{self._name(job)} ended at {format_share(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
+            )
+
+    def _on_rung(self) -> None:
+        self._tell_admitted()
+        rung, best = self.history.rungs[-1], self.history.best
+        leader = f"; best {format_loss(best.best_validation_loss)}: {self._name(best)}" if best is not None else ""
+        self._say(
+            f"rung at {format_share(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
+            f"underperforming{leader}"
+        )
+        if best is not None:
+            self._best_told = best.best_validation_loss
+
+    def _tell_progress(self) -> None:
+        history = self.history
+        tenths = int(history.settled_share * 10)
+        if tenths <= self._tenths_told or tenths == 10:
+            return
+        self._tenths_told = tenths
+        self._say(
+            f"{tenths * 10} % settled: {format_count(history.samples_trained)} of "
+            f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
+        )
+
+    def _on_completed(self) -> None:
+        self._tell_admitted()
+        history, best = self.history, self.history.best
+        outcome = (
+            f"best {format_loss(best.best_validation_loss)}: {self._name(best)}"
+            if best is not None
+            else "no usable job"
+        )
+        self._say(
+            f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
+            f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
+        )
+
+    def _name(self, job: JobHistory) -> str:
+        config = describe_config(tidy_config(job.config), self._keys)
+        return f"{clean(job.job)} ({config})" if config else clean(job.job)
+
+    def _say(self, line: str) -> None:
+        history = self.history
+        elapsed_s = (history.last_seen_at or 0.0) - (history.started_at or 0.0)
+        text = f"[{format_duration(elapsed_s):>11}] {line}\n"
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # A log in a narrow encoding loses a dot, not the run.
+        self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        self._stream.flush()

@@ -1,0 +1,204 @@
+"""Rows of the job table and the sentences that say why a job ended early.
+
+The table shows only the configuration keys that vary between jobs: what all jobs share belongs in the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alto.export.history import JobHistory, RunHistory, Stage
+from alto.export.wording import (
+    clean,
+    describe_config,
+    format_loss,
+    format_setting,
+    format_share,
+    short_name,
+    tidy_config,
+    varying_keys,
+)
+from alto.records import ExitReason
+
+__all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One line of the job table.
+
+    Attributes:
+        job: Job id, safe to print.
+        settings: Value of every column of the table, as text, in the order of the columns.
+        raw_settings: The same values unformatted, for sorting.
+        label: The varying configuration in one line.
+        outcome: Reason of the exit, else the stage.
+        explanation: Why the job ended early, in words; empty if it did not.
+    """
+
+    job: str
+    settings: tuple[str, ...]
+    raw_settings: tuple[Any, ...]
+    label: str
+    outcome: str
+    explanation: str
+    is_best: bool
+    progress: float
+    step: int
+    total_steps: int
+    train_loss: float | None
+    validation_loss: float | None
+    best_validation_loss: float
+    best_step: int
+    samples_trained: int
+    samples_budgeted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTable:
+    """Rows best first, and the short names of the configuration columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[JobRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitTotal:
+    """What one outcome adds up to over all jobs; ``share`` is of all budgeted samples."""
+
+    outcome: str
+    num_jobs: int
+    samples_trained: int
+    samples_saved: int
+    share: float
+
+
+def job_table(history: RunHistory) -> JobTable:
+    """The job table of a run, finished or not: the chosen job first, then by best validation loss."""
+    configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
+    keys = varying_keys(list(configs.values()))
+    best = history.best
+    dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
+    rows = tuple(
+        _row(job, configs[job.job], keys, explain_exit(job, rung_progress=dropped_at.get(job.job)), is_best=job is best)
+        for job in history.ranked()
+    )
+    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), rows=rows)
+
+
+def exit_totals(history: RunHistory) -> list[ExitTotal]:
+    """Jobs and samples per outcome, the outcome that saved most first."""
+    totals = []
+    for outcome in dict.fromkeys(job.outcome for job in history.jobs.values()):
+        jobs = [job for job in history.jobs.values() if job.outcome == outcome]
+        saved = sum(job.samples_saved for job in jobs)
+        totals.append(
+            ExitTotal(
+                outcome=outcome,
+                num_jobs=len(jobs),
+                samples_trained=sum(job.samples_trained for job in jobs),
+                samples_saved=saved,
+                share=saved / history.samples_budgeted if history.samples_budgeted else 0.0,
+            )
+        )
+    return sorted(totals, key=lambda total: -total.samples_saved)
+
+
+def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
+    """Why ``job`` ended early, in one plain phrase with the numbers of its evidence; empty if it did not.
+
+    Evidence that does not hold the numbers of a known rule is listed as ``key value`` pairs.
+
+    Args:
+        job: The job as its run tells it.
+        rung_progress: Share of its steps at which it was ranked, if a rung ended it; its own progress otherwise.
+    """
+    if job.exit_reason is None:
+        return ""
+    numbers = {key: value for key, value in job.exit_evidence.items() if isinstance(value, int | float)}
+    sentence: str | None = None
+    if job.exit_reason == ExitReason.DIVERGING:
+        sentence = _explain_diverging(numbers)
+    elif job.exit_reason == ExitReason.OVERFITTING:
+        sentence = _explain_overfitting(numbers)
+    elif job.exit_reason == ExitReason.UNDERPERFORMING:
+        progress = job.progress if rung_progress is None else rung_progress
+        sentence = _explain_underperforming(numbers, progress)
+    return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
+
+
+def _row(
+    job: JobHistory, config: Mapping[str, Any], keys: tuple[str, ...], explanation: str, *, is_best: bool
+) -> JobRow:
+    return JobRow(
+        job=clean(job.job),
+        settings=tuple(format_setting(config.get(key)) for key in keys),
+        raw_settings=tuple(config.get(key) for key in keys),
+        label=describe_config(config, keys) or clean(job.job),
+        outcome=clean(job.outcome),
+        explanation=explanation,
+        is_best=is_best,
+        progress=1.0 if job.stage is Stage.COMPLETED else job.progress,
+        step=job.step,
+        total_steps=job.total_steps,
+        train_loss=job.train_loss,
+        validation_loss=job.validation_loss,
+        best_validation_loss=job.best_validation_loss,
+        best_step=job.best_step,
+        samples_trained=job.samples_trained,
+        samples_budgeted=job.samples_budgeted,
+    )
+
+
+def _times(evidence: Mapping[str, float]) -> str:
+    count = int(evidence.get("in_a_row", 1))
+    return {1: "", 2: " twice in a row"}.get(count, f" {count} times in a row")
+
+
+def _explain_diverging(evidence: Mapping[str, float]) -> str | None:
+    named = {"train_loss": "training loss", "train_ema": "smoothed training loss", "validation_loss": "validation loss"}
+    for key, name in named.items():
+        if key in evidence and not math.isfinite(evidence[key]):
+            return f"{name} became {format_loss(evidence[key])}"
+    if {"train_slope", "validation_slope", "tau_slope"} <= evidence.keys():
+        return (
+            f"training loss rose by {evidence['train_slope']:.3g} and validation loss by "
+            f"{evidence['validation_slope']:.3g} per evaluation{_times(evidence)} (allowed: {evidence['tau_slope']:g})"
+        )
+    return None
+
+
+def _explain_overfitting(evidence: Mapping[str, float]) -> str | None:
+    if {"rise", "margin", "validation_loss", "best_validation_loss"} <= evidence.keys():
+        return (
+            f"validation {format_loss(evidence['validation_loss'])} was {evidence['rise']:.2g} above its best "
+            f"{format_loss(evidence['best_validation_loss'])}{_times(evidence)} (allowed: {evidence['margin']:.2g})"
+        )
+    if {"gap", "tau_gap", "validation_loss", "train_ema"} <= evidence.keys():
+        return (
+            f"validation {format_loss(evidence['validation_loss'])} was {format_share(evidence['gap'])} above train "
+            f"{format_loss(evidence['train_ema'])}{_times(evidence)} (allowed: {format_share(evidence['tau_gap'])})"
+        )
+    return None
+
+
+def _explain_underperforming(evidence: Mapping[str, float], progress: float) -> str | None:
+    if not {"rank", "num_competing", "num_kept"} <= evidence.keys():
+        return None
+    return (
+        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f} at {format_share(progress)}: "
+        f"{evidence['num_kept']:.0f} kept"
+    )
+
+
+def _list_evidence(evidence: Mapping[str, Any]) -> str:
+    return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
+
+
+_BARE_REASONS: Mapping[str, str] = {
+    ExitReason.STOPPED: "stopped by the user",
+    ExitReason.FAILED: "failed",
+}

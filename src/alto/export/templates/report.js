@@ -1,0 +1,117 @@
+"use strict";
+(function () {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const lossFigures = ["validation", "train"].filter((id) => document.getElementById(id));
+  // plotly.js would offer a button that uploads the figure's data; a report never leaves the machine by itself.
+  const config = {
+    showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+  const ticks = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1];
+  // Colour is never the only sign: outcomes differ in dash and marker too.
+  const dashes = { overfitting: "dash", diverging: "dot", rung: "4px,4px", stopped: "dashdot", failed: "dashdot" };
+  const symbols = { overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
+  let scale = document.querySelector("[data-scale][aria-pressed=true]").dataset.scale;
+
+  const colour = (role) => {
+    const style = getComputedStyle(document.documentElement);
+    return (style.getPropertyValue("--" + role) || style.getPropertyValue("--soft")).trim();
+  };
+
+  function baseLayout() {
+    const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
+      font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
+      hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
+      legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", itemsizing: "constant" },
+      xaxis: Object.assign({}, axis), yaxis: Object.assign({}, axis),
+    };
+  }
+
+  function styledCurve(trace) {
+    const role = trace.meta.role;
+    const widths = { best: 3.5, rung: 1, completed: 1.6, underperforming: 1 };
+    const sizes = { best: 7, underperforming: 4 };
+    return Object.assign({}, trace, {
+      line: { color: colour(role), width: widths[role] || 1.4, dash: dashes[role] || "solid" },
+      marker: { color: colour(role), size: sizes[role] || 5, symbol: symbols[role] || "circle" },
+      textfont: { color: colour("soft"), size: 12 },
+    });
+  }
+
+  function drawLoss(id) {
+    const figure = figures[id];
+    const layout = Object.assign(baseLayout(), { height: 470, margin: { l: 64, r: 32, t: 48, b: 52 } });
+    const first = Math.min(...figure.traces.flatMap((trace) => trace.x).filter((x) => x > 0));
+    const x = scale === "log"
+      ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: ticks, ticktext: ticks.map((t) => +(t * 100).toFixed(2) + " %") }
+      : { type: "linear", range: [0, 1.02], tickformat: ".0%" };
+    Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 } });
+    Object.assign(layout.yaxis, { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice() });
+    return Plotly.react(id, figure.traces.map(styledCurve), layout, config);
+  }
+
+  function drawSlots() {
+    if (!document.getElementById("slots")) return undefined;
+    const figure = figures.slots;
+    const rows = Math.max(1, figure.numSlots);
+    const layout = Object.assign(baseLayout(), {
+      height: Math.min(900, 120 + rows * 34), margin: { l: 64, r: 32, t: 40, b: 52 }, barmode: "overlay", bargap: 0.18,
+      uniformtext: { minsize: 10, mode: "hide" },
+    });
+    Object.assign(layout.xaxis, { title: { text: figure.xTitle, standoff: 12 }, rangemode: "tozero" });
+    Object.assign(layout.yaxis, {
+      type: "category", autorange: "reversed", showgrid: false, ticks: "",
+      categoryorder: "array", categoryarray: Array.from({ length: rows }, (_, slot) => "slot " + slot),
+    });
+    const light = !matchMedia("(prefers-color-scheme: dark)").matches;
+    const traces = figure.traces.map((trace) => Object.assign({}, trace, {
+      marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
+      textfont: { size: 11, color: light && ["underperforming", "pending"].includes(trace.meta.role) ? "#1b1d20" : colour("paper") },
+    }));
+    return Plotly.react("slots", traces, layout, config);
+  }
+
+  function draw() {
+    lossFigures.forEach(drawLoss);
+    drawSlots();
+  }
+
+  document.querySelectorAll("[data-scale]").forEach((button) => {
+    button.addEventListener("click", () => {
+      scale = button.dataset.scale;
+      document.querySelectorAll("[data-scale]").forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
+      lossFigures.forEach(drawLoss);
+    });
+  });
+
+  // Numbers sort as numbers, text as text; a missing value stays last in both directions.
+  function compare(a, b) {
+    const [x, y] = [Number(a), Number(b)];
+    return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b, undefined, { numeric: true }) : x - y;
+  }
+
+  function sortBy(heading) {
+    const table = heading.closest("table");
+    const column = heading.cellIndex;
+    const direction = heading.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+    table.querySelectorAll("th[aria-sort]").forEach((other) => other.setAttribute("aria-sort", other === heading ? direction : "none"));
+    const keyOf = (row) => row.cells[column].dataset.sort;
+    const rows = Array.from(table.tBodies[0].rows);
+    rows.sort((a, b) => {
+      const [x, y] = [keyOf(a), keyOf(b)];
+      if (x === "" || y === "") return (x === "") - (y === "");
+      return direction === "ascending" ? compare(x, y) : compare(y, x);
+    });
+    table.tBodies[0].append(...rows);
+  }
+
+  document.querySelectorAll("th[aria-sort] button").forEach((button) => {
+    button.addEventListener("click", () => sortBy(button.closest("th")));
+  });
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  draw();
+})();

@@ -1,0 +1,148 @@
+"""Numbers and names as people read them: losses, shares, durations, configuration values.
+
+Text that comes from a user (names of tasks, models, datasets, jobs) passes through :func:`clean` before it is shown
+on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alto.records import Rung
+
+__all__ = [
+    "clean",
+    "describe_config",
+    "describe_rungs",
+    "format_count",
+    "format_duration",
+    "format_loss",
+    "format_setting",
+    "format_share",
+    "short_name",
+    "tidy_config",
+    "varying_keys",
+]
+
+# Canonical key -> name in a narrow column. The order is the order of the columns.
+SHORT_NAMES = {
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "bs",
+    "r": "r",
+    "lora_alpha": "alpha",
+    "alpha/r": "alpha/r",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "beta": "beta",
+    "weight_decay": "wd",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup ratio",
+    "max_grad_norm": "clip",
+    "max_length": "length",
+    "optim": "optim",
+    "seed": "seed",
+}
+
+
+def clean(text: object) -> str:
+    """``text`` on one line, without control, escape and bidirectional-override characters."""
+    return "".join(char for char in " ".join(str(text).split()) if char.isprintable())
+
+
+def short_name(key: str) -> str:
+    """The name of a configuration key in a narrow column: ``learning_rate`` is ``lr``."""
+    return SHORT_NAMES.get(key, key)
+
+
+def tidy_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with ``lora_alpha`` told as ``alpha/r``, the number that scales an adapter.
+
+    So a sweep over ranks with ``lora_alpha: 2*r`` shows one varying key, not two.
+    """
+    tidy = dict(config)
+    rank, alpha = tidy.get("r"), tidy.get("lora_alpha")
+    if isinstance(rank, int) and isinstance(alpha, int | float) and rank:
+        del tidy["lora_alpha"]
+        tidy["alpha/r"] = alpha / rank
+    return tidy
+
+
+def varying_keys(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Keys whose values differ between ``configs`` (a missing key differs from any value), best-known keys first."""
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    varying = [key for key in keys if len({_canonical(config, key) for config in configs}) > 1]
+    order = {key: index for index, key in enumerate(SHORT_NAMES)}
+    return tuple(sorted(varying, key=lambda key: order.get(key, len(order))))
+
+
+def describe_config(config: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The values of ``keys`` in one line: ``lr 2e-4 · bs 4 · r 16``."""
+    return " · ".join(f"{clean(short_name(key))} {format_setting(config[key])}" for key in keys if key in config)
+
+
+def describe_rungs(rungs: Sequence[Rung]) -> str:
+    """``at 2.5 % keep 50 %, at 5 % keep 20 %``; empty without rungs."""
+    return ", ".join(f"at {format_share(rung.progress)} keep {format_share(rung.keep)}" for rung in rungs)
+
+
+def format_setting(value: Any) -> str:
+    """A configuration value: ``0.0002`` is ``2e-4``, a list is joined by commas, None is a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return _format_float(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {format_setting(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(format_setting(item) for item in value)
+    return clean(value)
+
+
+def format_loss(loss: float | None) -> str:
+    """A loss in nats per token: four decimals, three significant digits from 1000 on, a dash when there is none."""
+    if loss is None:
+        return "–"
+    if math.isnan(loss):
+        return "not a number"
+    if math.isinf(loss):
+        return "infinite"
+    return f"{loss:.4f}" if abs(loss) < 1000 else _format_float(float(f"{loss:.3g}"))
+
+
+def format_share(share: float) -> str:
+    """A fraction in percent: ``0.025`` is ``2.5 %``."""
+    return f"{round(share * 100, 1):g} %"
+
+
+def format_count(count: float) -> str:
+    """A whole number with thousands separated."""
+    return f"{count:,.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def _format_float(value: float) -> str:
+    if not math.isfinite(value) or value == 0 or 0.01 <= abs(value) < 1e6:
+        return f"{value:.6g}"
+    mantissa, exponent = f"{value:.6e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _canonical(config: Mapping[str, Any], key: str) -> str:
+    return json.dumps(config[key], sort_keys=True, default=str) if key in config else "missing"

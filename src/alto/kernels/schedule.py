@@ -1,0 +1,78 @@
+"""Which tokens of a pass belong to which slot.
+
+Built once per forward/backward pass on the host; every layer of the pass reads the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from alto.errors import ShapeError
+
+__all__ = ["DropoutKey", "Segment", "TokenSchedule"]
+
+
+class DropoutKey(NamedTuple):
+    """What a slot's dropout mask depends on, besides the module: the job alone, never its company."""
+
+    probability: float
+    seed: int
+    step: int
+
+
+class Segment(NamedTuple):
+    """The contiguous token range ``[start, end)`` of one slot."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSchedule:
+    """The token ranges of all slots that take part in a pass.
+
+    Attributes:
+        num_tokens: ``T``, tokens of the pass over all slots.
+        segments: One segment per slot with tokens, in token order, covering ``[0, T)`` without gaps.
+        scales: ``lora_alpha / r`` of every segment.
+        dropout: Key of every segment's dropout mask; None where a segment has no dropout.
+    """
+
+    num_tokens: int
+    segments: tuple[Segment, ...]
+    scales: tuple[float, ...]
+    dropout: tuple[DropoutKey | None, ...]
+
+    @classmethod
+    def build(
+        cls,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        scales: Sequence[float],
+        dropout: Sequence[DropoutKey | None] | None = None,
+    ) -> TokenSchedule:
+        """Lay the tokens of ``slots`` end to end in the order given; slots without tokens are left out.
+
+        Raises:
+            ShapeError: The sequences differ in length, or a slot appears twice.
+        """
+        dropout = dropout if dropout is not None else [None] * len(slots)
+        if not len(slots) == len(num_tokens) == len(scales) == len(dropout):
+            raise ShapeError(
+                f"expected one token count, scale and dropout key for each of {len(slots)} slots, "
+                f"found {len(num_tokens)}, {len(scales)} and {len(dropout)}"
+            )
+        if len(set(slots)) != len(slots):
+            raise ShapeError(f"a slot may appear once in a pass, found {list(slots)}")
+        segments, kept_scales, kept_dropout, start = [], [], [], 0
+        for slot, count, scale, key in zip(slots, num_tokens, scales, dropout, strict=True):
+            if count == 0:
+                continue
+            segments.append(Segment(slot, start, start + count))
+            kept_scales.append(scale)
+            kept_dropout.append(key if key is not None and key.probability > 0.0 else None)
+            start += count
+        return cls(num_tokens=start, segments=tuple(segments), scales=tuple(kept_scales), dropout=tuple(kept_dropout))

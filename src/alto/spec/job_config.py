@@ -1,0 +1,173 @@
+"""One configuration of a search space: what a job is trained with, and the arithmetic that follows from it."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal, TypeAlias
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.validation import SpecModel
+
+__all__ = ["ALL_LINEAR", "JOB_FIELDS", "JobConfig", "LrSchedulerType"]
+
+ALL_LINEAR = "all-linear"
+"""As in PEFT: every linear layer of the model except its output head."""
+
+LrSchedulerType: TypeAlias = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+
+_MAX_SEED = 2**32 - 1
+_MAX_STEPS = 10**9
+_MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
+
+
+class JobConfig(SpecModel):
+    """Everything that decides one job's trajectory, resolved and checked.
+
+    Fields carry the spelling of Hugging Face's ``TrainingArguments`` and PEFT's ``LoraConfig``; the constructor also
+    takes the aliases in :data:`alto.spec.keys.JOB_ALIASES`. Steps are optimizer steps, rows are training examples;
+    a row count handed to a method is that of the training split.
+
+    ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
+    ``target_modules`` may be given as one name or several; the finished object holds ``"all-linear"`` or a sorted
+    tuple of names. ``max_grad_norm`` 0 is stored as None: no clipping.
+
+    Raises:
+        SpecError: A value is out of its domain, or two of them contradict each other.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
+    """
+
+    learning_rate: float = Field(default=2e-4, gt=0, description="the peak learning rate")
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="rows of one step")
+    r: int = Field(default=16, ge=1, le=1024, description="the adapter's rank")
+    lora_alpha: float = Field(
+        default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
+    )
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
+    target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
+    num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="passes over the training rows")
+    max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
+    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; a share is warmup_ratio"
+    )
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay")
+    max_grad_norm: float | None = Field(default=1.0, ge=0, description="gradients are clipped to this norm")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
+    seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**canonical_keys(values, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the job"))
+
+    @field_validator("lora_alpha", mode="before")
+    @classmethod
+    def _resolve_alpha(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = _MULTIPLE_OF_R.fullmatch(value.strip())
+        if match is None:
+            raise ValueError(
+                f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {value!r}. Write one of these, "
+                "a number without quotes and with a point before its exponent."
+            )
+        # A rank that was refused is reported as such; any positive number does in its place.
+        return float(match["factor"] or 1) * info.data.get("r", 1)
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _normalise_targets(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names:
+            raise ValueError(
+                f"should be {ALL_LINEAR!r}, a module name or a list of names, found {value!r}. "
+                f"Write for example [q_proj, v_proj]."
+            )
+        for name in names:
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise ValueError(
+                    f"should name modules by letters, digits, '_', '.' and '-', found {name!r}. "
+                    f"Write several modules as a list, for example [q_proj, v_proj]; patterns are not understood."
+                )
+        if len(set(names)) < len(names):
+            raise ValueError(f"should name each module once, found {names!r}. Remove the repeated name.")
+        if ALL_LINEAR in names:
+            if len(names) > 1:
+                raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {names!r}. Choose one.")
+            return ALL_LINEAR
+        return tuple(sorted(names))
+
+    @field_validator("num_train_epochs", mode="before")
+    @classmethod
+    def _accept_whole_float(cls, value: Any) -> Any:
+        # Hugging Face types this field as a float, so that files in the wild say 3.0.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    @field_validator("max_grad_norm", mode="after")
+    @classmethod
+    def _zero_is_no_clipping(cls, value: float | None) -> float | None:
+        return value or None
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> JobConfig:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps and warmup_ratio exclude each other: expected one of them, found warmup_steps="
+                f"{self.warmup_steps} and warmup_ratio={self.warmup_ratio}. Remove one."
+            )
+        if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
+            # Hugging Face drops the warmup here without a word.
+            raise ValueError(
+                "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
+                "Write 'constant_with_warmup', or remove the warmup."
+            )
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied by: ``lora_alpha / r``."""
+        return self.lora_alpha / self.r
+
+    def steps_per_epoch(self, num_rows: int) -> int:
+        """Steps of one pass over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
+        assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
+        return math.ceil(num_rows / self.per_device_train_batch_size)
+
+    def total_steps(self, num_rows: int) -> int:
+        """Steps of the whole job if nothing ends it early."""
+        return self.max_steps or self.num_train_epochs * self.steps_per_epoch(num_rows)
+
+    def samples_after(self, step: int, num_rows: int) -> int:
+        """Rows trained on after ``step`` steps, repeats over epochs counted."""
+        assert step >= 0, f"steps are counted from 0, got {step}"
+        epochs, steps = divmod(step, self.steps_per_epoch(num_rows))
+        return epochs * num_rows + steps * self.per_device_train_batch_size
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Steps of rising learning rate in a job of ``total_steps``: a ratio is rounded up, as HF's Trainer does."""
+        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
+
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """The rate that the step with 0-based index ``step`` uses: ``transformers.get_scheduler``, to the last bit."""
+        return self.learning_rate * self._schedule_factor(step, total_steps)
+
+    def _schedule_factor(self, step: int, total_steps: int) -> float:
+        warmup = self.num_warmup_steps(total_steps)
+        if step < warmup:
+            return step / warmup
+        decay_steps = max(1, total_steps - warmup)
+        match self.lr_scheduler_type:
+            case "constant" | "constant_with_warmup":
+                return 1.0
+            case "linear":
+                return max(0.0, (total_steps - step) / decay_steps)
+            case "cosine":
+                return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / decay_steps))))
+
+
+JOB_FIELDS: tuple[str, ...] = tuple(JobConfig.model_fields)
+"""Canonical names of everything that may vary between jobs."""

@@ -1,0 +1,270 @@
+"""What varies between the jobs of a task: grids, sampled values, and values tied together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from alto.errors import ConflictingKeysError, SpecError
+from alto.spec.job_config import JOB_FIELDS, JobConfig
+from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.validation import plain
+
+__all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace"]
+
+MAX_JOBS = 10_000
+"""A search space that expands to more jobs than this is refused."""
+
+_PAIRED = "paired"
+_SAMPLED_FIELDS = ("min", "max", "log", "num")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
+
+    Integers are drawn without repeats.
+    """
+
+    min: float
+    max: float
+    log: bool
+    num: int
+    is_integer: bool
+
+    def draw(self, key: str, seed: int) -> tuple[float, ...]:
+        """The values for ``key``; they depend on the key and the seed, not on what else the search space holds."""
+        source = random.Random(f"{seed}/{key}")
+        if not self.is_integer:
+            return tuple(self._quantile(source.random()) for _ in range(self.num))
+        distinct: dict[float, None] = {}
+        while len(distinct) < self.num:
+            distinct[self._quantile(source.random())] = None
+        return tuple(distinct)
+
+    def _quantile(self, share: float) -> float:
+        # Integers get equal shares of [min, max + 1), so that the two ends are as likely as the others.
+        low, high = self.min, self.max + 1 if self.is_integer else self.max
+        if self.log:
+            low, high = math.log(low), math.log(high)
+        value = low + (high - low) * share
+        if self.log:
+            value = math.exp(value)
+        # Rounding may step over an end.
+        return min(max(math.floor(value) if self.is_integer else value, self.min), self.max)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"min": self.min, "max": self.max, "log": self.log, "num": self.num}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One field and the values it takes, in the order in which they were written."""
+
+    key: str
+    values: tuple[Any, ...] | Sampled
+
+    def __len__(self) -> int:
+        return self.values.num if isinstance(self.values, Sampled) else len(self.values)
+
+    def draw(self, seed: int) -> tuple[Any, ...]:
+        return self.values.draw(self.key, seed) if isinstance(self.values, Sampled) else self.values
+
+    def to_dict(self) -> dict[str, Any]:
+        if isinstance(self.values, Sampled):
+            return {self.key: self.values.to_dict()}
+        return {self.key: [list(value) if isinstance(value, tuple) else value for value in self.values]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """A grid over groups of axes; the axes of a group vary together.
+
+    Attributes:
+        groups: A free field is a group of one axis, a ``paired`` mapping a group of several. The last group
+            varies fastest.
+        paired: Indices of the groups that were written under ``paired``.
+    """
+
+    groups: tuple[tuple[Axis, ...], ...] = ()
+    paired: frozenset[int] = frozenset()
+
+    @classmethod
+    def parse(cls, given: object) -> SearchSpace:
+        """Read and check what stands under ``search_space``.
+
+        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``paired`` is a mapping of
+        equally long lists (or sampled forms), or a list of such mappings.
+
+        Raises:
+            SpecError: A value a job cannot have, an empty or repeating list, lists of unequal length under
+                ``paired``, or more than :data:`MAX_JOBS` jobs.
+            UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
+        """
+        fields = _mapping(given, "search_space")
+        fields = canonical_keys(fields, fields=(*JOB_FIELDS, _PAIRED), aliases=JOB_ALIASES, where="search_space")
+        groups: list[tuple[Axis, ...]] = []
+        paired: set[int] = set()
+        for key, value in fields.items():
+            if key == _PAIRED:
+                pairings = _pairings(value)
+                paired.update(range(len(groups), len(groups) + len(pairings)))
+                groups.extend(pairings)
+            else:
+                groups.append((_axis(key, value, f"search_space.{key}"),))
+        space = cls(groups=tuple(groups), paired=frozenset(paired))
+        space._check_keys_are_unique()
+        space._check_size()
+        return space
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Canonical names of all fields that are set here."""
+        return tuple(axis.key for group in self.groups for axis in group)
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """Canonical names of the fields that take more than one value."""
+        return tuple(axis.key for group in self.groups for axis in group if len(axis) > 1)
+
+    def __len__(self) -> int:
+        """Number of configurations; counted, not expanded."""
+        return math.prod(len(group[0]) for group in self.groups)
+
+    def expand(self, seed: int) -> Iterator[dict[str, Any]]:
+        """Every configuration, canonical names to values as written; ``seed`` decides the sampled ones."""
+        columns = []
+        for group in self.groups:
+            drawn = [[(axis.key, value) for value in axis.draw(seed)] for axis in group]
+            columns.append(list(zip(*drawn, strict=True)))
+        for row in itertools.product(*columns):
+            yield dict(itertools.chain.from_iterable(row))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
+        result: dict[str, Any] = {}
+        for index, group in enumerate(self.groups):
+            fields = {key: value for axis in group for key, value in axis.to_dict().items()}
+            if index in self.paired:
+                result.setdefault(_PAIRED, []).append(fields)
+            else:
+                result.update(fields)
+        return result
+
+    def _check_keys_are_unique(self) -> None:
+        repeated = next((key for key in self.keys if self.keys.count(key) > 1), None)
+        if repeated is not None:
+            raise ConflictingKeysError(
+                f"search_space sets {repeated!r} in two places, inside and outside of 'paired' or in two pairings; "
+                f"expected one. Remove one of them."
+            )
+
+    def _check_size(self) -> None:
+        if len(self) > MAX_JOBS:
+            raise SpecError(
+                f"search_space should expand to at most {MAX_JOBS} jobs, found {len(self)}. "
+                f"Shorten some lists, or sample with {{min, max, num}}."
+            )
+
+
+def _mapping(value: object, path: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise SpecError(
+            f"{path} should map fields to their values, found {value!r} ({type(value).__name__}). "
+            f"Write for example {{learning_rate: [1.0e-4, 2.0e-4]}}."
+        )
+    return value
+
+
+def _pairings(value: object) -> list[tuple[Axis, ...]]:
+    mappings = value if isinstance(value, list | tuple) else [value]
+    return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]") for index, mapping in enumerate(mappings)]
+
+
+def _pairing(value: object, path: str) -> tuple[Axis, ...]:
+    fields = canonical_keys(_mapping(value, path), fields=JOB_FIELDS, aliases=JOB_ALIASES, where=path)
+    if not fields:
+        raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")
+    for key, values in fields.items():
+        if not isinstance(values, list | tuple | Mapping):
+            raise SpecError(
+                f"{path}.{key} should be a list as long as those it is paired with, found {values!r}. "
+                f"Move a fixed value out of 'paired'."
+            )
+    axes = tuple(_axis(key, values, f"{path}.{key}", may_repeat=True) for key, values in fields.items())
+    if len({len(axis) for axis in axes}) > 1:
+        found = ", ".join(f"{axis.key} with {len(axis)}" for axis in axes)
+        raise SpecError(f"{path} should hold equally many values for every field, found {found}. Even them out.")
+    return axes
+
+
+def _axis(key: str, value: object, path: str, *, may_repeat: bool = False) -> Axis:
+    if isinstance(value, Mapping):
+        return Axis(key=key, values=_sampled(key, value, path))
+    values = plain(value if isinstance(value, list | tuple) else [value])
+    if not 1 <= len(values) <= MAX_JOBS:
+        raise SpecError(
+            f"{path} should hold from 1 to {MAX_JOBS} values, found {len(values)}. "
+            f"{'Remove some.' if values else 'Add one, or remove the key.'}"
+        )
+    for index, item in enumerate(values):
+        _check_value(key, item, f"{path}[{index}]" if isinstance(value, list | tuple) else path)
+    repeated = [item for item, count in Counter(values).items() if count > 1]
+    if repeated and not may_repeat:
+        raise SpecError(f"{path} should hold different values, found {repeated[0]!r} twice. Remove one.")
+    return Axis(key=key, values=values)
+
+
+def _check_value(key: str, value: object, path: str) -> None:
+    try:
+        JobConfig(**{key: value})
+    except SpecError as error:
+        raise SpecError(f"In {path}: {error}") from None
+
+
+def _sampled(key: str, given: Mapping[Any, Any], path: str) -> Sampled:
+    kinds = get_args(JobConfig.model_fields[key].annotation) or (JobConfig.model_fields[key].annotation,)
+    if not {int, float} & set(kinds):
+        raise SpecError(
+            f"{path} is no number and cannot be sampled; expected a value or a list, found {dict(given)!r}."
+        )
+    form = canonical_keys(given, fields=_SAMPLED_FIELDS, aliases={}, where=path)
+    missing = [name for name in ("min", "max", "num") if name not in form]
+    if missing:
+        raise SpecError(
+            f"{path} should have 'min', 'max' and 'num' to be sampled, found no {' and no '.join(map(repr, missing))}. "
+            f"Write for example {{min: 1.0e-5, max: 1.0e-3, log: true, num: 8}}."
+        )
+    low, high, num, log = form["min"], form["max"], form["num"], form.get("log", False)
+    for name in ("min", "max"):
+        _check_value(key, form[name], f"{path}.{name}")
+        if not isinstance(form[name], int | float):
+            raise SpecError(f"{path}.{name} should be a number, found {form[name]!r}. Write a number.")
+    if not isinstance(log, bool):
+        raise SpecError(f"{path}.log should be true or false, found {log!r}. Write one of them.")
+    if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= MAX_JOBS:
+        raise SpecError(
+            f"{path}.num should be a whole number from 1 to {MAX_JOBS}, found {num!r}. Choose one in that range."
+        )
+    if not low < high:
+        raise SpecError(f"{path} should have min < max, found min={low!r} and max={high!r}. Exchange or correct them.")
+    if log and low <= 0:
+        raise SpecError(f"{path} needs min > 0 to be sampled in the logarithm, found {low!r}. Raise it, or drop 'log'.")
+    is_integer = int in kinds
+    if is_integer and num > high - low + 1:
+        raise SpecError(
+            f"{path} should draw at most as many values as there are, {high - low + 1} from {low} to {high}, "
+            f"found num={num}. Lower 'num'."
+        )
+    return Sampled(
+        min=int(low) if is_integer else float(low),
+        max=int(high) if is_integer else float(high),
+        log=log,
+        num=num,
+        is_integer=is_integer,
+    )

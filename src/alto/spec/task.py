@@ -1,0 +1,244 @@
+"""What a user submits: a base model, a dataset, and the configurations to try."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator
+
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec.early_exit import EarlyExit
+from alto.spec.job_config import JOB_FIELDS, JobConfig
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
+from alto.spec.search_space import SearchSpace
+from alto.spec.validation import SpecModel, plain
+
+__all__ = ["Dtype", "Job", "Task"]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_MAX_NAME_CHARS = 100
+_MAX_SEED = 2**32 - 1
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One configuration of a task's search space: one adapter to be trained."""
+
+    id: str
+    config: JobConfig
+
+
+class Task(SpecModel):
+    """One tuning task, checked whole when it is built: every job of its search space is known to be valid.
+
+    A job's fields (:class:`JobConfig`, aliases included) given beside the task's own are fixed for every job.
+
+    Attributes:
+        name: A safe file name; by default the dataset's file name without its endings.
+        model: A model shipped with ALTO, a hub id, or a local folder.
+        dataset: A file of training rows, or a dataset's name.
+        validation_dataset: Rows to validate on. Without it ``validation_split`` of the dataset's rows is set aside.
+        max_samples: Use only this many rows of the dataset.
+        data_seed: Decides the split and the sampled values of the search space.
+        max_length: Tokens of a row; what happens to longer ones is the data room's business.
+        eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
+        early_exit: Settings, a mapping of them, or True / False for the defaults / none.
+        max_slots: Jobs resident at a time.
+        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split between jobs.
+
+    Raises:
+        SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
+            too many of them.
+        UnknownKeyError, ConflictingKeysError: A key nobody knows, a field given twice.
+        UnsupportedError: A method or PEFT option this version cannot honour.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    name: str = Field(description="of the task and its run")
+    model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
+    dataset: str = Field(min_length=1, description="training rows")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    validation_split: float = Field(default=0.1, gt=0, lt=1, description="share of the rows set aside to validate on")
+    max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
+    data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
+    method: Literal["sft"] = Field(default="sft", description="what is learned from a row")
+    num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
+    max_length: int = Field(default=1024, ge=1, le=2**20, description="tokens of a row")
+    eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
+    early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
+    max_slots: int = Field(default=16, ge=1, le=1024, description="jobs resident at a time")
+    max_tokens_per_pass: int = Field(default=8192, ge=1, le=2**24, description="tokens of one forward and backward")
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations instead of keeping them")
+    dtype: Dtype = Field(default="auto", description="precision of the base model")
+    search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
+
+    _fixed: dict[str, Any] = PrivateAttr()
+    _jobs: tuple[Job, ...] = PrivateAttr()
+
+    def __init__(self, /, **values: Any) -> None:
+        given = _canonical(values)
+        fixed = {key: given.pop(key) for key in tuple(given) if key in JOB_FIELDS}
+        given["early_exit"] = _early_exit(given.get("early_exit", True))
+        given["search_space"] = _search_space(given.get("search_space", {}))
+        given.setdefault("name", _default_name(given.get("dataset")))
+        _check_given_once(given, fixed)
+        super().__init__(**given)
+        JobConfig(**fixed)
+        self._fixed = {key: plain(value) for key, value in fixed.items()}
+        self._jobs = _expand(fixed, self.search_space, self.data_seed)
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if _SAFE_NAME.fullmatch(name) is None or len(name) > _MAX_NAME_CHARS:
+            raise ValueError(
+                f"should be a file name of at most {_MAX_NAME_CHARS} letters, digits, '.', '_' and '-', the first a "
+                f"letter or digit, found {name!r}. Choose another name."
+            )
+        return name
+
+    @field_validator("model", "dataset", "validation_dataset", mode="before")
+    @classmethod
+    def _accept_paths(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _check_method(cls, method: object) -> object:
+        if method == "dpo":
+            raise UnsupportedError("method 'dpo' is not there yet: expected 'sft', found 'dpo'. Use 'sft' for now.")
+        return method
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All jobs of the search space, the last key varying fastest; always the same for equal tasks."""
+        return self._jobs
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields fixed for every job at the top level: canonical names to values as written."""
+        return dict(self._fixed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
+        own = self.model_dump(mode="json", exclude={"early_exit", "search_space"})
+        if self.validation_dataset is not None:
+            del own["validation_split"]
+        early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
+        fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
+        return {**own, **fixed, "early_exit": early_exit, "search_space": self.search_space.to_dict()}
+
+    def to_yaml(self) -> str:
+        """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return text
+
+    def replace(self, **changes: Any) -> Self:
+        """A new, fully checked task with some keys changed; the two ways to validate replace each other.
+
+        Raises:
+            SpecError: As the constructor does.
+        """
+        changes = _canonical(changes)
+        kept = self.to_dict()
+        if changes.get("validation_dataset") is not None:
+            kept.pop("validation_split", None)
+        if "validation_split" in changes:
+            kept.pop("validation_dataset")
+        return type(self)(**(kept | changes))
+
+
+TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
+"""Canonical names of a task's own fields."""
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    fields = (*TASK_FIELDS, *JOB_FIELDS)
+    for key in values:
+        if key in EarlyExit.model_fields and key not in fields:
+            raise UnknownKeyError(f"the task has the key {key!r}, which is expected under 'early_exit'. Move it there.")
+    return canonical_keys(values, fields=fields, aliases={**JOB_ALIASES, **TASK_ALIASES}, where="the task")
+
+
+def _early_exit(value: object) -> object:
+    if isinstance(value, bool):
+        return EarlyExit(enabled=value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise SpecError(f"early_exit should have text for keys, found {list(value)!r}. Put the keys in quotes.")
+        return EarlyExit(**value)
+    if isinstance(value, EarlyExit):
+        return value
+    raise SpecError(
+        f"early_exit should be true, false or a mapping of settings, found {value!r}. "
+        f"Write for example {{policy: paper}}, or remove the key for the defaults."
+    )
+
+
+def _search_space(value: object) -> SearchSpace:
+    if isinstance(value, SearchSpace):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if key in TASK_FIELDS or key in TASK_ALIASES:
+                raise UnknownKeyError(
+                    f"search_space has the key {key!r}, expected fields of a job: this one is the same for all jobs of "
+                    f"a task. Move it to the top level of the task."
+                )
+    return SearchSpace.parse(value)
+
+
+def _default_name(dataset: object) -> str:
+    """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
+    path = PurePosixPath(str(dataset).replace("\\", "/"))
+    while path.suffix.lower() in _DATA_SUFFIXES:
+        path = path.with_suffix("")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).lstrip("._-").rstrip("-")
+    return name[:_MAX_NAME_CHARS] or "task"
+
+
+def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    twice = [key for key in given["search_space"].keys if key in fixed]
+    if twice:
+        raise ConflictingKeysError(
+            f"{twice[0]!r} is given both at the top level of the task and in search_space; expected one. Remove one."
+        )
+    if given.get("validation_dataset") is not None and "validation_split" in given:
+        raise ConflictingKeysError(
+            "validation_dataset and validation_split are both given; expected one: the rows to validate on, or the "
+            "share of the dataset to set aside for it. Remove one."
+        )
+
+
+def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int) -> tuple[Job, ...]:
+    digits = max(3, len(str(len(space) - 1)))
+    first_with: dict[JobConfig, str] = {}
+    jobs = []
+    for index, varied in enumerate(space.expand(seed)):
+        job_id = f"job-{index:0{digits}d}"
+        try:
+            config = JobConfig(**fixed, **varied)
+        except SpecError as error:
+            raise SpecError(f"In {job_id} ({_shown(varied)}): {error}") from None
+        other = first_with.setdefault(config, job_id)
+        if other != job_id:
+            raise SpecError(
+                f"search_space should make every job different, found {other} and {job_id} alike ({_shown(varied)}). "
+                f"Remove one of the values that come to the same."
+            )
+        jobs.append(Job(id=job_id, config=config))
+    return tuple(jobs)
+
+
+def _shown(varied: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in varied.items())

@@ -1,0 +1,158 @@
+"""The base of every part of a task: frozen, strict, and refusing in ALTO's words instead of pydantic's."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from typing import Any, Literal, Self, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from alto.errors import SpecError
+
+__all__ = ["SpecModel", "plain", "spec_error", "yaml_number"]
+
+_MAX_FOUND_CHARS = 80
+
+
+class SpecModel(BaseModel):
+    """A frozen, keyword-only part of a task in which nothing is coerced: text is no number, true is not 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise spec_error(error, type(self)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields under their canonical names, made of what YAML and JSON can hold."""
+        return self.model_dump(mode="json")
+
+    def replace(self, **changes: Any) -> Self:
+        """A new, fully checked object with some fields changed.
+
+        Raises:
+            SpecError: As the constructor does.
+        """
+        return type(self)(**(self.to_dict() | changes))
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
+        """As pydantic's, but changes are checked instead of trusted."""
+        return self.replace(**update) if update else super().model_copy(deep=deep)
+
+
+def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
+    """Say each of pydantic's complaints about ``model`` as: where, expected, found, remedy; one line each."""
+    return SpecError(
+        "\n".join(
+            _sentence(details, model) for details in error.errors() if details["type"] != "default_factory_not_called"
+        )
+    )
+
+
+def plain(value: Any) -> Any:
+    """``value`` made of Python's own types, hashable where its parts are: lists as tuples, NumPy floats as floats."""
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in value)
+    for kind in (float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def yaml_number(text: str) -> str | None:
+    """How to write the number that ``text`` spells so that YAML 1.1 reads a number; None if it spells none.
+
+    YAML 1.1 wants both the point and the exponent's sign: ``1e-4`` and ``1.0e4`` are text, ``1.0e-4`` is a number.
+    """
+    match = re.fullmatch(r"([-+]?\d+)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?", text.strip())
+    if match is None:
+        return None
+    whole, fraction, sign, exponent = match.groups()
+    if exponent is None:
+        return text.strip()
+    return f"{whole}.{fraction or '0'}e{sign or '+'}{exponent}"
+
+
+def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
+    path = ".".join(map(str, details["loc"]))
+    if details["type"] == "value_error":
+        reason = str(details["ctx"]["error"])
+        return f"{path} {reason}" if path else reason
+    field = model.model_fields.get(str(details["loc"][0])) if details["loc"] else None
+    if field is None:
+        return f"{path}: {details['msg']}, found {_found(details['input'])}."
+    meaning = f"{path} ({field.description})" if field.description else path
+    if details["type"] == "missing":
+        return f"{meaning} is missing: expected {_expected(field)}, found nothing. Add the key {path!r}."
+    return (
+        f"{meaning} should be {_expected(field)}, found {_found(details['input'])}. {_remedy(details['input'], field)}"
+    )
+
+
+def _types(field: FieldInfo) -> tuple[Any, ...]:
+    annotation = field.annotation
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _expected(field: FieldInfo) -> str:
+    """A field's domain in words, from its annotation and bounds: ``a whole number >= 1 and <= 1024``."""
+    names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
+    words = []
+    for kind in _types(field):
+        if get_origin(kind) is Literal:
+            words.append(" or ".join(map(repr, get_args(kind))))
+        else:
+            words.append(names.get(kind) or str(getattr(kind, "__name__", kind)))
+    signs = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}
+    bounds = [
+        f"{signs[type(bound)]} {getattr(bound, type(bound).__name__.lower())}"
+        for bound in field.metadata
+        if type(bound) in signs
+    ]
+    if bounds:
+        words[0] += " " + " and ".join(bounds)
+    if any(isinstance(bound, annotated_types.MinLen) for bound in field.metadata):
+        words[0] = "non-empty " + words[0]
+    return " or ".join(words)
+
+
+def _found(value: object) -> str:
+    names: dict[type, str] = {str: "text", bool: "a truth value", int: "a whole number", float: "a number"}
+    shown = repr(value)
+    if len(shown) > _MAX_FOUND_CHARS:
+        shown = shown[: _MAX_FOUND_CHARS - 3] + "..."
+    return f"{shown} ({names.get(type(value), type(value).__name__)})" if value is not None else "null"
+
+
+def _remedy(value: object, field: FieldInfo) -> str:
+    kinds = _types(field)
+    wants_number = int in kinds or float in kinds
+    if isinstance(value, list | tuple | dict):
+        return "Give one value; what varies between jobs belongs under 'search_space'."
+    if wants_number and isinstance(value, str):
+        number = yaml_number(value)
+        if number is None:
+            return "Write a number."
+        if number == value.strip():
+            return f"Write {number} without quotes."
+        return f"YAML reads {value.strip()} as text; write {number}."
+    if wants_number and isinstance(value, bool):
+        return "Write a number, not true or false."
+    if isinstance(value, float) and not math.isfinite(value):
+        return "Write a finite number."
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return f"Write {int(value)}, without a point."
+    if wants_number and isinstance(value, int | float):
+        return "Choose a value in that range." if float in kinds or isinstance(value, int) else "Write a whole number."
+    if str in kinds and value is not None and not isinstance(value, str):
+        return "Put it in quotes if it is meant."
+    if value is None and not field.is_required():
+        return "Remove the key for the default."
+    return "Write one of those." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."

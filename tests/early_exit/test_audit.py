@@ -1,0 +1,113 @@
+"""A small live run, played from a recording in slots and waves, must leave a journal the audit agrees with."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from alto.early_exit import Race, Recording, audit, exits_of, policy_from, race_of, replay
+from alto.errors import RunError
+from alto.records import ExitReason
+from alto.spec.early_exit import EarlyExit
+
+
+def journal_of_a_live_run(recording: Recording, settings: EarlyExit) -> list[dict]:
+    """What an executor that trains job after job would write; losses pass through JSON."""
+    events: list[dict] = []
+
+    def write(event: str, **fields: object) -> None:
+        events.append(json.loads(json.dumps({"seq": len(events), "event": event, **fields})))
+
+    entries = [
+        {"job": job.job, "config": job.config, "total_steps": job.total_steps, "samples_budgeted": 200}
+        for job in recording.jobs
+    ]
+    early_exit = settings.resolved().model_dump()
+    write("task_started", task="t", num_train=100, num_validation=10, early_exit=early_exit, jobs=entries)
+    tapes = {job.job: job for job in recording.jobs}
+    race = Race(
+        policy_from(settings),
+        ema_alpha=settings.ema_alpha,
+        total_steps={job.job: job.total_steps for job in recording.jobs},
+    )
+    while race.training:
+        for job in reversed(race.training):
+            while race.is_training(job) and not race.is_waiting(job):
+                done = race.history(job)[-1].step if race.history(job) else 0
+                due = [step for step, _ in tapes[job].evaluations if step > done]
+                losses = tapes[job].train_losses[done : due[0] if due else None]
+                write("train", job=job, first_step=done + 1, losses=losses)
+                verdict = race.observe_losses(job, done + 1, losses)
+                if verdict is None:
+                    loss = dict(tapes[job].evaluations)[due[0]]
+                    write("eval", job=job, step=due[0], validation_loss=loss)
+                    verdict = race.observe(job, due[0], loss)
+                if verdict is not None:
+                    write("job_exited", job=job, step=verdict.step, reason=verdict.reason)
+        while race.rung_ready():
+            index = race.rungs_held
+            selection = race.select()
+            write("warmup_ended", rung=index, kept=selection.kept)
+            for decision in selection.dropped:
+                write("job_exited", job=decision.job, step=decision.step, reason=decision.reason)
+    return events
+
+
+@pytest.fixture(scope="module")
+def recording(record) -> Recording:
+    def falling(end: float):
+        return lambda progress: end + math.exp(-20 * progress)
+
+    curves = {f"job-{number}": (falling(1 + number / 10), falling(1.2 + number / 10)) for number in range(8)}
+    curves["breaks"] = (lambda progress: 3.0 if progress < 0.03 else math.nan, falling(0.9))
+    curves["overfits"] = (falling(0.2), lambda progress: falling(0.8)(progress) + max(0.0, progress - 0.2))
+    return record(curves)
+
+
+@pytest.mark.parametrize("settings", [EarlyExit(), EarlyExit(policy="paper"), EarlyExit(enabled=False)])
+def test_live_run_replay_and_audit_agree(recording, settings) -> None:
+    events = journal_of_a_live_run(recording, settings)
+    replayed = replay(recording, policy_from(settings), settings.ema_alpha)
+    assert exits_of(events) == replayed.exits
+    assert replayed.exits["breaks"][0] is ExitReason.DIVERGING
+    assert audit(events) == ()
+    assert race_of(events).winner().job == replayed.winner
+
+
+def test_the_audit_notices_other_exits(recording) -> None:
+    events = journal_of_a_live_run(recording, EarlyExit())
+    index = next(index for index, event in enumerate(events) if event["event"] == "job_exited")
+    job = events[index]["job"]
+    (late,) = audit([*events[:index], {**events[index], "step": 99}, *events[index + 1 :]])
+    assert (late.job, late.journalled[1]) == (job, 99)
+    (missing,) = audit(events[:index] + events[index + 1 :])
+    assert (missing.job, missing.journalled) == (job, None)
+    assert missing.derived is not None
+
+
+def test_exits_from_outside_are_taken_over(recording) -> None:
+    events = journal_of_a_live_run(recording, EarlyExit())
+    started = events[0]
+    stopped = [started, {"event": "job_exited", "job": "job-0", "step": 0, "reason": "stopped"}]
+    assert audit(stopped) == ()
+    assert not race_of(stopped).is_training("job-0")
+
+
+def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
+    events = journal_of_a_live_run(recording, EarlyExit())
+    held = next(index for index, event in enumerate(events) if event["event"] == "warmup_ended")
+    before, after = race_of(events[:held]), race_of(events[: held + 1])
+    assert before.rung_ready()
+    assert (before.rungs_held, after.rungs_held) == (0, 1)
+    assert set(after.training) == set(events[held]["kept"])
+
+
+def test_impossible_journals_are_refused(recording) -> None:
+    events = journal_of_a_live_run(recording, EarlyExit())
+    with pytest.raises(RunError, match="begins with task_started"):
+        race_of(events[1:])
+    without_losses = [events[0], *events[2:]]
+    with pytest.raises(RunError, match=r"Journal, event 2 \(eval\): Early exit: expected an evaluation"):
+        race_of(without_losses)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, Policy, policy_from
+from alto.records import ExitReason, Rung, Standing
+from alto.spec.early_exit import EarlyExit
+
+
+def test_paper_is_algorithm_1() -> None:
+    assert policy_from(EarlyExit(policy="paper")) == Policy(
+        rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingGap(patience=2, tau_gap=0.1)),
+        rungs=(Rung(progress=0.05, keep=0.25),),
+    )
+
+
+def test_alto_is_the_default() -> None:
+    assert policy_from(EarlyExit()) == Policy(
+        rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingUpturn(patience=2)),
+        rungs=(Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2)),
+    )
+
+
+def test_every_setting_arrives() -> None:
+    settings = {
+        "window": 3,
+        "divergence_patience": 4,
+        "tau_slope": 0.5,
+        "overfitting_patience": 5,
+        "rungs": [(0.5, 0.1)],
+    }
+    alto = policy_from(EarlyExit(**settings, tau_upturn=0.2, tau_noise=7))
+    paper = policy_from(EarlyExit(**settings, policy="paper", tau_gap=0.3))
+    divergence, rungs = Divergence(window=3, patience=4, tau_slope=0.5), (Rung(progress=0.5, keep=0.1),)
+    assert alto == Policy(rules=(divergence, OverfittingUpturn(patience=5, tau_upturn=0.2, tau_noise=7)), rungs=rungs)
+    assert paper == Policy(rules=(divergence, OverfittingGap(patience=5, tau_gap=0.3)), rungs=rungs)
+
+
+@pytest.mark.parametrize(
+    ("switched_off", "rules", "rungs"),
+    [
+        ("detect_divergence", [OverfittingUpturn], 2),
+        ("detect_overfitting", [Divergence], 2),
+        ("select", [Divergence, OverfittingUpturn], 0),
+        ("enabled", [], 0),
+    ],
+)
+def test_a_switch_per_pattern(switched_off, rules, rungs) -> None:
+    policy = policy_from(EarlyExit(**{switched_off: False}))
+    assert [type(rule) for rule in policy.rules] == rules
+    assert len(policy.rungs) == rungs
+
+
+def test_divergence_is_looked_at_before_overfitting(history) -> None:
+    points = history([2.0, 3.0, 4.0], [1.0, 1.1, 1.2])
+    assert OverfittingGap().judge(points) is not None
+    assert policy_from(EarlyExit(policy="paper")).judge(points).reason is ExitReason.DIVERGING
+
+
+def test_overfitting_is_looked_at_too(history) -> None:
+    points = history([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    assert policy_from(EarlyExit(policy="paper")).judge(points).reason is ExitReason.OVERFITTING
+
+
+@pytest.mark.parametrize("settings", [EarlyExit(), EarlyExit(policy="paper"), EarlyExit(enabled=False)])
+def test_a_non_finite_loss_ends_a_job_under_every_policy(history, settings) -> None:
+    policy = policy_from(settings)
+    assert policy.judge(history([math.nan])).reason is ExitReason.DIVERGING
+    assert policy.judge(history([2.0, math.inf], [2.0, 2.0])).step == 20
+    assert policy.judge(history([2.0])) is None
+    assert policy.judge([]) is None
+
+
+def test_a_disabled_policy_never_ends_a_job_otherwise(history) -> None:
+    assert policy_from(EarlyExit(enabled=False)).judge(history([1.0, 10.0, 100.0, 1000.0])) is None
+
+
+def test_select_ranks_at_the_rung_asked_for() -> None:
+    standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
+    policy = policy_from(EarlyExit())
+    assert len(policy.select(0, standings).kept) == 5
+    assert len(policy.select(1, standings).kept) == 2

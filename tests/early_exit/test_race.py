@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+
+from alto.early_exit import Policy, Race, policy_from
+from alto.errors import RunError
+from alto.records import ExitDecision, ExitReason, Rung, Standing
+from alto.spec.early_exit import EarlyExit
+
+HALF_THEN_HALF = Policy(rungs=(Rung(progress=0.1, keep=0.5), Rung(progress=0.5, keep=0.5)))
+
+
+def race_of(jobs: dict[str, int], policy: Policy = HALF_THEN_HALF) -> Race:
+    return Race(policy, ema_alpha=1.0, total_steps=jobs)
+
+
+def train_to(
+    race: Race, job: str, step: int, validation_loss: float, *, train_loss: float = 1.0
+) -> ExitDecision | None:
+    done = race.history(job)[-1].step if race.history(job) else 0
+    verdict = race.observe_losses(job, done + 1, [train_loss] * (step - done))
+    return verdict or race.observe(job, step, validation_loss)
+
+
+def exits(race: Race) -> dict[str, tuple[str, int]]:
+    decisions = [race.decision_on(job) for job in race.jobs]
+    return {decision.job: (decision.reason.value, decision.step) for decision in decisions if decision}
+
+
+def test_a_race_from_start_to_end() -> None:
+    race = race_of({"a": 10, "b": 20, "c": 10, "d": 10})
+    assert [race.next_stop(job) for job in race.jobs] == [1, 2, 1, 1]
+    for job, loss in {"a": 3.0, "b": 1.0, "c": 4.0}.items():
+        train_to(race, job, race.next_stop(job), loss)
+        assert race.is_waiting(job)
+    assert not race.rung_ready()
+    train_to(race, "d", 1, 2.0)
+    assert race.rung_ready()
+    assert race.select().kept == ("b", "d")
+    assert race.training == ("b", "d")
+    assert [race.next_stop(job) for job in race.training] == [10, 5]
+    train_to(race, "b", 10, 0.9)
+    train_to(race, "d", 5, 0.8)
+    assert race.select().kept == ("d",)
+    assert race.next_rung is None
+    assert race.next_stop("d") == 10
+    train_to(race, "d", 10, 0.85)
+    assert race.training == ()
+    assert exits(race) == {"a": ("underperforming", 1), "c": ("underperforming", 1), "b": ("underperforming", 10)}
+    assert (race.winner().job, race.winner().step, race.winner().validation_loss) == ("d", 5, 0.8)
+
+
+def test_the_smoothed_loss_of_a_point_is_that_of_all_its_steps() -> None:
+    race = Race(Policy(), ema_alpha=0.5, total_steps={"a": 10})
+    race.observe_losses("a", 1, [4.0, 2.0])
+    race.observe_losses("a", 3, [0.0])
+    race.observe("a", 3, 5.0)
+    assert race.history("a")[0].train_ema == 1.5
+
+
+def test_a_step_loss_that_is_not_finite_ends_the_job_at_its_step() -> None:
+    race = race_of({"a": 10})
+    verdict = race.observe_losses("a", 1, [1.0, math.nan, 1.0])
+    assert (verdict.step, verdict.reason) == (2, ExitReason.DIVERGING)
+    assert race.training == ()
+    assert race.winner() is None
+
+
+def test_a_diverged_job_does_not_stand_at_the_rung() -> None:
+    race = race_of({"a": 20, "b": 20, "c": 20})
+    train_to(race, "a", 1, 0.1)
+    race.observe_losses("a", 2, [math.nan])
+    train_to(race, "b", 2, 2.0)
+    train_to(race, "c", 2, 3.0)
+    assert [standing.job for standing in race.standings()] == ["b", "c"]
+    assert race.select().kept == ("b",)
+    assert race.winner().job == "a"
+
+
+def test_a_job_that_overfit_competes_with_its_best_and_is_applied_before_the_rung() -> None:
+    settings = EarlyExit(policy="paper", rungs=[(0.2, 0.5), (0.5, 0.5)])
+    race = race_of({"a": 10, "b": 10, "c": 10, "d": 10}, policy_from(settings))
+    train_to(race, "a", 1, 1.2, train_loss=0.5)
+    verdict = train_to(race, "a", 2, 1.5, train_loss=0.5)
+    assert verdict.reason is ExitReason.OVERFITTING
+    for job, loss in {"b": 1.1, "c": 1.3, "d": 1.4}.items():
+        train_to(race, job, 2, loss, train_loss=loss)
+    assert race.standings()[0] == Standing(job="a", step=2, validation_loss=1.2, is_training=False)
+    assert race.select().kept == ("b", "a")
+    train_to(race, "b", 5, 1.0, train_loss=1.0)
+    assert [standing.job for standing in race.standings()] == ["a", "b"]
+    assert race.select().kept == ("b",)
+
+
+def test_an_ended_job_that_was_not_kept_competes_no_more() -> None:
+    settings = EarlyExit(policy="paper", rungs=[(0.2, 0.5), (0.5, 0.5)], overfitting_patience=1)
+    race = race_of({"a": 10, "b": 10, "c": 10, "d": 10}, policy_from(settings))
+    train_to(race, "a", 1, 9.0)
+    for job, loss in {"b": 1.0, "c": 1.05, "d": 1.08}.items():
+        train_to(race, job, 2, loss)
+    assert race.select().kept == ("b", "c")
+    train_to(race, "b", 5, 1.0)
+    train_to(race, "c", 5, 1.0)
+    assert [standing.job for standing in race.standings()] == ["b", "c"]
+    assert exits(race)["a"] == ("overfitting", 1)
+
+
+def test_short_jobs_reach_two_rungs_at_one_step() -> None:
+    race = race_of({"a": 1, "b": 2, "c": 2, "d": 2, "e": 2}, policy_from(EarlyExit()))
+    for job, loss in {"a": 0.5, "b": 1.0, "c": 2.0, "d": 3.0, "e": 4.0}.items():
+        train_to(race, job, 1, loss)
+    assert race.select().kept == ("a", "b", "c")
+    assert race.rung_ready()
+    assert race.select().kept == ("a",)
+    assert race.training == ()
+    assert race.decision_on("a") is None
+    assert exits(race)["b"] == ("underperforming", 1)
+
+
+def test_a_job_at_its_last_step_has_finished_unless_its_loss_is_not_finite() -> None:
+    race = race_of({"a": 3, "b": 3}, policy_from(EarlyExit(select=False)))
+    for step, loss in enumerate([1.0, 2.0, 3.0], start=1):
+        assert train_to(race, "a", step, loss, train_loss=loss) is None
+    assert train_to(race, "b", 3, math.nan).reason is ExitReason.DIVERGING
+    assert race.training == ()
+    assert race.decision_on("a") is None
+    assert race.best("b") is None
+
+
+def test_no_rung_is_held_when_nobody_trains() -> None:
+    race = race_of({"a": 10, "b": 10})
+    for job in race.jobs:
+        race.observe_losses(job, 1, [math.inf])
+    assert not race.rung_ready()
+    assert race.winner() is None
+
+
+@pytest.mark.parametrize("reason", [ExitReason.STOPPED, ExitReason.FAILED])
+def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason) -> None:
+    race = race_of({"a": 10, "b": 10})
+    train_to(race, "a", 1, 1.0)
+    race.end(ExitDecision(job="b", step=0, reason=reason))
+    assert race.rung_ready()
+    assert [standing.job for standing in race.standings()] == ["a"]
+
+
+def test_winner_ties_go_to_the_lower_job_id_and_the_earlier_step() -> None:
+    race = race_of({"b": 4, "a": 4}, Policy())
+    for job in race.jobs:
+        for step in (1, 2):
+            train_to(race, job, step, 1.0)
+    assert (race.winner().job, race.winner().step) == ("a", 1)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    race = race_of({"a": 10})
+    twin = copy.deepcopy(race)
+    train_to(twin, "a", 1, 1.0)
+    assert race.history("a") == ()
+    assert len(twin.history("a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "misuse", "message"),
+    [
+        ("a step is missing", lambda race: race.observe_losses("c", 2, [1.0]), "expected step 1 of c, found step 2"),
+        ("past the rung", lambda race: race.observe_losses("a", 2, [1.0]), "to wait for its rung"),
+        ("evaluated before its losses", lambda race: race.observe("a", 2, 1.0), "after the 1 steps"),
+        ("evaluated twice", lambda race: race.observe("a", 1, 1.0), "an evaluation of a after step 1"),
+        ("a rung too early", lambda race: race.select(), "found that some do not"),
+        ("trained after its end", lambda race: race.observe_losses("b", 2, [1.0]), "found that it has ended"),
+        ("evaluated after its end", lambda race: race.observe("b", 1, 1.0), "found that it has ended"),
+    ],
+)
+def test_what_cannot_have_happened_is_refused(case, misuse, message) -> None:
+    race = race_of({"a": 10, "b": 10, "c": 10})
+    train_to(race, "a", 1, 1.0)
+    race.observe_losses("b", 1, [math.nan])
+    with pytest.raises(RunError, match=message):
+        misuse(race)

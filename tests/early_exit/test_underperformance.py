@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit.progress import ceil_share
+from alto.early_exit.underperformance import select
+from alto.records import ExitReason, Rung, Standing
+
+INF, NAN = math.inf, math.nan
+
+
+def standings(losses: dict[str, float], ended: str = "") -> list[Standing]:
+    return [
+        Standing(job=job, step=5, validation_loss=loss, is_training=job not in ended) for job, loss in losses.items()
+    ]
+
+
+def dropped(selection) -> list[str]:
+    return [decision.job for decision in selection.dropped]
+
+
+@pytest.mark.parametrize(
+    ("case", "losses", "ended", "keep", "kept", "out"),
+    [
+        ("the best half", {"a": 4, "b": 1, "c": 3, "d": 2}, "", 0.5, ["b", "d"], ["c", "a"]),
+        ("rounded up", {"a": 3, "b": 2, "c": 1}, "", 0.5, ["c", "b"], ["a"]),
+        ("ties by job id", {"c": 1, "b": 1, "a": 1}, "", 0.34, ["a", "b"], ["c"]),
+        ("NaN last", {"a": NAN, "b": 9, "c": INF}, "", 0.3, ["b"], ["a", "c"]),
+        ("not finite never kept", {"a": NAN, "b": 9, "c": INF}, "", 1.0, ["b"], ["a", "c"]),
+        ("nobody finite", {"b": NAN, "a": -INF}, "", 1.0, [], ["a", "b"]),
+        ("one job is kept", {"a": 5}, "", 0.01, ["a"], []),
+        ("one is kept of the smallest share", {"a": 5, "b": 4}, "", 1e-12, ["b"], ["a"]),
+        ("an ended job takes a place", {"a": 1, "b": 2}, "a", 0.5, ["a"], ["b"]),
+        ("an ended job is not dropped", {"a": 3, "b": 2}, "a", 0.5, ["b"], []),
+        ("an ended job counts", {"a": 3, "b": 2, "c": 1}, "a", 0.34, ["c", "b"], []),
+        ("nobody stands", {}, "", 0.5, [], []),
+    ],
+)
+def test_who_is_kept(case, losses, ended, keep, kept, out) -> None:
+    selection = select(Rung(progress=0.05, keep=keep), standings(losses, ended))
+    assert list(selection.kept) == kept
+    assert dropped(selection) == out
+
+
+def test_evidence() -> None:
+    selection = select(Rung(progress=0.05, keep=0.5), standings({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}))
+    verdict = selection.dropped[1]
+    assert (verdict.job, verdict.step, verdict.reason) == ("d", 5, ExitReason.UNDERPERFORMING)
+    assert verdict.evidence == {
+        "rank": 4.0,
+        "validation_loss": 4.0,
+        "num_competing": 4.0,
+        "num_kept": 2.0,
+        "cutoff_loss": 2.0,
+    }
+
+
+def test_there_is_no_cutoff_where_nobody_is_kept() -> None:
+    assert "cutoff_loss" not in select(Rung(progress=0.05, keep=0.5), standings({"a": NAN})).dropped[0].evidence
+
+
+losses_of_jobs = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=3), st.floats(0, 10) | st.sampled_from([NAN, INF]), min_size=1, max_size=40
+)
+
+
+@given(losses_of_jobs, st.integers(1, 100), st.randoms(use_true_random=False))
+def test_exactly_the_share_is_kept_whatever_the_order(
+    losses: dict[str, float], percent: int, draw: random.Random
+) -> None:
+    rung, everybody = Rung(progress=0.05, keep=percent / 100), standings(losses)
+    selection = select(rung, everybody)
+    finite = sum(math.isfinite(loss) for loss in losses.values())
+    assert len(selection.kept) == min(ceil_share(percent / 100, len(losses)), finite)
+    assert sorted([*selection.kept, *dropped(selection)]) == sorted(losses)
+    worst = max((losses[job] for job in selection.kept), default=-INF)
+    assert all(not losses[job] < worst for job in dropped(selection))
+    shuffled = draw.sample(everybody, len(everybody))
+    again = select(rung, shuffled)
+    assert (again.kept, dropped(again)) == (selection.kept, dropped(selection))
+
+
+@given(losses_of_jobs, st.integers(1, 100))
+def test_only_the_order_of_losses_matters(losses: dict[str, float], percent: int) -> None:
+    rung = Rung(progress=0.05, keep=percent / 100)
+    doubled = {job: loss * 2 for job, loss in losses.items()}
+    assert select(rung, standings(losses)).kept == select(rung, standings(doubled)).kept

@@ -1,0 +1,140 @@
+"""Journals written by hand: a small run with every kind of exit, and a sweep of sixty jobs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Event = dict[str, Any]
+START = 1_763_635_000.0
+SAMPLES = 1000
+
+
+class Journal:
+    """Builds events the way the executor writes them; one second passes between two of them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, event: str, **fields: Any) -> None:
+        time = START + len(self.events)
+        self.events.append({"seq": len(self.events), "time": time, "event": event, **fields})
+
+    def start(self, configs: dict[str, dict[str, Any]], **fields: Any) -> None:
+        jobs = [
+            {"job": job, "config": config, "total_steps": 100, "samples_budgeted": SAMPLES}
+            for job, config in configs.items()
+        ]
+        defaults = {
+            "task": "maths",
+            "model": "alto-tiny",
+            "dataset": "train.jsonl",
+            "method": "sft",
+            "num_train": 500,
+            "num_validation": 50,
+            "data": {"num_rows": 550},
+            "max_slots": 2,
+            "early_exit": {"policy": "alto", "rungs": [[0.1, 0.5]]},
+            "versions": {"torch": "2.13.0"},
+            "device": "cpu",
+        }
+        self.add("task_started", **{**defaults, **fields}, jobs=jobs)
+
+    def train_to(self, job: str, step: int, *, since: int, validation: float, train: float = 2.0) -> None:
+        self.add("train", job=job, first_step=since + 1, losses=[train] * (step - since))
+        self.add(
+            "eval", job=job, step=step, total_steps=100, train_ema=train, validation_loss=validation, is_best=False
+        )
+
+    def end(
+        self, event: str, job: str, step: int, *, best: tuple[int, float], slot: int | None = 0, **fields: Any
+    ) -> None:
+        best_step, best_loss = best
+        self.add(
+            event,
+            job=job,
+            slot=slot,
+            step=step,
+            best_step=best_step,
+            best_validation_loss=best_loss,
+            samples_trained=step * SAMPLES // 100,
+            **fields,
+        )
+
+
+def config(learning_rate: float, rank: int) -> dict[str, Any]:
+    return {"learning_rate": learning_rate, "r": rank, "lora_alpha": 2 * rank, "seed": 1, "target_modules": ["q", "v"]}
+
+
+@pytest.fixture
+def small_run() -> list[Event]:
+    """Four jobs in two slots: one diverges to NaN, one is dropped at the rung, one overfits, ``d`` is the best."""
+    journal = Journal()
+    journal.start({"a": config(1e-2, 4), "b": config(1e-5, 4), "c": config(2e-4, 4), "d": config(2e-4, 8)})
+    journal.add("job_admitted", job="a", slot=0, step=0)
+    journal.add("job_admitted", job="b", slot=1, step=0)
+    journal.train_to("a", 10, since=0, validation=math.nan, train=math.inf)
+    journal.end(
+        "job_exited", "a", 10, best=(0, math.inf), reason="diverging",
+        evidence={"validation_loss": math.nan, "train_ema": math.inf},
+    )  # fmt: skip
+    journal.add("job_admitted", job="c", slot=0, step=0)
+    journal.train_to("b", 10, since=0, validation=3.0)
+    journal.add("job_parked", job="b", slot=1, step=10)
+    journal.add("job_admitted", job="d", slot=1, step=0)
+    journal.train_to("c", 10, since=0, validation=2.2)
+    journal.train_to("d", 10, since=0, validation=2.1)
+    journal.end(
+        "job_exited", "b", 10, slot=None, best=(10, 3.0), reason="underperforming",
+        evidence={"rank": 3.0, "num_competing": 3.0, "num_kept": 2.0, "validation_loss": 3.0, "cutoff_loss": 2.2},
+    )  # fmt: skip
+    journal.add("warmup_ended", rung=0, progress=0.1, kept=["d", "c"], dropped=["b"])
+    journal.train_to("c", 50, since=10, validation=2.5)
+    journal.end(
+        "job_exited", "c", 50, best=(10, 2.2), reason="overfitting",
+        evidence={"gap": 0.25, "tau_gap": 0.1, "validation_loss": 2.5, "train_ema": 2.0, "in_a_row": 2},
+    )  # fmt: skip
+    journal.train_to("d", 100, since=10, validation=1.9)
+    journal.end("job_completed", "d", 100, slot=1, best=(100, 1.9))
+    journal.add("something_new", job="d", detail="of a later version")
+    journal.add(
+        "task_completed", best_job="d", best_validation_loss=1.9, samples_trained=1700, samples_budgeted=4000,
+        duration_s=61.5,
+    )  # fmt: skip
+    return journal.events
+
+
+@pytest.fixture
+def sweep() -> list[Event]:
+    """Sixty jobs, each evaluated twenty times and a little better every time: the most news a run can make."""
+    journal = Journal()
+    jobs = [f"job-{index:02d}" for index in range(60)]
+    journal.start({job: config(1e-4 * (index + 1), 8) for index, job in enumerate(jobs)}, max_slots=1)
+    for index, job in enumerate(jobs):
+        journal.add("job_admitted", job=job, slot=0, step=0)
+        for point in range(1, 21):
+            loss = 10.0 * 0.995 ** (20 * index + point)
+            journal.train_to(job, 5 * point, since=5 * (point - 1), validation=loss)
+        if index % 3:
+            journal.end("job_completed", job, 100, best=(100, loss))
+        else:
+            journal.end("job_exited", job, 100, best=(100, loss), reason="overfitting", evidence={})
+    journal.add("task_completed", best_job=jobs[-1], best_validation_loss=loss, samples_trained=60000,
+                samples_budgeted=60000, duration_s=60.0)  # fmt: skip
+    return journal.events
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[[list[Event]], Path]:
+    """Writes events as the journal of a run and returns its folder."""
+
+    def write(events: list[Event]) -> Path:
+        (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return tmp_path
+
+    return write

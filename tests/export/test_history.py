@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from alto.errors import RunError, RunNotFoundError
+from alto.export.history import RunHistory, Stage, read_events, read_history
+from alto.records import Rung
+
+
+def test_fold_tells_every_job(small_run):
+    history = RunHistory.of(small_run)
+    a, b, c, d = (history.jobs[job] for job in "abcd")
+
+    assert [job.outcome for job in (a, b, c, d)] == ["diverging", "underperforming", "overfitting", "completed"]
+    assert (c.step, c.best_step, c.best_validation_loss, c.samples_trained, c.samples_saved) == (50, 10, 2.2, 500, 500)
+    assert math.isinf(a.best_validation_loss)
+    assert (d.stage, d.slot, d.progress, len(d.train_losses)) == (Stage.COMPLETED, None, 1.0, 100)
+    assert [point.step for point in d.evaluations] == [10, 100]
+    assert [job.job for job in history.ranked()] == ["d", "c", "b", "a"]
+
+
+def test_fold_tells_the_run(small_run):
+    history = RunHistory.of(small_run)
+    assert (history.name, history.num_slots, history.duration_s) == ("maths", 2, 61.5)
+    assert history.rung_settings == (Rung(progress=0.1, keep=0.5),)
+    assert (history.rungs[0].kept, history.rungs[0].dropped) == (("d", "c"), ("b",))
+    assert (history.samples_trained, history.samples_saved, history.samples_budgeted) == (1700, 2300, 4000)
+    assert history.saved_share == pytest.approx(0.575)
+    assert history.settled_share == 1.0
+    assert "jobs" not in history.settings
+
+
+def test_occupancy_has_a_closed_stay_per_admission(small_run):
+    stays = RunHistory.of(small_run).occupancy
+    assert [(stay.job, stay.slot) for stay in stays] == [("a", 0), ("b", 1), ("c", 0), ("d", 1)]
+    assert all(stay.end is not None and stay.end > stay.start for stay in stays)
+    by_job = {stay.job: stay for stay in stays}
+    assert by_job["c"].start > by_job["a"].end
+    assert by_job["d"].start > by_job["b"].end
+
+
+def test_state_in_the_middle_of_a_run(small_run):
+    until_parked = next(index for index, event in enumerate(small_run) if event["event"] == "job_parked")
+    history = RunHistory.of(small_run[: until_parked + 1])
+    assert [job.stage for job in history.jobs.values()] == [Stage.EXITED, Stage.PARKED, Stage.TRAINING, Stage.PENDING]
+    assert history.jobs["b"].samples_trained == 100
+    assert history.jobs["b"].samples_saved == 0
+    assert history.best is history.jobs["b"]
+    assert history.result is None
+
+
+def test_best_ignores_losses_that_are_not_finite(small_run):
+    until_exit = next(index for index, event in enumerate(small_run) if event["event"] == "job_exited")
+    assert RunHistory.of(small_run[: until_exit + 1]).best is None
+
+
+def test_steps_trained_again_replace_the_earlier_ones(small_run):
+    history = RunHistory.of(small_run[:3])
+    history.apply({"event": "train", "time": 1.0, "job": "a", "first_step": 1, "losses": [5.0, 4.0, 3.0]})
+    history.apply({"event": "train", "time": 2.0, "job": "a", "first_step": 2, "losses": [4.5]})
+    assert history.jobs["a"].train_losses == [5.0, 4.5]
+    history.apply({"event": "train", "time": 3.0, "job": "a", "first_step": 4, "losses": [2.0]})
+    assert math.isnan(history.jobs["a"].train_losses[2])
+    assert history.jobs["a"].train_losses[3] == 2.0
+
+
+def test_second_start_ends_the_stays_that_were_cut_off(small_run):
+    history = RunHistory.of(small_run[:4])
+    last_seen = history.last_seen_at
+    history.apply({**small_run[0], "time": last_seen + 3600})
+    assert [stay.end for stay in history.occupancy] == [last_seen, last_seen]
+    assert [job.stage for job in history.jobs.values()][:2] == [Stage.PARKED, Stage.PENDING]
+    assert len(history.jobs["a"].train_losses) == 10
+
+
+def test_torn_last_line_is_dropped(small_run, write_run):
+    run_dir = write_run(small_run)
+    journal = run_dir / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"seq": 99, "event": "eva')
+    assert [event["seq"] for event in read_events(journal)] == [event["seq"] for event in small_run]
+    assert read_history(run_dir).result is not None
+
+
+def test_not_finite_numbers_survive_the_file(small_run, write_run):
+    a = read_history(write_run(small_run)).jobs["a"]
+    assert math.isnan(a.evaluations[0].validation_loss)
+    assert math.isinf(a.evaluations[0].train_ema)
+
+
+def test_damage_before_the_last_line_is_an_error(small_run, write_run):
+    journal = write_run(small_run) / "journal.jsonl"
+    lines = journal.read_text().splitlines()
+    lines[2] = lines[2][:10]
+    journal.write_text("\n".join(lines))
+    with pytest.raises(RunError, match=f"line 3 of {len(lines)}"):
+        read_events(journal)
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", "7", '"text"'])
+def test_a_line_must_be_an_object(tmp_path, line):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(line + "\n" + json.dumps({"event": "x"}) + "\n")
+    with pytest.raises(RunError):
+        read_events(journal)
+
+
+def test_missing_journal_says_what_to_give(tmp_path):
+    with pytest.raises(RunNotFoundError, match="Give the folder of a run"):
+        read_events(tmp_path / "journal.jsonl")
+    with pytest.raises(FileNotFoundError):
+        read_history(tmp_path / "nowhere")

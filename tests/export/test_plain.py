@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+
+from alto.export.plain import PlainView
+
+
+def lines_of(events) -> list[str]:
+    stream = io.StringIO()
+    with PlainView(stream) as view:
+        for event in events:
+            view.observe(event)
+    return stream.getvalue().splitlines()
+
+
+def test_one_line_per_noteworthy_event(small_run):
+    assert [line[14:] for line in lines_of(small_run)] == [
+        "task maths: 4 jobs (sft) on alto-tiny, dataset train.jsonl, 500 rows to train and 50 to validate",
+        "early exit alto: at 10 % keep 50 %",
+        "admitted a",
+        "admitted b",
+        "a (lr 0.01 · r 4) ended at 10 %, diverging: smoothed training loss became infinite",
+        "admitted c",
+        "best so far 3.0000: b (lr 1e-5 · r 4) at step 10 of 100",
+        "20 % settled: 200 of 4,000 samples trained, 22.5 % saved",
+        "admitted d",
+        "best so far 2.2000: c (lr 2e-4 · r 4) at step 10 of 100",
+        "30 % settled: 300 of 4,000 samples trained, 22.5 % saved",
+        "best so far 2.1000: d (lr 2e-4 · r 8) at step 10 of 100",
+        "rung at 10 %: 2 kept, 1 ended as underperforming; best 2.1000: d (lr 2e-4 · r 8)",
+        "60 % settled: 800 of 4,000 samples trained, 45 % saved",
+        "c (lr 2e-4 · r 4) ended at 50 %, overfitting: validation 2.5000 was 25 % above train 2.0000 twice in a row "
+        "(allowed: 10 %)",
+        "best so far 1.9000: d (lr 2e-4 · r 8) at step 100 of 100",
+        "d (lr 2e-4 · r 8) completed, best validation loss 1.9000",
+        "done in 1 min 02 s: best 1.9000: d (lr 2e-4 · r 8); 1,700 of 4,000 samples trained, 57.5 % saved",
+    ]
+
+
+def test_sixty_jobs_with_twenty_evaluations_do_not_flood(sweep):
+    lines = lines_of(sweep)
+    assert len(lines) < 150
+    assert sum("completed" in line for line in lines) == 40
+    assert sum("overfitting" in line for line in lines) == 20
+    assert sum("best so far" in line for line in lines) >= 20
+
+
+def test_dropped_jobs_make_one_line_for_their_rung(small_run):
+    assert not any(" b (" in line and "ended" in line for line in lines_of(small_run))
+
+
+def test_time_is_counted_from_the_start(small_run):
+    lines = lines_of(small_run)
+    assert lines[0].startswith("[        0 s] ")
+    assert lines[-1].startswith(f"[{len(small_run) - 1:>9} s] ")
+
+
+def test_user_text_is_cleaned_and_kept_on_its_line(small_run):
+    small_run[0]["task"] = "evil\x1b[2J\nname"
+    lines = lines_of(small_run)
+    assert "task evil[2J name:" in lines[0]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_narrow_encoding_does_not_stop_the_run(small_run):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    view = PlainView(stream)
+    for event in small_run:
+        view.observe(event)
+    stream.flush()
+    assert b"d (lr 2e-4 ? r 8) completed" in stream.buffer.getvalue()
+
+
+def test_an_interrupted_run_tells_the_jobs_still_waiting_to_be_told(small_run):
+    small_run[0]["max_slots"] = 8
+    assert lines_of(small_run[:3])[-1].endswith("admitted a, b")

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+
+import pytest
+
+from alto.errors import RunNotFoundError
+from alto.export.report import write_report
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
+FETCHING = {"src", "href", "srcset", "data", "action", "poster", "background"}
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, attributes that fetch, text outside scripts, and the scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self.policy = ""
+        self._inside = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [value for name, value in attrs if name in FETCHING]
+        if ("http-equiv", "Content-Security-Policy") in attrs:
+            self.policy = dict(attrs)["content"]
+        if tag in ("script", "style"):
+            self._inside = tag
+            self.scripts += [""] if tag == "script" else []
+
+    def handle_endtag(self, tag):
+        self._inside = "" if tag == self._inside else self._inside
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif not self._inside:
+            self.text += data
+
+    @property
+    def figures(self):
+        return json.loads(self.scripts[1])
+
+
+@pytest.fixture
+def page_of(write_run):
+    def page(events) -> Page:
+        return Page(write_report(write_run(events)).read_text(encoding="utf-8"))
+
+    return page
+
+
+def test_report_tells_the_result(small_run, page_of):
+    text = page_of(small_run).text
+    for expected in (
+        "maths", "lr 2e-4 · r 8", "1.9000", "57.5 %", "1,700 trained of 4,000", "1 min 02 s",
+        "rank 3 of 3 at 10 %: 2 kept", "smoothed training loss became infinite", "2.13.0", "AutoPeftModelForCausalLM",
+        "at 10 % keep 50 %",
+    ):  # fmt: skip
+        assert expected in text
+    assert "not finished" not in text
+
+
+def test_report_needs_nothing_from_outside(small_run, page_of):
+    page = page_of(small_run)
+    assert page.fetched == []
+    assert not {"link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert page.policy.startswith("default-src 'none'")
+    assert "http" not in page.policy
+    assert sum(len(script) > 1_000_000 for script in page.scripts) == 1
+    # plotly.js offers an upload of the figure unless it is told not to.
+    assert "showSendToCloud: false" in page.scripts[2]
+
+
+def test_figures_hold_the_curves(small_run, page_of):
+    figures = page_of(small_run).figures
+    best = figures["validation"]["traces"][-1]
+    assert (best["meta"]["role"], best["y"]) == ("best", [2.1, 1.9])
+    assert best["text"] == "<b>d</b><br>lr 2e-4 · r 8"
+    assert figures["slots"]["numSlots"] == 2
+    assert sum(len(bar["x"]) for bar in figures["slots"]["traces"]) == 4
+
+
+def test_user_text_cannot_leave_its_place(small_run, page_of):
+    plain = page_of(small_run)
+    start = small_run[0]
+    for key in ("task", "model", "dataset", "device"):
+        start[key] = HOSTILE
+    start["versions"] = {HOSTILE: HOSTILE}
+    for index, job in enumerate(start["jobs"]):
+        job["config"][HOSTILE] = f"{HOSTILE}{index}"
+    for event in small_run[1:]:
+        for key in ("job", "best_job"):
+            if key in event:
+                event[key] += HOSTILE
+    for job in start["jobs"]:
+        job["job"] += HOSTILE
+    page = page_of(small_run)
+    assert "img" not in page.tags
+    assert page.tags.count("script") == plain.tags.count("script")
+    assert HOSTILE in page.text
+    assert "49" not in page.scripts[2]
+    # plotly reads a little HTML in its texts; there the name arrives escaped.
+    texts = [trace["text"] for trace in page.figures["validation"]["traces"][1:]]
+    assert texts
+    assert not any("<script" in text or "<img" in text for text in texts)
+    assert all("&lt;/script&gt;" in text for text in texts)
+
+
+def test_unfinished_run(small_run, page_of):
+    page = page_of(small_run[:11])
+    assert "This run is not finished." in page.text
+    assert "Best job so far" in page.text
+    assert "AutoPeftModelForCausalLM" not in page.text
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 2, 6])
+def test_a_run_that_has_hardly_begun(small_run, page_of, num_events):
+    page = page_of(small_run[:num_events])
+    assert "No job has a finite validation loss" in page.text
+    assert page.figures["validation"]["view"] is None
+
+
+def test_all_jobs_ended_without_a_result(small_run, page_of):
+    assert "every job has ended, but the journal holds no result" in page_of(small_run[:-1]).text
+
+
+def test_diverged_values_do_not_break_the_numbers(small_run, page_of):
+    for event in small_run:
+        if event["event"] == "eval" and event["job"] == "b":
+            event["validation_loss"], event["train_ema"] = 1e6, -math.inf
+    page = page_of(small_run)
+    low, high = page.figures["validation"]["view"]
+    assert low < 1.9
+    assert high < 4.0
+    assert "1 job leaves this view at the top (highest loss 1e6)" in page.text
+
+
+def test_table_sorts_by_values_and_says_so(small_run, write_run):
+    html = write_report(write_run(small_run)).read_text(encoding="utf-8")
+    assert html.count('aria-sort="ascending"><button') == 1
+    assert 'data-sort="0.0002">2e-4<' in html
+    # Job a has no finite loss: its cell is empty for sorting, so that it stays last.
+    assert '<td class="number" data-sort="">–</td>' in html
+
+
+def test_no_run_no_report(tmp_path):
+    with pytest.raises(RunNotFoundError):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_again_replaces_the_page(small_run, write_run):
+    run_dir = write_run(small_run)
+    assert write_report(run_dir) == write_report(run_dir) == run_dir / "report.html"
+    assert sorted(path.name for path in run_dir.iterdir()) == ["journal.jsonl", "report.html"]

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec import JobConfig
+
+
+def test_defaults():
+    config = JobConfig()
+    assert config.to_dict() == {
+        "learning_rate": 2e-4,
+        "per_device_train_batch_size": 8,
+        "r": 16,
+        "lora_alpha": 32.0,
+        "lora_dropout": 0.0,
+        "target_modules": "all-linear",
+        "num_train_epochs": 3,
+        "max_steps": None,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
+        "warmup_ratio": 0.0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "seed": 42,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "alpha"),
+    [
+        ({"r": 8}, 16.0),
+        ({"r": 8, "lora_alpha": 12}, 12.0),
+        ({"r": 8, "lora_alpha": 0.5}, 0.5),
+        ({"r": 8, "lora_alpha": "r"}, 8.0),
+        ({"lora_alpha": "2*r", "r": 64}, 128.0),
+        ({"r": 8, "alpha": " 0.5 * r "}, 4.0),
+        ({"r": 8, "alpha": "1e1*r"}, 80.0),
+    ],
+)
+def test_lora_alpha_is_resolved(given, alpha):
+    config = JobConfig(**given)
+    assert config.lora_alpha == alpha
+    assert type(config.lora_alpha) is float
+    assert config.scale == alpha / config.r
+
+
+@pytest.mark.parametrize("alpha", ["2r", "r*2", "-1*r", "0*r", "", "2*s", "32", "rr", "nan*r", 0, -1, None, True, [32]])
+def test_lora_alpha_that_is_none(alpha):
+    with pytest.raises(SpecError, match=r"^lora_alpha "):
+        JobConfig(lora_alpha=alpha)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("all-linear", "all-linear"),
+        (["all-linear"], "all-linear"),
+        ("q_proj", ("q_proj",)),
+        (["v_proj", "q_proj"], ("q_proj", "v_proj")),
+        (("mlp.up_proj",), ("mlp.up_proj",)),
+    ],
+)
+def test_target_modules_have_one_form(given, stored):
+    assert JobConfig(target_modules=given).target_modules == stored
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("q_proj,v_proj", r"Write several modules as a list"),
+        (".*_proj", r"patterns are not understood"),
+        ("", r"found ''"),
+        ([], r"a list of names, found \[\]"),
+        ([1], r"found 1"),
+        (None, r"found None"),
+        (["q", "q"], r"once"),
+        (["all-linear", "q"], r"alone"),
+    ],
+)
+def test_target_modules_refused(given, reason):
+    with pytest.raises(SpecError, match=rf"^target_modules should .*{reason}"):
+        JobConfig(target_modules=given)
+
+
+OUTSIDE = {
+    "learning_rate": [0, -1e-4],
+    "per_device_train_batch_size": [0, 4097, 1.5],
+    "r": [0, 1025, 8.5],
+    "lora_dropout": [-0.1, 1.0],
+    "num_train_epochs": [0, 10**9 + 1, 2.5],
+    "max_steps": [0, -1, 10**9 + 1, 1.5],
+    "lr_scheduler_type": ["step", 1],
+    "warmup_steps": [-1, 10**9 + 1, 0.1],
+    "warmup_ratio": [-0.1, 1.0],
+    "weight_decay": [-0.1],
+    "max_grad_norm": [-1.0],
+    "adam_beta1": [-0.1, 1.0],
+    "adam_beta2": [-0.1, 1.0],
+    "adam_epsilon": [0.0],
+    "seed": [-1, 2**32],
+}
+NUMBERS = [field for field in OUTSIDE if field != "lr_scheduler_type"]
+NULLABLE = ("max_steps", "max_grad_norm")
+
+
+def test_every_field_is_covered_by_a_table():
+    assert set(OUTSIDE) | {"lora_alpha", "target_modules"} == set(JobConfig.model_fields)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in OUTSIDE.items() for value in values])
+def test_outside_the_domain(field, value):
+    with pytest.raises(SpecError, match=rf"^{field} .* should be .*, found {value!r} .*\. (Choose|Write)"):
+        JobConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", ["1e-4", "8", True, float("nan"), float("inf"), [8], {"min": 1}, 8 + 0j])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_what_is_no_finite_number_is_never_coerced(field, value):
+    with pytest.raises(SpecError, match=rf"^{field} .* should be .* number"):
+        JobConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_null_only_where_it_means_something(field):
+    if field in NULLABLE:
+        assert getattr(JobConfig(**{field: None}), field) is None
+    else:
+        with pytest.raises(SpecError, match=r"found null\. Remove the key for the default\."):
+            JobConfig(**{field: None})
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"lr": "1e-4"}, "YAML reads 1e-4 as text; write 1.0e-4."),
+        ({"lr": "0.1"}, "Write 0.1 without quotes."),
+        ({"r": "many"}, "Write a number."),
+        ({"r": True}, "Write a number, not true or false."),
+        ({"r": 8.0}, "Write 8, without a point."),
+        ({"r": [8, 16]}, "what varies between jobs belongs under 'search_space'."),
+        ({"lr": float("nan")}, "Write a finite number."),
+    ],
+)
+def test_the_remedy_fits_the_mistake(given, remedy):
+    with pytest.raises(SpecError) as caught:
+        JobConfig(**given)
+    assert str(caught.value).endswith(remedy)
+    assert not isinstance(caught.value, ValidationError)
+
+
+def test_all_mistakes_are_named_at_once_and_each_once():
+    with pytest.raises(SpecError) as caught:
+        JobConfig(r="x", lora_alpha="2*r", seed=-1)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["r", "seed"]
+
+
+def test_keys_go_through_the_one_table_of_names():
+    assert JobConfig(lr=1e-3, rank=4) == JobConfig(learning_rate=1e-3, r=4)
+    with pytest.raises(UnknownKeyError, match="the job"):
+        JobConfig(learning_rte=1)
+    with pytest.raises(ConflictingKeysError):
+        JobConfig(lr=1e-3, learning_rate=1e-3)
+    with pytest.raises(UnsupportedError):
+        JobConfig(use_rslora=True)
+
+
+def test_warmup_is_given_one_way():
+    with pytest.raises(SpecError, match=r"exclude each other.*warmup_steps=3 and warmup_ratio=0\.1"):
+        JobConfig(warmup_steps=3, warmup_ratio=0.1)
+    with pytest.raises(SpecError, match="constant_with_warmup"):
+        JobConfig(lr_scheduler_type="constant", warmup_steps=1)
+    assert JobConfig(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.1).num_warmup_steps(100) == 10
+
+
+def test_whole_epochs_may_be_written_as_floats():
+    assert JobConfig(num_train_epochs=3.0) == JobConfig(num_train_epochs=3)
+
+
+def test_zero_norm_means_no_clipping():
+    assert JobConfig(max_grad_norm=0) == JobConfig(max_grad_norm=None)
+    assert JobConfig(max_grad_norm=0).max_grad_norm is None
+
+
+def test_frozen_equal_hashable_and_copied_with_checks():
+    config = JobConfig(r=8, target_modules=["v", "q"])
+    with pytest.raises(ValidationError, match="frozen"):
+        config.r = 4
+    assert hash(config) == hash(JobConfig(r=8, target_modules=["q", "v"]))
+    assert JobConfig(**config.to_dict()) == config
+    assert config.replace(learning_rate=1).learning_rate == 1.0
+    for change in (config.replace, lambda **changes: config.model_copy(update=changes)):
+        with pytest.raises(SpecError, match=r"^r "):
+            change(r=0)
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config) == config
+
+
+def trained_rows(config, num_rows):
+    """The batch sizes of the whole job, as torch's DataLoader makes them, epoch after epoch."""
+    loader = torch.utils.data.DataLoader(range(num_rows), batch_size=config.per_device_train_batch_size)
+    epochs = config.num_train_epochs if config.max_steps is None else config.max_steps
+    sizes = [len(batch) for _ in range(epochs) for batch in loader]
+    return sizes[: config.max_steps]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    batch_size=st.integers(1, 12),
+    epochs=st.integers(1, 4),
+    max_steps=st.none() | st.integers(1, 30),
+)
+def test_steps_and_samples_are_those_of_a_data_loader(num_rows, batch_size, epochs, max_steps):
+    config = JobConfig(batch_size=batch_size, num_train_epochs=epochs, max_steps=max_steps)
+    sizes = trained_rows(config, num_rows)
+    assert config.total_steps(num_rows) == len(sizes)
+    assert [config.samples_after(step, num_rows) for step in range(len(sizes) + 1)] == [
+        sum(sizes[:step]) for step in range(len(sizes) + 1)
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(total=st.integers(1, 5000), ratio=st.floats(0.001, 0.999))
+def test_warmup_ratio_rounds_as_transformers_does(total, ratio):
+    arguments = transformers.TrainingArguments.__new__(transformers.TrainingArguments)
+    arguments.warmup_steps = ratio
+    assert JobConfig(warmup_ratio=ratio).num_warmup_steps(total) == arguments.get_warmup_steps(total)
+
+
+@pytest.mark.parametrize("total_steps", [1, 7, 50])
+@pytest.mark.parametrize(
+    ("scheduler", "warmup"),
+    [
+        ("constant", {}),
+        *itertools.product(
+            ["linear", "cosine", "constant_with_warmup"],
+            [{}, {"warmup_steps": 5}, {"warmup_ratio": 0.13}, {"warmup_steps": 80}],
+        ),
+    ],
+)
+def test_learning_rates_are_those_of_transformers_to_the_last_bit(scheduler, warmup, total_steps):
+    config = JobConfig(learning_rate=3e-4, lr_scheduler_type=scheduler, **warmup)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=config.learning_rate)
+    theirs = transformers.get_scheduler(
+        scheduler,
+        optimizer,
+        num_warmup_steps=config.num_warmup_steps(total_steps),
+        num_training_steps=total_steps,
+    )
+    expected = []
+    for _ in range(total_steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert [config.learning_rate_at(step, total_steps) for step in range(total_steps)] == expected

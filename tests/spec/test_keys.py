@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
+from alto.spec.job_config import JOB_FIELDS
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, UNSUPPORTED_KEYS, canonical_keys
+from alto.spec.task import TASK_FIELDS
+
+
+def canonical(given):
+    return canonical_keys(given, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="here")
+
+
+def test_every_spelling_means_one_existing_field():
+    assert set(JOB_ALIASES.values()) <= set(JOB_FIELDS)
+    assert set(TASK_ALIASES.values()) <= set(TASK_FIELDS)
+    spellings = [*JOB_FIELDS, *TASK_FIELDS, *JOB_ALIASES, *TASK_ALIASES, *UNSUPPORTED_KEYS]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_renames_and_keeps_order_and_values():
+    given = {"rank": 4, "learning_rate": 0.1, "alpha": "r"}
+    assert list(canonical(given).items()) == [("r", 4), ("learning_rate", 0.1), ("lora_alpha", "r")]
+
+
+@pytest.mark.parametrize("alias", sorted(JOB_ALIASES))
+def test_alias_beside_its_field_conflicts(alias):
+    with pytest.raises(ConflictingKeysError, match=rf"here gives '{JOB_ALIASES[alias]}' twice.*'{alias}'"):
+        canonical({JOB_ALIASES[alias]: 1, alias: 1})
+
+
+def test_two_aliases_of_one_field_conflict():
+    with pytest.raises(ConflictingKeysError, match="both 'rank' and 'lora_r'"):
+        canonical({"rank": 4, "lora_r": 4})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("learning_rat", "learning_rate"),
+        ("Learning_Rate", "learning_rate"),
+        ("batchsize", "batch_size"),
+        ("target_module", "target_modules"),
+        ("lora_rnk", "lora_rank"),
+    ],
+)
+def test_misspelt_key_names_the_nearest_and_where_it_stood(written, meant):
+    with pytest.raises(UnknownKeyError, match=rf"here has the unknown key '{written}'. Did you mean '{meant}'\?"):
+        canonical({written: 1})
+
+
+def test_key_near_to_nothing_lists_the_canonical_names():
+    with pytest.raises(UnknownKeyError, match=r"Known keys are adam_beta1, .*weight_decay\.") as caught:
+        canonical({"xyzzy": 1})
+    assert "micro_batch_size" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [True, 1, None])
+def test_key_that_is_no_text(key):
+    with pytest.raises(UnknownKeyError, match="expected text"):
+        canonical({key: 1})
+
+
+@pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
+def test_unsupported_keys_are_refused_by_name_everywhere(key):
+    with pytest.raises(UnsupportedError, match=f"here asks for '{key}', which is not supported"):
+        canonical({key: False})

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec import EarlyExit, Task, load_task
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text):
+        path = tmp_path / "task.yaml"
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write_file
+
+
+BASE = "model: alto-tiny\ndataset: train.jsonl\n"
+
+
+def test_a_file_reads_as_the_same_task_in_python(write):
+    path = write("""
+        model: alto-tiny
+        dataset: train.jsonl
+        cutoff_len: 256
+        lora_alpha: 2*r
+        early_exit: {policy: paper}
+        search_space:
+          lr: [1.0e-4, 0.0005]
+          rank: [8, 16]
+          paired:
+            batch_size: [1, 2]
+            seed: {min: 0, max: 9, num: 2}
+    """)
+    assert load_task(path) == Task(
+        model="alto-tiny",
+        dataset="train.jsonl",
+        max_length=256,
+        lora_alpha="2*r",
+        early_exit=EarlyExit(policy="paper"),
+        search_space={
+            "learning_rate": [1e-4, 5e-4],
+            "r": [8, 16],
+            "paired": {"per_device_train_batch_size": [1, 2], "seed": {"min": 0, "max": 9, "num": 2}},
+        },
+    )
+
+
+def test_what_is_written_reads_back(write):
+    task = Task(model="m", dataset="d", lr=1e-5, search_space={"r": [4], "alpha": ["r", 1e-5]}, early_exit=False)
+    assert load_task(write(task.to_yaml())) == task
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "reason"),
+    [
+        ("", SpecError, "found an empty file. Give at least 'model' and 'dataset'"),
+        ("# nothing\n", SpecError, "found an empty file"),
+        ("- a\n", SpecError, "found a list at the top"),
+        ("just text\n", SpecError, "found a str at the top"),
+        ("a: [1\n", SpecError, "should be valid YAML, found: .*line 2"),
+        ("a: 1\n---\nb: 2\n", SpecError, "should be valid YAML"),
+        ("model: !!python/object:os.system x\n", SpecError, "should be valid YAML"),
+        ("model: \x07\n", SpecError, "should be valid YAML"),
+        ("name: 2024-13-45\n", SpecError, "should be valid YAML"),
+        ("model: a\nmodel: b\n", SpecError, "the key 'model' is given twice.*line 2"),
+        (BASE + "search_space:\n  lr: [1e-4]\n", SpecError, "YAML reads 1e-4 as text; write 1.0e-4"),
+        (BASE + "lr: 1e-4\n", SpecError, "In .*task.yaml: learning_rate .*YAML reads 1e-4 as text; write 1.0e-4"),
+        (BASE + "search_space:\n", SpecError, "search_space should map"),
+        (BASE + "1: 2\n", SpecError, "should have text for keys, found 1"),
+        (BASE + "lerning_rate: 0.1\n", UnknownKeyError, "In .*task.yaml: .*'learning_rate'"),
+        (BASE + "lr: 0.1\nlearning_rate: 0.1\n", ConflictingKeysError, "both 'lr' and 'learning_rate'"),
+        (BASE + "use_dora: true\n", UnsupportedError, "In .*task.yaml: .*'use_dora'"),
+    ],
+)
+def test_refused_naming_the_file(write, text, error, reason):
+    path = write(text)
+    with pytest.raises(error, match=f"(?s){reason}") as caught:
+        load_task(path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_such_file_and_no_such_text(tmp_path):
+    with pytest.raises(SpecError, match=r"nowhere.yaml should be a task file, found no such file"):
+        load_task(tmp_path / "nowhere.yaml")
+    with pytest.raises(SpecError, match=r"should be a readable YAML file"):
+        load_task(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(SpecError, match=r"binary.yaml should be a readable YAML file in UTF-8"):
+        load_task(tmp_path / "binary.yaml")
+
+
+def test_paths_are_relative_to_the_file_where_they_exist(write, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / "data" / name).touch()
+    path = write("model: ./base\ndataset: data/train.jsonl\neval_dataset: ./data/val.jsonl\n")
+    monkeypatch.chdir("/")
+    task = load_task(path)
+    assert task.model == str(tmp_path / "base")
+    assert task.dataset == str(tmp_path / "data" / "train.jsonl")
+    assert task.validation_dataset == str(tmp_path / "data" / "val.jsonl")
+    assert task.name == "train"
+
+
+def test_what_does_not_exist_beside_the_file_stays_as_written(write, tmp_path):
+    (tmp_path / "alto-tiny").mkdir()
+    task = load_task(write("model: alto-tiny\ndataset: openai/gsm8k\n"))
+    assert (task.model, task.dataset) == ("alto-tiny", "openai/gsm8k")
+
+
+def test_a_path_in_an_override_is_relative_to_the_current_directory(write, tmp_path):
+    (tmp_path / "other.jsonl").touch()
+    assert load_task(write(BASE), ["dataset=other.jsonl"]).dataset == "other.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        (["lr=1e-4"], {"learning_rate": 1e-4}),
+        (["lr=1E5"], {"learning_rate": 1e5}),
+        (["lr=2.5e-4"], {"learning_rate": 2.5e-4}),
+        (["search_space.lr=[1e-4, 5e-4]"], {"search_space": {"lr": [1e-4, 5e-4]}}),
+        (
+            ["search_space.lr={min: 1e-5, max: 1e-3, num: 2}"],
+            {"search_space": {"lr": {"min": 1e-5, "max": 1e-3, "num": 2}}},
+        ),
+        (["search_space.paired.r=[1, 2]"], {"search_space": {"paired": {"r": [1, 2]}}}),
+        (["early_exit.policy=paper"], {"early_exit": {"policy": "paper"}}),
+        (["early_exit=true", "early_exit.policy=paper"], {"early_exit": {"policy": "paper"}}),
+        (["early_exit=false"], {"early_exit": False}),
+        (["max_samples=5", "max_samples=null"], {}),
+        (["name='12'"], {"name": "12"}),
+        (["dataset=a=b"], {"dataset": "a=b"}),
+        ([" lr = 0.5 "], {"learning_rate": 0.5}),
+        (["alpha=2*r"], {"lora_alpha": "2*r"}),
+        (["target_modules=[q, v]"], {"target_modules": ["q", "v"]}),
+    ],
+)
+def test_overrides(write, overrides, changes):
+    assert load_task(write(BASE), overrides) == Task(**({"model": "alto-tiny", "dataset": "train.jsonl"} | changes))
+
+
+def test_an_override_replaces_any_spelling_in_place_and_leaves_the_rest(write):
+    path = write(
+        BASE + "lora_r: 4\nsearch_space: {lr: [0.1, 0.2], seed: [1, 2]}\nearly_exit: {policy: paper, window: 3}\n"
+    )
+    task = load_task(path, ["rank=8", "search_space.learning_rate=[0.3]", "early_exit.window=4"])
+    assert task.fixed == {"r": 8}
+    assert list(task.search_space.to_dict().items()) == [("learning_rate", [0.3]), ("seed", [1, 2])]
+    assert task.early_exit == EarlyExit(policy="paper", window=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "reason"),
+    [
+        ("lr", SpecError, "An override should be key=value, found 'lr'"),
+        ("=3", SpecError, "An override should be key=value"),
+        ("early_exit..policy=paper", SpecError, "An override should be key=value"),
+        ("lr=[1", SpecError, "should be valid YAML"),
+        ("name=2024-13-45", SpecError, "should be valid YAML"),
+        ("lr='1e-4'", SpecError, "learning_rate .*text"),
+        ("dataset.path=x", SpecError, "reaches into 'dataset', expected a mapping there, found 'train.jsonl'"),
+        ("lr_rate=1", UnknownKeyError, "'lr_rate'"),
+        ("search_space.lrr=1", UnknownKeyError, "search_space has the unknown key 'lrr'"),
+        ("early_exit.polcy=paper", UnknownKeyError, "'policy'"),
+    ],
+)
+def test_overrides_refused(write, override, error, reason):
+    with pytest.raises(error, match=reason):
+        load_task(write(BASE), [override])
+
+
+def test_yaml_merge_keys_are_no_repeats(write):
+    path = write(BASE + "early_exit: {<<: {window: 3, policy: paper}, window: 4}\n")
+    assert load_task(path).early_exit == EarlyExit(policy="paper", window=4)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec.search_space import MAX_JOBS, SearchSpace
+
+
+def expand(given, seed=42):
+    return list(SearchSpace.parse(given).expand(seed))
+
+
+def test_empty_space_is_one_configuration():
+    assert expand({}) == [{}]
+    assert len(SearchSpace.parse({})) == 1
+
+
+def test_grid_with_the_last_key_fastest_and_scalars_fixed():
+    assert expand({"lr": [1e-4, 1e-3], "seed": 7, "rank": [8, 16]}) == [
+        {"learning_rate": 1e-4, "seed": 7, "r": 8},
+        {"learning_rate": 1e-4, "seed": 7, "r": 16},
+        {"learning_rate": 1e-3, "seed": 7, "r": 8},
+        {"learning_rate": 1e-3, "seed": 7, "r": 16},
+    ]
+
+
+def test_paired_keys_vary_together_at_the_place_of_the_word():
+    space = {"seed": [1, 2], "paired": {"r": [8, 16], "lora_alpha": ["r", 4]}, "weight_decay": [0.0, 0.1]}
+    rows = expand(space)
+    assert [(row["seed"], row["r"], row["lora_alpha"], row["weight_decay"]) for row in rows] == [
+        (seed, r, alpha, decay) for seed in (1, 2) for r, alpha in ((8, "r"), (16, 4)) for decay in (0.0, 0.1)
+    ]
+
+
+def test_several_pairings_make_a_grid_of_pairs():
+    rows = expand({"paired": [{"r": [8, 16], "lora_alpha": [1, 2]}, {"lr": [1e-4, 1e-3, 1e-2], "seed": [1, 2, 1]}]})
+    assert len(rows) == 6
+    assert {(row["r"], row["lora_alpha"]) for row in rows} == {(8, 1), (16, 2)}
+    assert {(row["learning_rate"], row["seed"]) for row in rows} == {(1e-4, 1), (1e-3, 2), (1e-2, 1)}
+
+
+def test_a_list_of_module_lists_is_a_grid_over_sets_of_modules():
+    assert expand({"target_modules": [["q", "v"], "all-linear"]}) == [
+        {"target_modules": ("q", "v")},
+        {"target_modules": "all-linear"},
+    ]
+
+
+SAMPLED_LR = {"min": 1e-5, "max": 1e-2, "log": True, "num": 200}
+
+
+def test_sampled_values_depend_on_the_key_and_the_seed_alone():
+    alone = [row["learning_rate"] for row in expand({"lr": SAMPLED_LR})]
+    assert alone == [row["learning_rate"] for row in expand({"seed": 1, "learning_rate": SAMPLED_LR, "r": 8})]
+    paired = {"lr": SAMPLED_LR, "seed": list(range(200))}
+    assert alone == [row["learning_rate"] for row in expand({"paired": paired})]
+    assert alone != [row["learning_rate"] for row in expand({"lr": SAMPLED_LR}, seed=43)]
+    decay = [row["weight_decay"] for row in expand({"weight_decay": SAMPLED_LR})]
+    assert alone != decay
+
+
+def test_sampled_values_stay_the_same_over_versions():
+    rows = expand({"lr": {**SAMPLED_LR, "num": 2}, "r": {"min": 1, "max": 64, "num": 3}})
+    assert [row["r"] for row in rows[:3]] == [25, 53, 58]
+    assert [rows[0]["learning_rate"], rows[3]["learning_rate"]] == pytest.approx(
+        [0.0009056532222209434, 0.00135852931344615], rel=1e-12
+    )
+
+
+def test_log_draws_are_uniform_in_the_logarithm():
+    shares = [math.log10(row["learning_rate"] / 1e-5) / 3 for row in expand({"lr": SAMPLED_LR})]
+    counts = [sum(low <= share < low + 0.25 for share in shares) for low in (0, 0.25, 0.5, 0.75)]
+    assert min(counts) > 30
+    linear = [row["learning_rate"] for row in expand({"lr": {**SAMPLED_LR, "log": False}})]
+    assert sum(rate > 5e-3 for rate in linear) > 70
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    low=st.integers(1, 300),
+    span=st.integers(1, 300),
+    share=st.floats(0.01, 1),
+    log=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sampled_integers_are_distinct_integers_within_their_ends(low, span, share, log, seed):
+    num = math.ceil(share * (span + 1))
+    values = [row["r"] for row in expand({"r": {"min": low, "max": low + span, "log": log, "num": num}}, seed)]
+    assert all(type(value) is int for value in values)
+    assert len(set(values)) == len(values) == num
+    assert low <= min(values)
+    assert max(values) <= low + span
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ends=st.tuples(st.floats(1e-9, 1.0), st.floats(1e-9, 1.0)).filter(lambda ends: ends[0] < ends[1]),
+    log=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sampled_floats_stay_within_their_ends(ends, log, seed):
+    rows = expand({"lr": {"min": ends[0], "max": ends[1], "log": log, "num": 5}}, seed)
+    assert all(ends[0] <= row["learning_rate"] <= ends[1] for row in rows)
+
+
+VALID = [
+    {},
+    {"lr": [1e-4, 1e-3], "r": 8},
+    {"target_modules": [["q", "v"], "all-linear"], "max_steps": [None, 10]},
+    {"lr": SAMPLED_LR, "num_train_epochs": {"min": 1.0, "max": 3, "num": 2}},
+    {"seed": [1, 2], "paired": {"r": [8, 16], "lora_alpha": ["2*r", 4]}, "weight_decay": [0.1]},
+    {"paired": [{"r": [8, 16], "seed": [1, 1]}, {"lr": SAMPLED_LR}]},
+]
+
+
+@pytest.mark.parametrize("given", VALID)
+def test_length_and_round_trip(given):
+    space = SearchSpace.parse(given)
+    assert len(space) == len(list(space.expand(1)))
+    assert SearchSpace.parse(space.to_dict()) == space
+    assert hash(SearchSpace.parse(space.to_dict())) == hash(space)
+
+
+def test_varied_names_the_columns_worth_showing():
+    space = SearchSpace.parse({"lr": [1e-4, 1e-3], "seed": 7, "paired": {"r": [8, 16], "alpha": [1, 2]}})
+    assert space.varied == ("learning_rate", "r", "lora_alpha")
+    assert space.keys == ("learning_rate", "seed", "r", "lora_alpha")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "reason"),
+    [
+        (None, SpecError, r"^search_space should map fields .* found None"),
+        ([1], SpecError, r"^search_space should map fields"),
+        ({"lr": []}, SpecError, r"^search_space.learning_rate should hold from 1 .* found 0. Add one"),
+        ({"lr": [1e-4, 1e-3, 1e-4]}, SpecError, r"different values, found 0.0001 twice"),
+        ({"weight_decay": [0, 0.0]}, SpecError, r"different values"),
+        ({"max_steps": [None, None]}, SpecError, r"different values, found None twice"),
+        ({"lr": [1e-4, "1e-3"]}, SpecError, r"^In search_space.learning_rate\[1\]: .*text; write 1\.0e-3\."),
+        ({"lr": "1e-3"}, SpecError, r"^In search_space.learning_rate: .*text; write 1\.0e-3\."),
+        ({"r": [8, [16]]}, SpecError, r"^In search_space.r\[1\]"),
+        ({"rnk": [8]}, UnknownKeyError, r"search_space has the unknown key 'rnk'. Did you mean 'rank'"),
+        ({"pair": {}}, UnknownKeyError, r"Did you mean 'paired'"),
+        ({"lr": 1, "learning_rate": 1}, ConflictingKeysError, r"both 'lr' and 'learning_rate'"),
+        ({"use_dora": [True, False]}, UnsupportedError, r"search_space asks for 'use_dora'"),
+        ({"paired": 3}, SpecError, r"^search_space.paired\[0\] should map fields"),
+        ({"paired": {}}, SpecError, r"found none"),
+        ({"paired": {"r": [1, 2], "lr": [1]}}, SpecError, r"equally many .* r with 2, learning_rate with 1"),
+        ({"paired": {"r": [1, 2], "lr": 1}}, SpecError, r"Move a fixed value out of 'paired'"),
+        ({"paired": {"r": [1, 0]}}, SpecError, r"^In search_space.paired\[0\].r\[1\]"),
+        ({"paired": {"rnk": [8]}}, UnknownKeyError, r"^search_space.paired\[0\] has the unknown key"),
+        ({"r": 8, "paired": {"rank": [1, 2]}}, ConflictingKeysError, r"'r' in two places"),
+        ({"paired": [{"r": [1]}, {"r": [2]}]}, ConflictingKeysError, r"'r' in two places"),
+    ],
+)
+def test_refused(given, error, reason):
+    with pytest.raises(error, match=reason):
+        SearchSpace.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "reason"),
+    [
+        ("lr", {"num": None}, r"num should be a whole number from 1 to 10000, found None"),
+        ("lr", {"num": 0}, r"found 0"),
+        ("lr", {"num": True}, r"found True"),
+        ("lr", {"num": 10**9}, r"found 1000000000"),
+        ("lr", {"min": "1e-5"}, r"^In search_space.learning_rate.min: .*write 1\.0e-5"),
+        ("lr", {"min": 0}, r"^In search_space.learning_rate.min"),
+        ("lr", {"max": float("inf")}, r"^In search_space.learning_rate.max"),
+        ("lr", {"min": 1e-2}, r"min < max, found min=0\.01 and max=0\.01"),
+        ("lr", {"log": 1}, r"log should be true or false"),
+        ("weight_decay", {"min": 0.0}, r"needs min > 0"),
+        ("lora_alpha", {"min": "r"}, r"min should be a number, found 'r'"),
+        ("max_steps", {"min": None}, r"min should be a number, found None"),
+        ("r", {"min": 1, "max": 4, "num": 5}, r"as there are, 4 from 1 to 4, found num=5"),
+        ("r", {"min": 1.5, "max": 4}, r"whole number"),
+        ("lr_scheduler_type", {}, r"cannot be sampled"),
+        ("target_modules", {}, r"cannot be sampled"),
+    ],
+)
+def test_sampling_refused(field, change, reason):
+    with pytest.raises(SpecError, match=reason):
+        SearchSpace.parse({field: SAMPLED_LR | change})
+
+
+def test_sampling_with_missing_or_unknown_words():
+    with pytest.raises(SpecError, match=r"no 'max' and no 'num'.*Write for example"):
+        SearchSpace.parse({"lr": {"min": 1e-4}})
+    with pytest.raises(UnknownKeyError, match=r"search_space.learning_rate has the unknown key 'nums'.*'num'"):
+        SearchSpace.parse({"lr": {"min": 1e-4, "max": 1, "nums": 3}})
+
+
+def test_too_many_jobs_are_counted_not_made():
+    values = list(range(1, 1001))
+    with pytest.raises(SpecError, match=r"at most 10000 jobs, found 1000000000"):
+        SearchSpace.parse({"r": values, "batch_size": values, "seed": values})
+    with pytest.raises(SpecError, match=r"from 1 to 10000 values, found 10001"):
+        SearchSpace.parse({"seed": list(range(MAX_JOBS + 1))})
+    at_the_limit = SearchSpace.parse({"seed": list(range(100)), "r": list(range(1, 101))})
+    assert len(at_the_limit) == MAX_JOBS
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "learning_rate": st.lists(st.floats(1e-6, 1), min_size=1, max_size=4, unique=True),
+            "r": st.lists(st.integers(1, 1024), min_size=1, max_size=4, unique=True),
+            "seed": st.integers(0, 99),
+        },
+    )
+)
+def test_grid_is_the_plain_product(space):
+    lists = [value if isinstance(value, list) else [value] for value in space.values()]
+    assert expand(space) == [dict(zip(space, row, strict=True)) for row in itertools.product(*lists)]

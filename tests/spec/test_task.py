@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec import EarlyExit, Job, JobConfig, Task
+
+
+def task(**changes):
+    return Task(**{"model": "alto-tiny", "dataset": "data/train.jsonl"} | changes)
+
+
+def test_defaults():
+    plain = task()
+    assert plain.name == "train"
+    assert plain.early_exit == EarlyExit()
+    assert plain.jobs == (Job(id="job-000", config=JobConfig()),)
+    assert {key: value for key, value in plain.to_dict().items() if key not in ("early_exit", "search_space")} == {
+        "name": "train",
+        "model": "alto-tiny",
+        "dataset": "data/train.jsonl",
+        "validation_dataset": None,
+        "validation_split": 0.1,
+        "max_samples": None,
+        "data_seed": 42,
+        "method": "sft",
+        "num_gpus": 1,
+        "max_length": 1024,
+        "eval_steps": 0.05,
+        "max_slots": 16,
+        "max_tokens_per_pass": 8192,
+        "gradient_checkpointing": False,
+        "dtype": "auto",
+    }
+
+
+def test_the_papers_listing_is_understood():
+    listing = Task(
+        model="alto-tiny",
+        dataset="gsm8k",
+        num_gpus=1,
+        search_space={"lr": [1e-5, 5e-5], "batch_size": [1, 2], "rank": [16, 32]},
+    )
+    assert len(listing.jobs) == 8
+    assert listing.jobs[1].config == JobConfig(lr=1e-5, batch_size=1, rank=32)
+    assert listing.jobs[1].config.lora_alpha == 64.0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name"),
+    [
+        ("gsm8k", "gsm8k"),
+        ("openai/gsm8k", "gsm8k"),
+        ("data/my train.jsonl.gz", "my-train"),
+        ("C:\\data\\x.JSON", "x"),
+        ("v1.2.csv", "v1.2"),
+        ("../..", "task"),
+        ("données.json", "donn-es"),
+        (".hidden.jsonl", "hidden"),
+        ("x" * 300, "x" * 100),
+    ],
+)
+def test_name_comes_from_the_dataset(dataset, name):
+    assert task(dataset=dataset).name == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\\b", ".x", "-x", "a b", "é", "x" * 101, "a\n", 7])
+def test_unsafe_names(name):
+    with pytest.raises(SpecError, match=r"^name "):
+        task(name=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        ({"model": ""}, SpecError, r"^model .*should be non-empty text, found ''"),
+        ({"dataset": 3}, SpecError, r"^dataset .*should be non-empty text, found 3"),
+        ({"validation_split": 0}, SpecError, r"^validation_split "),
+        ({"validation_split": 1.0}, SpecError, r"^validation_split "),
+        ({"max_samples": 0}, SpecError, r"^max_samples "),
+        ({"data_seed": -1}, SpecError, r"^data_seed "),
+        ({"num_gpus": 0}, SpecError, r"^num_gpus "),
+        ({"max_length": 0}, SpecError, r"^max_length "),
+        ({"eval_steps": 0.0}, SpecError, r"^eval_steps "),
+        ({"eval_steps": 50}, SpecError, r"^eval_steps \(share of a job's steps"),
+        ({"max_slots": 0}, SpecError, r"^max_slots "),
+        ({"max_tokens_per_pass": 0}, SpecError, r"^max_tokens_per_pass "),
+        ({"gradient_checkpointing": 1}, SpecError, r"^gradient_checkpointing .*should be true or false, found 1"),
+        ({"dtype": "bf16"}, SpecError, r"^dtype .*'bfloat16'"),
+        ({"bf16": True}, UnsupportedError, r"Write 'dtype: bfloat16'"),
+        ({"method": "dpo"}, UnsupportedError, r"'dpo' is not there yet"),
+        ({"method": "ppo"}, SpecError, r"^method .*should be 'sft'"),
+        ({"early_exit": 3}, SpecError, r"^early_exit should be true, false or a mapping"),
+        ({"early_exit": {1: 2}}, SpecError, r"^early_exit should have text for keys"),
+        ({"early_exit": {"polcy": "paper"}}, UnknownKeyError, r"early_exit.*'policy'"),
+        ({"early_exit": {"tau_gap": -1}}, SpecError, r"early_exit\.tau_gap"),
+        ({"policy": "paper"}, UnknownKeyError, r"expected under 'early_exit'"),
+        ({"modle": "x"}, UnknownKeyError, r"the task has the unknown key 'modle'. Did you mean 'model'"),
+        ({"base_model": "x"}, ConflictingKeysError, r"both 'model' and 'base_model'"),
+        ({"r": [8, 16]}, SpecError, r"^r .*found \[8, 16\].*belongs under 'search_space'"),
+        ({"lr": "1e-4"}, SpecError, r"YAML reads 1e-4 as text; write 1\.0e-4"),
+        ({"lr": 1e-4, "search_space": {"learning_rate": [1e-3]}}, ConflictingKeysError, r"both at the top level"),
+        ({"r": 8, "search_space": {"paired": {"rank": [4]}}}, ConflictingKeysError, r"'r' is given both"),
+        ({"search_space": {"max_length": [512]}}, UnknownKeyError, r"Move it to the top level"),
+        ({"search_space": {"cutoff_len": [512]}}, UnknownKeyError, r"Move it to the top level"),
+        ({"search_space": None}, SpecError, r"^search_space should map"),
+        (
+            {"warmup_ratio": 0.1, "search_space": {"warmup_steps": [0, 5]}},
+            SpecError,
+            r"^In job-001 \(warmup_steps=5\): ",
+        ),
+        ({"validation_dataset": "v.jsonl", "validation_split": 0.2}, ConflictingKeysError, r"validation_split"),
+    ],
+)
+def test_refused_where_it_is_built(changes, error, reason):
+    with pytest.raises(error, match=reason) as caught:
+        task(**changes)
+    assert not isinstance(caught.value, ValidationError)
+
+
+@pytest.mark.parametrize("key", ["model", "dataset"])
+def test_what_every_task_needs(key):
+    given = {"model": "alto-tiny", "dataset": "d"}
+    del given[key]
+    with pytest.raises(SpecError, match=rf"^{key} .*is missing: expected non-empty text, found nothing"):
+        Task(**given)
+
+
+def test_early_exit_forms():
+    assert task(early_exit=True).early_exit == EarlyExit()
+    assert task(early_exit=False).early_exit == EarlyExit(enabled=False)
+    assert task(early_exit={"policy": "paper"}).early_exit == EarlyExit(policy="paper")
+    assert task(early_exit=EarlyExit(policy="paper")).early_exit == EarlyExit(policy="paper")
+
+
+def test_fixed_fields_reach_every_job_and_warmup_ratio_is_the_schedules():
+    tuned = task(lr=1e-3, alpha="r", warmup_ratio=0.1, search_space={"r": [4, 8]})
+    assert tuned.fixed == {"learning_rate": 1e-3, "lora_alpha": "r", "warmup_ratio": 0.1}
+    assert [job.config for job in tuned.jobs] == [
+        JobConfig(learning_rate=1e-3, r=4, lora_alpha=4, warmup_ratio=0.1),
+        JobConfig(learning_rate=1e-3, r=8, lora_alpha=8, warmup_ratio=0.1),
+    ]
+
+
+def test_configurations_that_come_to_the_same_are_named():
+    with pytest.raises(SpecError, match=r"found job-001 and job-002 alike \(r=8, lora_alpha=r\)"):
+        task(search_space={"paired": {"r": [4, 8, 8], "lora_alpha": [8, 8, "r"]}})
+
+
+@pytest.mark.parametrize(("num", "last"), [(1, "job-000"), (1000, "job-999"), (1001, "job-1000"), (10_000, "job-9999")])
+def test_ids_are_padded_to_the_number_of_jobs(num, last):
+    jobs = task(search_space={"seed": list(range(num))}).jobs
+    assert jobs[-1].id == last
+    assert [job.id for job in jobs] == sorted(job.id for job in jobs)
+
+
+ROUND_TRIPS = [
+    {},
+    {"early_exit": False, "dtype": "bfloat16", "name": "x"},
+    {"early_exit": {"rungs": [[0.1, 0.5], [0.2, 0.5]]}},
+    {"validation_dataset": "v.jsonl", "max_samples": 10},
+    {"lr": 1e-5, "target_modules": ["v", "q"], "alpha": "0.5*r", "search_space": {"r": [4, 8]}},
+    {"max_grad_norm": 0, "search_space": {"paired": [{"r": [4, 8], "alpha": [1, "r"]}, {"seed": [1, 2]}], "lr": 1e-7}},
+    {"search_space": {"lr": {"min": 1e-6, "max": 1e-2, "log": True, "num": 5}}, "data_seed": 7},
+    {"dataset": Path("data/x.jsonl"), "search_space": {"lr": [*np.logspace(-5, -3, 3)]}},
+    {"adam_epsilon": np.float64(1e-9), "target_modules": ("q", "v")},
+]
+
+
+@pytest.mark.parametrize("changes", ROUND_TRIPS)
+def test_round_trip(changes):
+    original = task(**changes)
+    for again in (
+        Task(**original.to_dict()),
+        Task(**yaml.safe_load(original.to_yaml())),
+        pickle.loads(pickle.dumps(original)),
+        copy.deepcopy(original),
+    ):
+        assert again == original
+        assert again.jobs == original.jobs
+        assert again.to_dict() == original.to_dict()
+
+
+def test_tasks_differ_by_what_they_ask():
+    assert task(lr=1e-3) != task(lr=1e-4)
+    assert task(search_space={"r": [8]}) != task(r=8)
+    assert task(search_space={"r": [8, 16]}) != task(search_space={"r": [16, 8]})
+
+
+def test_replace_checks_and_takes_aliases():
+    original = task(lr=1e-3, search_space={"r": [4, 8]})
+    assert original.replace(learning_rate=1e-2).jobs == task(lr=1e-2, search_space={"r": [4, 8]}).jobs
+    assert original.replace(lr=1e-2) == original.replace(learning_rate=1e-2)
+    assert len(original.model_copy(update={"search_space": {"r": [4]}}).jobs) == 1
+    with pytest.raises(SpecError, match=r"^max_slots"):
+        original.replace(max_slots=0)
+    validated = original.replace(validation_dataset="v.jsonl")
+    assert validated.validation_dataset == "v.jsonl"
+    assert validated.replace(validation_split=0.2).to_dict() == original.to_dict() | {"validation_split": 0.2}
+
+
+def test_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        task().max_slots = 3
+    fixed = task(lr=1e-3).fixed
+    fixed["learning_rate"] = 1
+    assert task(lr=1e-3).fixed == {"learning_rate": 1e-3}

@@ -1,0 +1,170 @@
+"""The project as a whole: its version, what its import costs, what it ships, and doors that really close."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import alto
+from alto import errors
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "alto"
+
+TENSOR_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizers")
+HEAVY_EXTRAS = (
+    *("ortools", "ray", "bitsandbytes", "fastapi", "sqlalchemy"),
+    *("trl", "peft", "datasets", "accelerate"),
+)
+
+OPEN_DOORS = {
+    "spec": ("errors", "records"),
+    "lora": ("kernels",),
+    "objectives": ("backbone", "data"),
+    "executor": ("early_exit", "scheduler", "data", "backbone", "lora", "objectives", "kernels"),
+    "engine": (
+        *("early_exit", "scheduler", "kernels", "lora", "data", "backbone", "objectives", "executor", "export"),
+    ),
+    "cli": ("engine", "spec"),
+    "export": ("errors", "records", "spec"),
+}
+
+BREACHES = [
+    ("pure", "spec", "import torch"),
+    ("pure", "early_exit", "from transformers import set_seed"),
+    ("pure", "scheduler", "def plan():\n    import peft"),
+    ("pure", "records", "import alto.kernels"),
+    ("light", "executor", "def save():\n    import peft"),
+    ("light", "engine", "import ray"),
+    ("kernels", "data", "import alto.kernels"),
+    ("inputs", "lora", "from alto import data"),
+    ("inputs", "backbone", "import alto.data"),
+    ("inputs", "data", "import alto.backbone"),
+    ("steps", "kernels", "import alto.lora"),
+    ("steps", "early_exit", "import alto.scheduler"),
+    ("steps", "cli", "from alto import early_exit"),
+    ("ends", "export", "import alto.executor"),
+    ("ends", "executor", "import alto.export"),
+    ("engine", "executor", "import alto.engine"),
+    ("cli", "engine", "import alto.cli"),
+    ("front", "data", "import alto"),
+    ("circles", "records", "import alto.spec"),
+]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_version_is_the_one_in_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert alto.__version__ == project["version"]
+
+
+def test_changelog_knows_the_version() -> None:
+    assert re.search(rf"^## .*{re.escape(alto.__version__)}", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+
+
+def test_every_exported_name_is_there() -> None:
+    assert {"Engine", "Task", "EarlyExit", "AltoError"} <= set(alto.__all__)
+    assert set(alto.__all__) <= set(dir(alto))
+    for name in alto.__all__:
+        assert getattr(alto, name) is not None
+    with pytest.raises(AttributeError, match="Enginn"):
+        alto.Enginn  # noqa: B018
+
+
+def test_import_alto_is_light() -> None:
+    loaded = json.loads(run_python("import alto, json, sys; print(json.dumps(sorted(sys.modules)))"))
+    assert "alto" in loaded
+    assert not set(loaded) & {*TENSOR_LIBRARIES, *HEAVY_EXTRAS}
+
+
+def test_engine_imports_where_no_heavy_extra_is_installed() -> None:
+    run_python(f"import sys; sys.modules.update(dict.fromkeys({HEAVY_EXTRAS!r})); import alto.engine, alto.cli")
+
+
+def test_type_checkers_see_the_types_of_an_installed_alto() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert text.rstrip().endswith("limitations under the License.")
+
+
+def test_drawn_error_tree_is_the_real_one() -> None:
+    drawn: dict[str, tuple[str, str | None]] = {}
+    parents = ["AltoError"]
+    for branch, name, builtin in re.findall(
+        r"^ {4}((?:│   |    )*(?:├── |└── ))(\w+)(?: \((\w+)\))?", errors.__doc__ or "", re.M
+    ):
+        depth = len(branch) // 4
+        drawn[name] = (parents[depth - 1], builtin or None)
+        parents[depth:] = [name]
+    real = {
+        name: (kind.__bases__[0].__name__, kind.__bases__[1].__name__ if len(kind.__bases__) > 1 else None)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and kind is not errors.AltoError
+    }
+    assert drawn == real
+    assert {"AltoError", *drawn} == set(errors.__all__)
+
+
+def test_shipped_model_is_whole_and_small() -> None:
+    files = {path.name: path.stat().st_size for path in (PACKAGE / "assets" / "alto-tiny").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= set(files)
+    assert sum(files.values()) <= 8 * 2**20
+
+
+def check_doors(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the project's own contracts on another package named alto, in ``house``."""
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as run; run()"
+    command = [sys.executable, "-c", code, "--no-cache", "--no-logo", "--config", str(ROOT / ".importlinter"), *options]
+    return subprocess.run(command, cwd=house, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """The rooms of this package, empty but for imports through every open door; ``kernels`` uses torch."""
+    for path in [PACKAGE, *PACKAGE.iterdir()]:
+        if path.suffix == ".py" or (path / "__init__.py").is_file():
+            room = tmp_path / path.relative_to(PACKAGE.parent).with_suffix("")
+            room.mkdir(exist_ok=True)
+            (room / "__init__.py").touch()
+    for room, others in {**OPEN_DOORS, "kernels": ()}.items():
+        lines = [f"import alto.{other}" for other in others] or ["import torch"]
+        (tmp_path / "alto" / room / "__init__.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_every_contract_has_a_breach_that_shows_it_bites() -> None:
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter", encoding="utf-8")
+    named = {section.rpartition(":")[2] for section in contracts.sections() if ":contract:" in section}
+    assert named == {contract for contract, _, _ in BREACHES}
+
+
+def test_open_doors_are_open(house: Path) -> None:
+    done = check_doors(house)
+    assert done.returncode == 0, done.stdout
+    assert " 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(("contract", "room", "breach"), BREACHES)
+def test_door_is_closed_to(house: Path, contract: str, room: str, breach: str) -> None:
+    with (house / "alto" / room / "__init__.py").open("a", encoding="utf-8") as source:
+        source.write(f"{breach}\n")
+    done = check_doors(house, "--contract", contract)
+    assert done.returncode == 1
+    assert "0 kept, 1 broken" in done.stdout, done.stdout + done.stderr
