@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,7 +67,7 @@ def tune(
         engine = Engine(output_dir=output_dir, observers=[view.observe] if view else [])
         result = engine.tune(task)
     if as_json:
-        typer.echo(json.dumps(_plain(result), indent=2))
+        typer.echo(json.dumps(_plain(result), indent=2, allow_nan=False))
     elif view:
         console.print(final_summary(view.history, result.run_dir))
         console.print(f"report:  {Path(result.run_dir) / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
@@ -111,6 +112,17 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Any]:
 
 
 def _plain(result: TaskResult) -> dict[str, Any]:
-    facts = dataclasses.asdict(result)
+    facts: dict[str, Any] = dataclasses.asdict(result)
     facts["samples_saved"] = result.samples_saved
-    return facts
+    return _strict(facts)
+
+
+def _strict(value: Any) -> Any:
+    """``value`` as strict JSON can carry it: a number that is not finite becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value

@@ -77,14 +77,12 @@ class Engine:
         data = load_task_data(task, backbone.tokenizer)
         runs = plan_jobs(task, backbone, data)
         run_dir = RunDir.create(self._output_dir, task)
-        journal = Journal(run_dir.journal_file, self._observers)
         try:
-            result = Executor(task, runs, backbone, data, run_dir=run_dir, journal=journal).run()
+            with Journal(run_dir.journal_file, self._observers) as journal:
+                result = Executor(task, runs, backbone, data, run_dir=run_dir, journal=journal).run()
             export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
         finally:
-            journal.close()
-            if run_dir.journal_file.stat().st_size:
-                write_report(run_dir.root)
+            write_report(run_dir.root)
         return result
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat") -> Schedule:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from alto.data.formats import Conversation
@@ -94,7 +95,8 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> EncodedRo
     turn is left out. A row always ends with the EOS token.
 
     Raises:
-        DataError: The template rewrites earlier turns, so that the assistant's tokens cannot be told apart.
+        DataError: The template refuses the turns, or rewrites earlier ones, so that the assistant's tokens cannot be
+            told apart.
     """
     last = max(position for position, message in enumerate(conversation) if message.role == "assistant")
     encode = _encode_with_template if getattr(tokenizer, "chat_template", None) else _encode_plainly
@@ -111,7 +113,7 @@ def _encode_with_template(conversation: Conversation, tokenizer: Any) -> tuple[l
     spans = []
     for position, message in enumerate(conversation):
         if message.role == "assistant":
-            before = _render(tokenizer, conversation[:position], open_turn=True)
+            before = _render_before(tokenizer, conversation, position)
             through = _render(tokenizer, conversation[: position + 1], open_turn=False)
             if not (text.startswith(through) and through.startswith(before)):
                 raise DataError(
@@ -124,9 +126,24 @@ def _encode_with_template(conversation: Conversation, tokenizer: Any) -> tuple[l
     return list(encoded["input_ids"]), trained
 
 
+def _render_before(tokenizer: Any, conversation: Conversation, position: int) -> str:
+    """What the model is shown before it writes turn ``position``."""
+    if position:
+        return _render(tokenizer, conversation[:position], open_turn=True)
+    # Templates refuse an empty conversation, so the opening of a turn is read off behind the first turn.
+    first = conversation[:1]
+    return _render(tokenizer, first, open_turn=True).removeprefix(_render(tokenizer, first, open_turn=False))
+
+
 def _render(tokenizer: Any, conversation: Conversation, *, open_turn: bool) -> str:
     messages = [{"role": message.role, "content": message.content} for message in conversation]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
+    except TemplateError as error:
+        raise DataError(
+            f"expected turns that the model's chat template takes, found {', '.join(m.role for m in conversation)} "
+            f"({error}); change the rows, or set another chat template on the tokenizer"
+        ) from error
     return text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,20 +62,20 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield number, _parse(line, f"{path}:{number}")
-        except (UnicodeDecodeError, OSError, EOFError) as error:
-            raise DataFormatError(f"{path}: expected UTF-8 text, found something else ({error})") from error
+        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+            raise DataFormatError(f"{path}: expected UTF-8 text, found something else ({error}); save it as UTF-8, or fetch it again") from error
 
 
 def _parse(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataFormatError(f"{where}: expected one JSON object a line, found {line[:60]!r} ({error.msg})") from error
+        raise DataFormatError(f"{where}: expected one JSON object a line, found {line[:60]!r} ({error.msg}); write every row on one line") from error
 
 
 def _conversation(row: Any, where: str) -> Conversation:
     if not isinstance(row, Mapping):
-        raise DataFormatError(f"{where}: expected a JSON object, found {type(row).__name__}")
+        raise DataFormatError(f"{where}: expected a JSON object, found {type(row).__name__}; name its columns")
     if "messages" in row:
         return _from_messages(row["messages"], where)
     for prompt_key, completion_key in _PAIRS:
@@ -89,7 +90,8 @@ def _conversation(row: Any, where: str) -> Conversation:
 def _from_messages(messages: Any, where: str) -> Conversation:
     if not isinstance(messages, list) or not messages:
         raise DataFormatError(
-            f"{where}: expected messages to be a list with at least one message, found {messages!r:.60}"
+            f"{where}: expected messages to be a list with at least one message, found {messages!r:.60}; "
+            "correct the row"
         )
     turns = []
     for message in messages:
@@ -98,20 +100,20 @@ def _from_messages(messages: Any, where: str) -> Conversation:
         if role not in _ROLES or not isinstance(content, str):
             raise DataFormatError(
                 f"{where}: expected every message to have a role ({', '.join(_ROLES)}) and a content text, "
-                f"found {message!r:.80}"
+                f"found {message!r:.80}; correct the row"
             )
         turns.append(Message(role, content))
     if not any(turn.role == "assistant" for turn in turns):
-        raise DataFormatError(f"{where}: expected at least one assistant message to train on, found none")
+        raise DataFormatError(f"{where}: expected at least one assistant message to train on, found none; add it")
     return tuple(turns)
 
 
 def _from_pair(row: Mapping[str, Any], prompt_key: str, completion_key: str, where: str) -> Conversation:
     texts = {key: row[key] for key in ("system", prompt_key, completion_key) if row.get(key) is not None}
-    for key in (prompt_key, completion_key):
+    for key in dict.fromkeys((prompt_key, completion_key, *texts)):
         if not isinstance(texts.get(key), str):
-            raise DataFormatError(f"{where}: expected {key} to be a text, found {row[key]!r:.60}")
+            raise DataFormatError(f"{where}: expected {key} to be a text, found {row[key]!r:.60}; correct the row")
     turns = [Message("user", texts[prompt_key]), Message("assistant", texts[completion_key])]
     if texts.get("system"):
-        turns.insert(0, Message("system", str(texts["system"])))
+        turns.insert(0, Message("system", texts["system"]))
     return tuple(turns)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["Journal", "Observer"]
 
@@ -15,7 +16,10 @@ Observer = Callable[[Mapping[str, Any]], None]
 
 
 class Journal:
-    """Writes one JSON object a line: ``seq``, ``time`` (Unix seconds), ``event``, and what the event says."""
+    """Writes one JSON object a line: ``seq``, ``time`` (Unix seconds), ``event``, and what the event says.
+
+    Strict JSON has no NaN and no infinity: they are written as the strings ``nan``, ``inf`` and ``-inf``.
+    """
 
     def __init__(self, path: Path, observers: Sequence[Observer] = ()) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -25,11 +29,24 @@ class Journal:
     def append(self, event: str, **facts: Any) -> None:
         """Write an event; the line is with the operating system when this returns."""
         line = {"seq": self._seq, "time": round(time.time(), 3), "event": event, **facts}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         self._file.flush()
         self._seq += 1
         for observer in self._observers:
             observer(line)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, split_into_passes
@@ -76,10 +77,7 @@ class Trainer:
             The training loss of each, nats per token, before the step.
         """
         losses = self.backward(runs)
-        self.optimizer.step(
-            [SlotUpdate(slot=_slot(run), config=run.config, learning_rate=run.learning_rate) for run in runs]
-        )
-        self.bank.zero_grads([_slot(run) for run in runs])
+        self.update(runs)
         return losses
 
     def backward(self, runs: Sequence[JobRun]) -> list[float]:
@@ -94,6 +92,13 @@ class Trainer:
                 losses_J.sum().backward()
             losses.append(losses_J.detach())
         return [float(loss) for loss in torch.cat(losses).tolist()]
+
+    def update(self, runs: Sequence[JobRun]) -> Tensor:
+        """Clip and apply the gradients of ``runs``, then forget them; returns their norms before clipping."""
+        updates = [SlotUpdate(slot=_slot(run), config=run.config, learning_rate=run.learning_rate) for run in runs]
+        norms = self.optimizer.step(updates)
+        self.bank.zero_grads([update.slot for update in updates])
+        return norms
 
     @torch.no_grad()
     def evaluate(self, runs: Sequence[JobRun]) -> list[float]:

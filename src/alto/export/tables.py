@@ -25,6 +25,9 @@ from alto.records import ExitReason
 
 __all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table"]
 
+# How a journal writes numbers that strict JSON has not.
+NOT_FINITE = ("nan", "inf", "-inf")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
@@ -118,7 +121,11 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     """
     if job.exit_reason is None:
         return ""
-    numbers = {key: value for key, value in job.exit_evidence.items() if isinstance(value, int | float)}
+    numbers = {
+        key: float(value)
+        for key, value in job.exit_evidence.items()
+        if isinstance(value, int | float) or value in NOT_FINITE
+    }
     sentence: str | None = None
     if job.exit_reason == ExitReason.DIVERGING:
         sentence = _explain_diverging(numbers)

@@ -1,0 +1,77 @@
+"""Padding-free batches: what each tensor holds, and how the work of a step is cut into passes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.data import EncodedDataset, JobRows, collate, split_into_passes
+
+
+def dataset_of(*lengths: int) -> EncodedDataset:
+    """Row ``i`` holds ids ``100 i, 100 i + 1, …``; all but its first two tokens are trained."""
+    input_ids = tuple(torch.arange(length) + 100 * row for row, length in enumerate(lengths))
+    targets = tuple(torch.cat([ids[1:], torch.tensor([-100])]).clone() for ids in input_ids)
+    for row in targets:
+        row[0] = -100
+    return EncodedDataset(input_ids=input_ids, targets=targets, num_truncated=0, num_skipped=0)
+
+
+def test_collate_lays_rows_end_to_end() -> None:
+    batch = collate(dataset_of(3, 4, 5), [JobRows(7, (2, 0)), JobRows(2, (1,))])
+    assert batch.slots == (7, 2)
+    assert batch.sequence_lengths == (5, 3, 4)
+    assert batch.job_tokens == (8, 4)
+    assert batch.input_ids_T.tolist() == [200, 201, 202, 203, 204, 0, 1, 2, 100, 101, 102, 103]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
+    assert batch.loss_positions_S.tolist() == [1, 2, 3, 6, 9, 10]
+    assert batch.loss_targets_S.tolist() == [202, 203, 204, 2, 102, 103]
+    assert batch.job_targets == (4, 2)
+
+
+def test_a_target_is_the_token_that_follows_in_its_own_row() -> None:
+    batch = collate(dataset_of(6, 2, 9), [JobRows(0, (0, 1, 2)), JobRows(1, (2, 1))])
+    assert torch.equal(batch.input_ids_T[batch.loss_positions_S + 1], batch.loss_targets_S)
+    assert (batch.position_ids_T[batch.loss_positions_S + 1] > 0).all()
+
+
+def test_the_same_rows_may_serve_many_jobs() -> None:
+    dataset = dataset_of(3, 4)
+    alone, together = collate(dataset, [JobRows(0, (1,))]), collate(dataset, [JobRows(0, (1,)), JobRows(1, (1,))])
+    assert together.input_ids_T.tolist() == alone.input_ids_T.tolist() * 2
+    assert together.job_targets == alone.job_targets * 2
+
+
+lengths_strategy = st.lists(st.integers(2, 30), min_size=1, max_size=8)
+
+
+@given(lengths_strategy, st.data(), st.integers(1, 80), st.booleans())
+def test_passes_cover_all_rows_once_in_order_within_the_bound(
+    lengths: list[int], data: st.DataObject, max_tokens: int, split_jobs: bool
+) -> None:
+    dataset = dataset_of(*lengths)
+    one_job = st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6)
+    jobs = [JobRows(slot, tuple(rows)) for slot, rows in enumerate(data.draw(st.lists(one_job, max_size=5)))]
+    passes = list(split_into_passes(dataset, jobs, max_tokens, split_jobs=split_jobs))
+
+    assert [(part.slot, row) for parts in passes for part in parts for row in part.rows] == [
+        (job.slot, row) for job in jobs for row in job.rows
+    ]
+    for parts in passes:
+        assert len({part.slot for part in parts}) == len(parts)
+        tokens = sum(lengths[row] for part in parts for row in part.rows)
+        is_smallest = len(parts) == 1 and (len(parts[0].rows) == 1 or not split_jobs)
+        assert tokens <= max_tokens or is_smallest
+    if not split_jobs:
+        assert [part for parts in passes for part in parts] == jobs
+
+
+def test_passes_are_as_few_as_order_allows() -> None:
+    dataset = dataset_of(4, 4, 4)
+    jobs = [JobRows(slot, (slot,)) for slot in range(3)]
+    assert list(split_into_passes(dataset, jobs, 8)) == [jobs[:2], jobs[2:]]
+    assert list(split_into_passes(dataset, jobs, 12)) == [jobs]
+    whole = [JobRows(0, (0, 1, 2))]
+    assert list(split_into_passes(dataset, whole, 8)) == [whole]
+    assert list(split_into_passes(dataset, whole, 8, split_jobs=True)) == [[JobRows(0, (0, 1))], [JobRows(0, (2,))]]

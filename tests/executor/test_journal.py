@@ -1,0 +1,60 @@
+"""The journal: one JSON object a line, in order, with the operating system before anybody is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from alto.executor import Journal
+
+
+def strict(line: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_lines_are_numbered_and_hold_what_was_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.append("train", job="job-000", first_step=1, losses=[0.1, 1 / 3])
+    journal.append("eval", job="job-000", is_best=True, note="ü\n")
+    journal.close()
+    lines = (tmp_path / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [strict(line) for line in lines]
+    assert [(event["seq"], event["event"]) for event in events] == [(0, "train"), (1, "eval")]
+    assert events[0]["losses"] == [0.1, 1 / 3]
+    assert events[1]["note"] == "ü\n"
+    assert events[0]["time"] <= events[1]["time"]
+
+
+def test_an_event_is_on_disk_before_observers_see_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    seen: list[tuple[int, dict[str, Any]]] = []
+    journal = Journal(path, [lambda event: seen.append((path.read_text().count("\n"), dict(event)))])
+    journal.append("a", value=1)
+    journal.append("b")
+    journal.close()
+    assert [count for count, _ in seen] == [1, 2]
+    assert [event for _, event in seen] == [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_numbers_that_json_has_not_become_strings(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    journal = Journal(tmp_path / "journal.jsonl", [seen.append])
+    journal.append("train", losses=[1.0, math.nan, -math.inf], evidence={"train_loss": math.inf, "step": 3})
+    journal.close()
+    event = strict((tmp_path / "journal.jsonl").read_text())
+    assert event["losses"] == [1.0, "nan", "-inf"]
+    assert event["evidence"] == {"train_loss": "inf", "step": 3}
+    assert math.isnan(seen[0]["losses"][1])
+
+
+def test_an_existing_journal_is_appended_to(tmp_path: Path) -> None:
+    for event in ("a", "b"):
+        journal = Journal(tmp_path / "journal.jsonl")
+        journal.append(event)
+        journal.close()
+    assert [strict(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()] == ["a", "b"]

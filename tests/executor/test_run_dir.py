@@ -1,0 +1,54 @@
+"""Run directories: a name of their own each, the resolved task inside, no folder where none can be made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from alto.errors import RunError, RunExistsError
+from alto.executor import RunDir
+from alto.spec import Task, load_task
+
+TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
+
+
+def test_holds_the_resolved_task(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "new" / "runs", TASK)
+    assert run.root.parent == tmp_path / "new" / "runs"
+    assert run.root.name.startswith("sums-")
+    assert load_task(run.task_file) == TASK
+    assert [path.name for path in run.root.iterdir()] == ["task.yaml"]
+
+
+def test_names_of_its_files(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.journal_file == tmp_path / "journal.jsonl"
+    assert run.best == tmp_path / "best"
+    assert run.job("job-003", "last") == tmp_path / "jobs" / "job-003" / "last"
+
+
+def test_root_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunDir.create("runs", TASK).root.is_absolute()
+
+
+def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alto.executor.run_dir.time.strftime", lambda _: "20260101-000000")
+    names = [RunDir.create(tmp_path, TASK).root.name for _ in range(3)]
+    assert names == ["sums-20260101-000000", "sums-20260101-000000-1", "sums-20260101-000000-2"]
+
+
+def test_no_free_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alto.executor.run_dir.time.strftime", lambda _: "now")
+    for attempt in range(1000):
+        os.mkdir(tmp_path / ("sums-now" if attempt == 0 else f"sums-now-{attempt}"))
+    with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; clear"):
+        RunDir.create(tmp_path, TASK)
+
+
+def test_a_file_in_the_way_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("in the way")
+    with pytest.raises(RunError, match=r"found .*runs \(.*\); choose another with --output-dir"):
+        RunDir.create(tmp_path / "runs", TASK)

@@ -1,0 +1,167 @@
+"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and torch's AdamW on an unmodified model.
+
+Nothing of ALTO's arithmetic is used: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
+optimizer and clipping, transformers' learning-rate schedule.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel, get_scheduler
+
+from alto.data import DataOrder, EncodedDataset
+from alto.lora import AdapterWeights, OptimizerState
+from alto.spec import JobConfig
+
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What one optimizer step did; matrices by ``<module>.A`` (``[K, r]``) and ``<module>.B`` (``[r, N]``)."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, Tensor]
+    updates: Mapping[str, Tensor]
+
+
+class SoloJob:
+    """One job on its own copy of the base model.
+
+    Args:
+        padding: Pad tokens added to every batch beyond its longest row: changes rounding and nothing else.
+        tamper: Changes PEFT's own settings, for tests that must fail.
+        first_step: Where in the data order to begin, for tests that must fail.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        dataset: EncodedDataset,
+        config: JobConfig,
+        *,
+        padding: int = 0,
+        tamper: Mapping[str, Any] | None = None,
+        first_step: int = 0,
+        dropout: Callable[[str, int], torch.nn.Module] | None = None,
+    ) -> None:
+        self.config = config
+        self.step = 0
+        self._dataset = dataset
+        self._padding = padding
+        self._first_step = first_step
+        self._order = DataOrder(len(dataset), config.per_device_train_batch_size, config.seed)
+        targets = config.target_modules
+        settings = {
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "lora_dropout": 0.0,
+            "task_type": "CAUSAL_LM",
+        }
+        self.model = get_peft_model(copy.deepcopy(base), LoraConfig(**(settings | dict(tamper or {}))))
+        if dropout is not None:
+            for name, module in self.model.named_modules():
+                if hasattr(module, "lora_dropout"):
+                    module.lora_dropout["default"] = dropout(name.removeprefix(PREFIX), module.in_features)
+        self.model.train()
+        self._parameters = {
+            _plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+        )
+        total = config.total_steps(len(dataset))
+        self._scheduler = get_scheduler(
+            config.lr_scheduler_type, self._optimizer, config.num_warmup_steps(total), num_training_steps=total
+        )
+
+    def load(self, weights: AdapterWeights, optimizer: OptimizerState | None = None) -> None:
+        """Continue from a given adapter and AdamW state."""
+        for name, parameter in self._parameters.items():
+            with torch.no_grad():
+                parameter.copy_(_pick(weights, name).T)
+            if optimizer is not None and optimizer.step:
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(optimizer.step)),
+                    "exp_avg": _pick(optimizer.exp_avg, name).T.clone(),
+                    "exp_avg_sq": _pick(optimizer.exp_avg_sq, name).T.clone(),
+                }
+        if optimizer is not None:
+            while self.step < optimizer.step:
+                self._optimizer._opt_called = True  # the scheduler only wants to be sure that somebody stepped
+                self._scheduler.step()
+                self.step += 1
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().T.clone() for name, parameter in self._parameters.items()}
+
+    def train_step(self) -> StepFacts:
+        before = self.weights()
+        rows = self._order.rows_of_step(self.step + self._first_step)
+        loss = self.model(**padded_batch(self._dataset, rows, self._padding)).loss
+        self._optimizer.zero_grad()
+        loss.backward()
+        gradients = {name: parameter.grad.T.clone() for name, parameter in self._parameters.items()}
+        limit = self.config.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        self._optimizer.step()
+        self._scheduler.step()
+        self.step += 1
+        updates = {name: after - before[name] for name, after in self.weights().items()}
+        return StepFacts(loss=float(loss.detach()), grad_norm=float(norm), gradients=gradients, updates=updates)
+
+    def train(self) -> list[float]:
+        """Losses of all steps to the end of the job."""
+        return [self.train_step().loss for _ in range(self.config.total_steps(len(self._dataset)))]
+
+
+def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
+    """Rows as Hugging Face's collators give them: padded on the right, masked, labels not yet shifted."""
+    length = max(dataset.input_ids[row].numel() for row in rows) + padding
+    input_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    attention_mask = torch.zeros(len(rows), length, dtype=torch.long)
+    labels = torch.full((len(rows), length), -100, dtype=torch.long)
+    for index, row in enumerate(rows):
+        count = dataset.input_ids[row].numel()
+        input_ids[index, :count] = dataset.input_ids[row]
+        attention_mask[index, :count] = 1
+        labels[index, 1:count] = dataset.targets[row][:-1]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def flat(weights: AdapterWeights) -> dict[str, Tensor]:
+    """Matrices by the names that :class:`StepFacts` uses."""
+    return {
+        f"{name}.{which}": matrix for name, pair in weights.items() for which, matrix in zip("AB", pair, strict=True)
+    }
+
+
+def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Distance of two adapters in norm, relative to the expected one."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(matrix.double().square().sum()) for matrix in expected.values())
+    return (apart / size) ** 0.5 if size else apart**0.5
+
+
+def _plain_name(name: str) -> str:
+    """``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``."""
+    return name.removeprefix(PREFIX).replace(".lora_A.default.weight", ".A").replace(".lora_B.default.weight", ".B")
+
+
+def _pick(weights: AdapterWeights, name: str) -> Tensor:
+    module, which = name.rsplit(".", 1)
+    return weights[module]["AB".index(which)]

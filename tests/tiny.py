@@ -1,0 +1,89 @@
+"""A task small enough to train in a test: a random-weight Llama with the shipped tokenizer, and a few short rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from alto.backbone import Backbone, resolve_model
+from alto.data import load_task_data
+from alto.executor import Executor, Journal, RunDir, plan_jobs
+from alto.records import TaskResult
+from alto.spec import Task
+
+NUM_ROWS = 24
+
+
+def load_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
+
+
+def random_llama(vocab_size: int) -> LlamaForCausalLM:
+    """Two layers; the same weights every time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def save_model(folder: Path) -> Path:
+    """The random Llama and its tokenizer as ``from_pretrained`` takes them."""
+    tokenizer = load_tokenizer()
+    tokenizer.save_pretrained(folder)
+    random_llama(len(tokenizer)).save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, count: int = NUM_ROWS, *, first: int = 0) -> Path:
+    """``count`` short sums, one JSON object a line."""
+    numbers = range(first, first + count)
+    rows = [{"prompt": f"{n} plus {n % 7}?", "completion": f" It is {n + n % 7}." + " Yes." * (n % 3)} for n in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_task(folder: Path, **changes: Any) -> Task:
+    """A task on 24 training and 6 validation rows in ``folder``."""
+    settings: dict[str, Any] = {
+        "name": "tiny",
+        "model": "alto-tiny",
+        "dataset": str(write_rows(folder / "train.jsonl")),
+        "validation_dataset": str(write_rows(folder / "validation.jsonl", 6, first=100)),
+        "num_train_epochs": 5,
+        "r": 4,
+        "batch_size": 4,
+    }
+    return Task(**(settings | changes))
+
+
+def run_task(task: Task, output_dir: Path) -> TaskResult:
+    """Train ``task`` on the random Llama instead of the model it names."""
+    tokenizer = load_tokenizer()
+    backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
+    data = load_task_data(task, tokenizer)
+    run_dir = RunDir.create(output_dir, task)
+    journal = Journal(run_dir.journal_file)
+    try:
+        return Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+    finally:
+        journal.close()
+
+
+def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:
+    lines = (Path(run_dir) / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
