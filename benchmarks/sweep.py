@@ -1,7 +1,8 @@
 """The main job against what a user does today: the paper's 60 LoRA configurations on GSM8K, one base model.
 
-``sequential`` is TRL + PEFT, one job at a time; every other system trains the same jobs on the same rows in the same
-order and evaluates at the same steps, and its time is divided into that of ``sequential``.
+``sequential`` is TRL + PEFT, one job at a time; ``batched`` is ALTO with every job trained to its end, ``early_exit``
+ALTO with its default policy. All train the same jobs on the same rows in the same order and evaluate at the same steps.
+The curves of ``batched`` are kept as a recording, on which policies are judged by replay.
 
     python benchmarks/sweep.py --scale cpu
 """
@@ -9,10 +10,12 @@ order and evaluates at the same steps, and its time is divided into that of ``se
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ from baselines.bare_peft import bare_peft_one
 from baselines.job import BaselineJob, Prepared, prepare
 from baselines.trl_sequential import train_one
 from common import ROOT, SCALES, Result, publish
+from peft import PeftModel
 
-from alto.backbone.load import resolve_model
+from alto import EarlyExit, Engine, Task, TaskResult
+from alto.backbone import resolve_model
 from alto.data import sample_rows, split_rows
-from alto.early_exit import evaluation_steps
-from alto.spec import Job, Task
+from alto.early_exit import Recording, ReplayResult, evaluation_steps, policy_from, replay
+from alto.export.history import read_events
+from alto.spec import Job
 
 PAPER_LEARNING_RATES = (1e-5, 5e-5, 2e-4, 3e-4, 5e-4)
 LEARNING_RATE_FACTOR = 10
@@ -65,11 +71,16 @@ FULL_GRID: dict[str, Any] = {
 }
 SIZES = {
     "smoke": Size(rows=20, epochs=1, max_length=256, learning_rates=(2e-3,), ranks=(16,), batch_sizes=(2, 8)),
-    "cpu": Size(rows=267, epochs=3, max_length=512, **FULL_GRID),
+    "cpu": Size(rows=240, epochs=2, max_length=512, **FULL_GRID),
     "gpu": Size(rows=7473, epochs=3, max_length=512, **FULL_GRID),
 }
 
-Trainer = Callable[..., BaselineJob]
+OBSERVE = EarlyExit(
+    rungs=tuple((rung.progress, 1.0) for rung in EarlyExit().selection_rungs),
+    detect_divergence=False,
+    detect_overfitting=False,
+)
+"""Evaluates where the default policy does, and ends nobody."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,18 +95,134 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _read(Path(str(task.validation_dataset))),
             max_length=task.max_length,
         )
-        failures = gate(task, prepared)
-        rows = [] if failures else list(sequential(task, prepared))
+        failures = baseline_gate(task, prepared)
+        if failures:
+            measured = None
+        else:
+            measured = measure(task, prepared, Path(folder) / "runs")
+            failures = outcome_gate(measured, prepared)
+        if measured is not None and options.recording is not None:
+            measured.recording.write(options.recording)
     result = Result.of(
         benchmark="sweep",
         scale=options.scale,
         gate_failures=failures,
-        figures={} if failures else {"sequential_s": prepared.duration_s + sum(row["duration_s"] for row in rows)},
+        figures=figures(measured) if measured is not None else {},
         goals=GOALS if options.scale == "cpu" else {},
-        rows=rows,
+        rows=table_rows(measured) if measured is not None else [],
         notes=notes(size),
     )
     return publish(result, options.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the three systems did.
+
+    Attributes:
+        sequential: TRL's jobs by job id.
+        sequential_s: Loading and tokenising once, and all of its jobs.
+        batched, early_exit: Results of ALTO to the end of every job, and with the default policy.
+        batched_s, early_exit_s: From the call to the exported adapter and report: loading, tokenising, training,
+            evaluating, checkpoints.
+        recording: The curves of ``batched``.
+    """
+
+    task: Task
+    sequential: Mapping[str, BaselineJob]
+    sequential_s: float
+    batched: TaskResult
+    batched_s: float
+    early_exit: TaskResult
+    early_exit_s: float
+    recording: Recording
+
+
+def measure(task: Task, prepared: Prepared, output_dir: Path) -> Measured:
+    """Run the three systems; ``sequential`` in two halves around the others, so that a slow hour hits all of them."""
+    jobs = {job.id: job for job in task.jobs}
+    found = dict(sequential(task, prepared, list(task.jobs)[::2]))
+    batched, batched_s = tune(task.replace(early_exit=OBSERVE), output_dir)
+    early_exit, early_exit_s = tune(task, output_dir)
+    found |= dict(sequential(task, prepared, list(task.jobs)[1::2]))
+    return Measured(
+        task=task,
+        sequential={job: found[job] for job in jobs},
+        sequential_s=prepared.duration_s + sum(job.duration_s for job in found.values()),
+        batched=batched,
+        batched_s=batched_s,
+        early_exit=early_exit,
+        early_exit_s=early_exit_s,
+        recording=Recording.from_journal(read_events(Path(batched.run_dir) / "journal.jsonl")),
+    )
+
+
+def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:
+    """What ``alto tune`` does, and how long it takes, seconds."""
+    start = time.perf_counter()
+    result = Engine(output_dir=output_dir).tune(task)
+    duration_s = time.perf_counter() - start
+    print(
+        f"alto: {duration_s:.1f} s, best {result.best_job} {result.best_validation_loss:.4f}, "
+        f"{result.samples_saved:.1%} of samples saved",
+        flush=True,
+    )
+    return result, duration_s
+
+
+def figures(measured: Measured) -> dict[str, float]:
+    paper = replayed(measured, EarlyExit(policy="paper"))
+    return {
+        "batched_over_sequential": measured.sequential_s / measured.batched_s,
+        "early_exit_over_sequential": measured.sequential_s / measured.early_exit_s,
+        "best_loss_ratio": measured.early_exit.best_validation_loss / measured.batched.best_validation_loss,
+        "samples_saved": measured.early_exit.samples_saved,
+        "paper_best_loss_ratio": paper.regret,
+        "paper_samples_saved": paper.samples_saved,
+        "sequential_s": measured.sequential_s,
+        "sequential_eval_s": sum(job.eval_s for job in measured.sequential.values()),
+        "batched_s": measured.batched_s,
+        "early_exit_s": measured.early_exit_s,
+        "best_loss_over_sequential": measured.early_exit.best_validation_loss
+        / min(_best_loss(job) for job in measured.sequential.values()),
+    }
+
+
+def replayed(measured: Measured, settings: EarlyExit) -> ReplayResult:
+    return replay(measured.recording, policy_from(settings), settings.ema_alpha)
+
+
+def table_rows(measured: Measured) -> list[dict[str, Any]]:
+    """One row per job, and one per policy replayed on the recording."""
+    early = {job.job: job for job in measured.early_exit.jobs}
+    jobs = [
+        {
+            "job": job.job,
+            "learning_rate": job.config["learning_rate"],
+            "r": job.config["r"],
+            "per_device_train_batch_size": job.config["per_device_train_batch_size"],
+            "sequential_s": measured.sequential[job.job].duration_s,
+            "sequential_eval_s": measured.sequential[job.job].eval_s,
+            "sequential_best_loss": _best_loss(measured.sequential[job.job]),
+            "batched_best_loss": job.best_validation_loss,
+            "early_exit_best_loss": early[job.job].best_validation_loss,
+            "exit": early[job.job].exit_reason,
+            "steps": early[job.job].steps,
+            "total_steps": job.total_steps,
+        }
+        for job in measured.batched.jobs
+    ]
+    policies = [
+        {
+            "policy": policy,
+            "regret": result.regret,
+            "samples_saved": result.samples_saved,
+            **{f"saved_{reason}": share for reason, share in result.saved_by.items()},
+        }
+        for policy in ("alto", "paper")
+        for result in [replayed(measured, EarlyExit(policy=policy))]
+    ]
+    return [*jobs, *policies]
 
 
 def make_task(size: Size, model: str, data: Path, folder: Path) -> Task:
@@ -120,48 +247,67 @@ def make_task(size: Size, model: str, data: Path, folder: Path) -> Task:
     )
 
 
-def sequential(task: Task, prepared: Prepared) -> Iterable[dict[str, Any]]:
-    """Train every job of the task with TRL, one after the other; a row each."""
-    for number, job in enumerate(task.jobs, start=1):
+def sequential(task: Task, prepared: Prepared, jobs: Sequence[Job]) -> Iterable[tuple[str, BaselineJob]]:
+    """Train ``jobs`` with TRL, one after the other."""
+    for number, job in enumerate(jobs, start=1):
         found = train_one(prepared, job.config.model_dump(), eval_at_steps=eval_steps(task, job, len(prepared.train)))
-        best = min(found.evaluations, key=lambda item: item.loss if math.isfinite(item.loss) else math.inf)
-        print(
-            f"sequential {number}/{len(task.jobs)} {job.id}: {found.duration_s:.1f} s, best {best.loss:.4f}", flush=True
-        )
-        yield {
-            "system": "sequential",
-            "job": job.id,
-            "duration_s": found.duration_s,
-            "train_s": found.train_s,
-            "eval_s": found.eval_s,
-            "samples": found.samples,
-            "best_validation_loss": best.loss,
-            "best_step": best.step,
-        }
+        print(f"trl {number}/{len(jobs)} {job.id}: {found.duration_s:.1f} s, best {_best_loss(found):.4f}", flush=True)
+        yield job.id, found
 
 
-def gate(task: Task, prepared: Prepared) -> list[str]:
-    """What is wrong with the systems' losses; empty when the loss means the same in all of them.
+def baseline_gate(task: Task, prepared: Prepared) -> list[str]:
+    """What is wrong with the baseline's losses; empty when TRL and a bare PEFT loop agree.
 
     The first steps of the job with the largest batch, from the same initial weights, without any tuning in between.
     """
     job = max(task.jobs, key=lambda job: job.config.per_device_train_batch_size)
-    count = GATE_STEPS * job.config.per_device_train_batch_size
-    few = _first_rows(prepared, count)
+    few = _first_rows(prepared, GATE_STEPS * job.config.per_device_train_batch_size)
     config = job.config.model_dump() | {"num_train_epochs": 1}
     steps = [-(-len(few.train) // job.config.per_device_train_batch_size)]
-    systems: Mapping[str, Trainer] = {"trl": train_one, "bare_peft": bare_peft_one}
-    losses = {}
-    for name, train in systems.items():
-        found = train(few, config, eval_at_steps=steps)
-        losses[name] = (*found.train_losses, *(item.loss for item in found.evaluations))
-    return [
-        f"{job.id}, {name}: expected the losses of trl {losses['trl']} within {GATE_TOLERANCE}, found {values}."
-        for name, values in losses.items()
-        if not all(
-            math.isclose(one, other, rel_tol=GATE_TOLERANCE) for one, other in zip(losses["trl"], values, strict=True)
-        )
-    ]
+    trl, bare = (train(few, config, eval_at_steps=steps) for train in (train_one, bare_peft_one))
+    return _differences("the bare PEFT loop", _losses(trl), _losses(bare))
+
+
+def outcome_gate(measured: Measured, prepared: Prepared) -> list[str]:
+    """What is wrong with ALTO's losses; empty when they mean what TRL's and PEFT's mean.
+
+    The first step of every job: adapters start as zero, so its loss is the base's on the same rows in the same order.
+    And the adapter that came out, loaded by PEFT: its validation loss must be the one that ALTO reports.
+    """
+    recorded = {job.job: job.train_losses[0] for job in measured.recording.jobs}
+    failures = []
+    for job, found in measured.sequential.items():
+        failures += _differences(f"ALTO, first step of {job}", [found.train_losses[0]], [recorded[job]])
+    for name, result in (("batched", measured.batched), ("early exit", measured.early_exit)):
+        loss = adapter_loss(prepared, result.adapter_dir)
+        failures += _differences(f"best adapter of {name}", [loss], [result.best_validation_loss])
+    return failures
+
+
+@torch.no_grad()
+def adapter_loss(prepared: Prepared, adapter_dir: str) -> float:
+    """Validation loss of an adapter loaded by PEFT, row by row on the model's own forward pass."""
+    model = PeftModel.from_pretrained(copy.deepcopy(prepared.model), adapter_dir).eval()
+    total, tokens = 0.0, 0
+    for row in prepared.validation:
+        labels = torch.tensor([row["labels"]])
+        count = int((labels[:, 1:] >= 0).sum())
+        total += float(model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss) * count
+        tokens += count
+    return total / tokens
+
+
+def _differences(name: str, expected: Sequence[float], found: Sequence[float]) -> list[str]:
+    close = (math.isclose(one, other, rel_tol=GATE_TOLERANCE) for one, other in zip(expected, found, strict=True))
+    return [] if all(close) else [f"{name}: expected {list(expected)} within {GATE_TOLERANCE}, found {list(found)}"]
+
+
+def _losses(job: BaselineJob) -> list[float]:
+    return [*job.train_losses, *(item.loss for item in job.evaluations)]
+
+
+def _best_loss(job: BaselineJob) -> float:
+    return min(item.loss if math.isfinite(item.loss) else math.inf for item in job.evaluations)
 
 
 def eval_steps(task: Task, job: Job, num_train: int) -> tuple[int, ...]:
@@ -200,6 +346,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="alto-tiny")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--recording", type=Path, help="where the curves of all jobs go (.json.gz)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args(arguments)
 

@@ -37,7 +37,8 @@ class SoloJob:
     """One job on its own copy of the base model.
 
     Args:
-        padding: Pad tokens added to every batch beyond its longest row: changes rounding and nothing else.
+        padding: Pad tokens added to every batch beyond its longest row, on the left where negative: changes rounding
+            and nothing else.
         tamper: Changes PEFT's own settings, for tests that must fail.
         first_step: Where in the data order to begin, for tests that must fail.
     """
@@ -129,16 +130,17 @@ class SoloJob:
 
 
 def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
-    """Rows as Hugging Face's collators give them: padded on the right, masked, labels not yet shifted."""
-    length = max(dataset.input_ids[row].numel() for row in rows) + padding
+    """Rows as Hugging Face's collators give them: padded, masked, labels not yet shifted."""
+    length = max(dataset.input_ids[row].numel() for row in rows) + abs(padding)
+    first = max(0, -padding)
     input_ids = torch.zeros(len(rows), length, dtype=torch.long)
     attention_mask = torch.zeros(len(rows), length, dtype=torch.long)
     labels = torch.full((len(rows), length), -100, dtype=torch.long)
     for index, row in enumerate(rows):
-        count = dataset.input_ids[row].numel()
-        input_ids[index, :count] = dataset.input_ids[row]
-        attention_mask[index, :count] = 1
-        labels[index, 1:count] = dataset.targets[row][:-1]
+        end = first + dataset.input_ids[row].numel()
+        input_ids[index, first:end] = dataset.input_ids[row]
+        attention_mask[index, first:end] = 1
+        labels[index, first + 1 : end] = dataset.targets[row][:-1]
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 

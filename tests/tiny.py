@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from alto.backbone import Backbone, resolve_model
-from alto.data import load_task_data
-from alto.executor import Executor, Journal, RunDir, plan_jobs
+from alto.data import TaskData, load_task_data
+from alto.executor import Executor, Journal, Observer, RunDir, plan_jobs
 from alto.records import TaskResult
 from alto.spec import Task
 
@@ -65,23 +66,21 @@ def make_task(folder: Path, **changes: Any) -> Task:
         "dataset": str(write_rows(folder / "train.jsonl")),
         "validation_dataset": str(write_rows(folder / "validation.jsonl", 6, first=100)),
         "num_train_epochs": 5,
-        "r": 4,
-        "batch_size": 4,
     }
     return Task(**(settings | changes))
 
 
-def run_task(task: Task, output_dir: Path) -> TaskResult:
-    """Train ``task`` on the random Llama instead of the model it names."""
+def load_tiny(task: Task) -> tuple[Backbone, TaskData]:
+    """The random Llama, instead of the model that ``task`` names, and the task's data."""
     tokenizer = load_tokenizer()
-    backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
-    data = load_task_data(task, tokenizer)
-    run_dir = RunDir.create(output_dir, task)
-    journal = Journal(run_dir.journal_file)
-    try:
+    return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), load_task_data(task, tokenizer)
+
+
+def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) -> TaskResult:
+    """Train ``task`` on the random Llama."""
+    backbone, data = load_tiny(task)
+    with Journal(run_dir.journal_file, observers) as journal:
         return Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
-    finally:
-        journal.close()
 
 
 def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:

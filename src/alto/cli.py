@@ -112,9 +112,10 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Any]:
 
 
 def _plain(result: TaskResult) -> dict[str, Any]:
-    facts: dict[str, Any] = dataclasses.asdict(result)
+    facts = dataclasses.asdict(result)
     facts["samples_saved"] = result.samples_saved
-    return _strict(facts)
+    strict: dict[str, Any] = _strict(facts)
+    return strict
 
 
 def _strict(value: Any) -> Any:

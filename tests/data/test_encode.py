@@ -103,7 +103,7 @@ def test_eos_is_not_added_behind_a_template_that_ends_turns_with_a_newline(token
     "rewriting",
     [
         # Thinking of earlier turns dropped, as reasoning models do.
-        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}(thought){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}(hm){% endif %}{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         # The number of turns goes first.
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",

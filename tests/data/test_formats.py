@@ -90,7 +90,7 @@ PARTS = {"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}
     ("bad", "found", "remedy"),
     [
         ("{not json}", "'{not json}", "write every row on one line"),
-        ('{"prompt":', "'{\"prompt\":", "write every row on one line"),
+        ('{"prompt":', '\'{"prompt":', "write every row on one line"),
         ([1, 2], "list", "name its columns"),
         ("null", "NoneType", "name its columns"),
         ({}, "none", "rename the columns"),

@@ -18,10 +18,9 @@ def strict(line: str) -> dict[str, Any]:
 
 
 def test_lines_are_numbered_and_hold_what_was_said(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
-    journal.append("train", job="job-000", first_step=1, losses=[0.1, 1 / 3])
-    journal.append("eval", job="job-000", is_best=True, note="ü\n")
-    journal.close()
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("train", job="job-000", first_step=1, losses=[0.1, 1 / 3])
+        journal.append("eval", job="job-000", is_best=True, note="ü\n")
     lines = (tmp_path / "journal.jsonl").read_text(encoding="utf-8").splitlines()
     events = [strict(line) for line in lines]
     assert [(event["seq"], event["event"]) for event in events] == [(0, "train"), (1, "eval")]
@@ -33,19 +32,17 @@ def test_lines_are_numbered_and_hold_what_was_said(tmp_path: Path) -> None:
 def test_an_event_is_on_disk_before_observers_see_it(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     seen: list[tuple[int, dict[str, Any]]] = []
-    journal = Journal(path, [lambda event: seen.append((path.read_text().count("\n"), dict(event)))])
-    journal.append("a", value=1)
-    journal.append("b")
-    journal.close()
+    with Journal(path, [lambda event: seen.append((path.read_text().count("\n"), dict(event)))]) as journal:
+        journal.append("a", value=1)
+        journal.append("b")
     assert [count for count, _ in seen] == [1, 2]
     assert [event for _, event in seen] == [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_numbers_that_json_has_not_become_strings(tmp_path: Path) -> None:
     seen: list[Any] = []
-    journal = Journal(tmp_path / "journal.jsonl", [seen.append])
-    journal.append("train", losses=[1.0, math.nan, -math.inf], evidence={"train_loss": math.inf, "step": 3})
-    journal.close()
+    with Journal(tmp_path / "journal.jsonl", [seen.append]) as journal:
+        journal.append("train", losses=[1.0, math.nan, -math.inf], evidence={"train_loss": math.inf, "step": 3})
     event = strict((tmp_path / "journal.jsonl").read_text())
     assert event["losses"] == [1.0, "nan", "-inf"]
     assert event["evidence"] == {"train_loss": "inf", "step": 3}
@@ -54,7 +51,6 @@ def test_numbers_that_json_has_not_become_strings(tmp_path: Path) -> None:
 
 def test_an_existing_journal_is_appended_to(tmp_path: Path) -> None:
     for event in ("a", "b"):
-        journal = Journal(tmp_path / "journal.jsonl")
-        journal.append(event)
-        journal.close()
+        with Journal(tmp_path / "journal.jsonl") as journal:
+            journal.append(event)
     assert [strict(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()] == ["a", "b"]

@@ -92,7 +92,9 @@ def test_planning_again_changes_nothing(situation: tuple[list[JobDemand], int]) 
     demands, num_slots = situation
     seats = seated_after(demands, num_slots)
     settled = [
-        JobDemand(job=demand.job, batch_size=demand.batch_size, slot=seats.get(demand.job), is_waiting=demand.is_waiting)
+        JobDemand(
+            job=demand.job, batch_size=demand.batch_size, slot=seats.get(demand.job), is_waiting=demand.is_waiting
+        )
         for demand in demands
     ]
     again = plan_residents(settled, num_slots)

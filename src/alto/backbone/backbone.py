@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
@@ -17,7 +17,7 @@ from alto.errors import UnsupportedModelError
 __all__ = ["Backbone"]
 
 _PROBE_LENGTHS = (7, 1, 12)
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Backbone:
@@ -32,7 +32,8 @@ class Backbone:
         path: What ``from_pretrained`` takes for it.
 
     Raises:
-        UnsupportedModelError: The padding-free pass differs from the model's own.
+        UnsupportedModelError: The padding-free pass differs from the model's own, or the model does not let its
+            attention be replaced.
     """
 
     def __init__(
@@ -48,9 +49,15 @@ class Backbone:
         self.path = path
         self._head: nn.Linear = model.get_output_embeddings()
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._max_length = _max_length(model.config)
         probe = _Probe(model)
         attention.register()
         model.set_attn_implementation(attention.NAME)
+        if model.config._attn_implementation != attention.NAME:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected a model whose attention can be replaced (transformers' "
+                "AttentionInterface), found one with its own; use another base model"
+            )
         probe.compare(self)
         if gradient_checkpointing:
             _checkpoint_layers(model)
@@ -69,7 +76,15 @@ class Backbone:
         Args:
             position_ids_T: Positions, starting at 0 for every sequence.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
+
+        Raises:
+            UnsupportedModelError: A sequence is so long that it would change the positions of all others.
         """
+        if self._max_length is not None and max(sequence_lengths) > self._max_length:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} rescales the positions of a whole pass by its longest sequence: expected "
+                f"at most {self._max_length} tokens, found {max(sequence_lengths)}; lower max_length"
+            )
         output = self.model.base_model(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -110,6 +125,18 @@ class _Probe:
                 f"{type(backbone.model).__name__}: expected the padding-free pass to give the model's own losses, "
                 f"found them {difference:.1e} apart (relative); this architecture needs support first"
             )
+
+
+def _max_length(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which a sequence leaves the rotary frequencies of the pass alone; None where it always does."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    limits = []
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            limits.append(int(settings["original_max_position_embeddings"]))
+        elif settings.get("rope_type") == "dynamic":
+            limits.append(int(config.get_text_config().max_position_embeddings))
+    return min(limits, default=None)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from alto.backbone.backbone import Backbone
 from alto.errors import ModelError, ModelNotFoundError
@@ -46,19 +50,32 @@ def load_backbone(
     device = torch.device(device)
     wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
+        with _no_progress_bar() if Path(path).is_dir() else contextlib.nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
     except OSError as error:
         raise ModelNotFoundError(
             f"model: expected one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, found {model!r}, "
             f"which could not be read ({_first_line(error)}); check the spelling, or download it first"
         ) from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"model: expected a causal language model with a tokenizer, found {model!r} ({_first_line(error)})"
         ) from error
     network.to(device)
     return Backbone(network, tokenizer, path, gradient_checkpointing=gradient_checkpointing)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """For local models: read in a moment, their bar would stand between a program's own lines. Downloads show it."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:

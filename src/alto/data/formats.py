@@ -63,14 +63,18 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield number, _parse(line, f"{path}:{number}")
         except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
-            raise DataFormatError(f"{path}: expected UTF-8 text, found something else ({error}); save it as UTF-8, or fetch it again") from error
+            raise DataFormatError(
+                f"{path}: expected UTF-8 text, found something else ({error}); save it as UTF-8, or fetch it again"
+            ) from error
 
 
 def _parse(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataFormatError(f"{where}: expected one JSON object a line, found {line[:60]!r} ({error.msg}); write every row on one line") from error
+        raise DataFormatError(
+            f"{where}: expected one JSON object a line, found {line[:60]!r} ({error.msg}); write every row on one line"
+        ) from error
 
 
 def _conversation(row: Any, where: str) -> Conversation:

@@ -25,7 +25,8 @@ class LoraOperands:
     """One module's view of the bank.
 
     Attributes:
-        module: Number of the module, part of the key of its dropout masks.
+        module: Number of the module among the model's linear modules, part of the key of its dropout masks. Not its
+            place in the bank, which depends on what other jobs target.
         a_ZKR, b_ZRN: Down- and up-projections of all slots, strided views of the bank.
         da_ZKR, db_ZRN: Where their gradients are accumulated.
         ranks: The module's rank in every slot.

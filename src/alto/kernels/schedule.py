@@ -46,6 +46,16 @@ class TokenSchedule:
     scales: tuple[float, ...]
     dropout: tuple[DropoutKey | None, ...]
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slot of every segment."""
+        return tuple(segment.slot for segment in self.segments)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every segment."""
+        return tuple(segment.end - segment.start for segment in self.segments)
+
     @classmethod
     def build(
         cls,

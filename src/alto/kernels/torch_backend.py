@@ -26,10 +26,11 @@ def grouped_shrink(x_TK: Tensor, a_ZKR: Tensor, schedule: TokenSchedule, ranks: 
     """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's rank are left unwritten."""
     x_TK = x_TK.to(a_ZKR.dtype)
     s_TR = a_ZKR.new_empty(x_TK.shape[0], a_ZKR.shape[2])
-    for slot, start, end in schedule.segments:
+    adapters = a_ZKR.unbind(0)
+    for slot, x, s in zip(schedule.slots, x_TK.split(schedule.lengths), s_TR.split(schedule.lengths), strict=True):
         rank = ranks[slot]
         if rank:
-            torch.mm(x_TK[start:end], a_ZKR[slot, :, :rank], out=s_TR[start:end, :rank])
+            torch.mm(x, adapters[slot][:, :rank], out=s[:, :rank])
     return s_TR
 
 
@@ -37,12 +38,14 @@ def fused_expand_add(
     s_TR: Tensor, b_ZRN: Tensor, y_TN: Tensor, schedule: TokenSchedule, ranks: Sequence[int]
 ) -> Tensor:
     """See :func:`alto.kernels.reference.fused_expand_add`."""
-    for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
+    adapters = b_ZRN.unbind(0)
+    parts = zip(
+        schedule.slots, schedule.scales, s_TR.split(schedule.lengths), y_TN.split(schedule.lengths), strict=True
+    )
+    for slot, scale, s, y in parts:
         rank = ranks[slot]
-        if rank and y_TN.dtype == b_ZRN.dtype:
-            y_TN[start:end].addmm_(s_TR[start:end, :rank], b_ZRN[slot, :rank], alpha=scale)
-        elif rank:
-            y_TN[start:end] += torch.mm(s_TR[start:end, :rank], b_ZRN[slot, :rank]).mul_(scale)
+        if rank:
+            _add_product(y, s[:, :rank], adapters[slot][:rank], scale)
     return y_TN
 
 
@@ -52,19 +55,24 @@ def grouped_backward_input(
     """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's rank are left unwritten."""
     dy_TN = dy_TN.to(b_ZRN.dtype)
     ds_TR = b_ZRN.new_empty(dy_TN.shape[0], b_ZRN.shape[1])
-    for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
+    a_adapters, b_adapters = a_ZKR.unbind(0), b_ZRN.unbind(0)
+    dx_parts = dx_TK.split(schedule.lengths) if dx_TK is not None else [None] * len(schedule.segments)
+    parts = zip(
+        schedule.slots,
+        schedule.scales,
+        dy_TN.split(schedule.lengths),
+        ds_TR.split(schedule.lengths),
+        dx_parts,
+        strict=True,
+    )
+    for slot, scale, dy, ds, dx in parts:
         rank = ranks[slot]
-        if not rank:
-            continue
-        ds = ds_TR[start:end, :rank]
-        torch.mm(dy_TN[start:end], b_ZRN[slot, :rank].T, out=ds)
-        ds.mul_(scale)
-        if dx_TK is None:
-            continue
-        if dx_TK.dtype == a_ZKR.dtype:
-            dx_TK[start:end].addmm_(ds, a_ZKR[slot, :, :rank].T)
-        else:
-            dx_TK[start:end] += torch.mm(ds, a_ZKR[slot, :, :rank].T)
+        if rank:
+            ds = ds[:, :rank]
+            torch.mm(dy, b_adapters[slot][:rank].T, out=ds)
+            ds.mul_(scale)
+            if dx is not None:
+                _add_product(dx, ds, a_adapters[slot][:, :rank].T)
     return ds_TR
 
 
@@ -79,12 +87,14 @@ def grouped_backward_weight(
     ranks: Sequence[int],
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    x_TK, dy_TN = x_TK.to(da_ZKR.dtype), dy_TN.to(db_ZRN.dtype)
-    for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
+    da_adapters, db_adapters = da_ZKR.unbind(0), db_ZRN.unbind(0)
+    tokens = (x_TK.to(da_ZKR.dtype), s_TR, dy_TN.to(db_ZRN.dtype), ds_TR)
+    parts = zip(schedule.slots, schedule.scales, *(t.split(schedule.lengths) for t in tokens), strict=True)
+    for slot, scale, x, s, dy, ds in parts:
         rank = ranks[slot]
         if rank:
-            da_ZKR[slot, :, :rank].addmm_(x_TK[start:end].T, ds_TR[start:end, :rank])
-            db_ZRN[slot, :rank].addmm_(s_TR[start:end, :rank].T, dy_TN[start:end], alpha=scale)
+            _add_product(da_adapters[slot][:, :rank], x.T, ds[:, :rank])
+            _add_product(db_adapters[slot][:rank], s[:, :rank].T, dy, scale)
 
 
 def bank_adamw(
@@ -123,3 +133,11 @@ def bank_adamw(
             eps=epsilons[index],
             weight_decay=weight_decays[index],
         )
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """``target += scale * left @ right`` in place, in one GEMM where the dtypes agree."""
+    if target.dtype == left.dtype:
+        target.addmm_(left, right, alpha=scale)
+    else:
+        target += torch.mm(left, right).mul_(scale)

@@ -64,11 +64,15 @@ class AdapterBank:
             for index in range(len(layout.modules))
         ]
 
-    def operands(self, module_index: int) -> LoraOperands:
-        """Module ``module_index``'s view of the bank; stays valid as jobs come and go."""
+    def operands(self, module_index: int, number: int) -> LoraOperands:
+        """Module ``module_index``'s view of the bank; stays valid as jobs come and go.
+
+        Args:
+            number: The module's number among all linear modules of the model.
+        """
         a_ZKR, b_ZRN = self._views[module_index]
         return LoraOperands(
-            module=module_index,
+            module=number,
             a_ZKR=a_ZKR,
             b_ZRN=b_ZRN,
             da_ZKR=self._a_view(self.grads_ZP, module_index),

@@ -74,8 +74,14 @@ def find_targets(
         rank: Rank the adapter is to have.
 
     Raises:
-        TargetModuleError: A name matches nothing, or the rank exceeds the smaller side of a matched module.
+        TargetModuleError: The model has no linear modules, a name matches nothing, or the rank exceeds the smaller side
+            of a matched module.
     """
+    if not modules:
+        raise TargetModuleError(
+            "target_modules: expected a base model built of torch.nn.Linear modules, found none besides its output "
+            "head; use another base model"
+        )
     names = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
     if names == (ALL_LINEAR,):
         found = tuple(modules)

@@ -9,8 +9,9 @@ from types import ModuleType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alto.kernels import TokenSchedule, choose_backend, grouped_lora_linear
+from alto.kernels import LoraOperands, TokenSchedule, choose_backend, grouped_lora_linear
 from alto.lora.bank import AdapterBank
+from alto.lora.layout import linear_modules
 
 __all__ = ["MultiLoraLinear", "PassContext", "inject"]
 
@@ -36,12 +37,12 @@ class MultiLoraLinear(nn.Module):
     """A frozen linear layer with one adapter per slot. Outside a pass it is the base layer alone."""
 
     def __init__(
-        self, base: nn.Linear, bank: AdapterBank, module_index: int, context: PassContext, ops: ModuleType
+        self, base: nn.Linear, bank: AdapterBank, operands: LoraOperands, context: PassContext, ops: ModuleType
     ) -> None:
         super().__init__()
         self.base = base
         self._bank = bank
-        self._operands = bank.operands(module_index)
+        self._operands = operands
         self._context = context
         self._ops = ops
 
@@ -65,10 +66,11 @@ class MultiLoraLinear(nn.Module):
 def inject(model: PreTrainedModel, bank: AdapterBank) -> PassContext:
     """Wrap every module of the bank's layout in place; returns the context that feeds them."""
     context, ops = PassContext(), choose_backend()
+    numbers = {module.name: number for number, module in enumerate(linear_modules(model))}
     for index, target in enumerate(bank.layout.modules):
         parent_name, _, leaf = target.name.rpartition(".")
         parent = model.get_submodule(parent_name)
         base = getattr(parent, leaf)
         assert isinstance(base, nn.Linear)
-        setattr(parent, leaf, MultiLoraLinear(base, bank, index, context, ops))
+        setattr(parent, leaf, MultiLoraLinear(base, bank, bank.operands(index, numbers[target.name]), context, ops))
     return context

@@ -52,20 +52,17 @@ def plan_residents(demands: Sequence[JobDemand], num_slots: int) -> SeatingPlan:
     applicants = [demand for demand in demands if demand.slot is None and not demand.is_waiting]
 
     sizes = Counter(demand.batch_size for demand in training)
+    usual = max(sizes, key=lambda size: (sizes[size], size), default=None)
+    applicants.sort(key=lambda d: (d.batch_size != usual, -d.batch_size, not d.has_started, d.job))
+
     park: list[str] = []
     seat: list[tuple[str, int]] = []
-    while applicants and (free or waiting):
-        if not free:
+    for applicant in applicants:
+        if not free and waiting:
             leaver = waiting.pop(0)
             assert leaver.slot is not None
             park.append(leaver.job)
             free.append(leaver.slot)
-        usual = max(sizes, key=lambda size: (sizes[size], size), default=None)
-        chosen = min(
-            applicants,
-            key=lambda demand: (demand.batch_size != usual, -demand.batch_size, not demand.has_started, demand.job),
-        )
-        applicants.remove(chosen)
-        sizes[chosen.batch_size] += 1
-        seat.append((chosen.job, free.pop(0)))
+        if free:
+            seat.append((applicant.job, free.pop(0)))
     return SeatingPlan(park=tuple(park), seat=tuple(seat))

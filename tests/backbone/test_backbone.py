@@ -1,0 +1,268 @@
+"""The padding-free pass against the model's own forward pass, a sequence at a time, for several architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from alto.backbone import Backbone
+from alto.errors import UnsupportedModelError
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
+
+ModelFactory = Callable[..., PreTrainedModel]
+ARCHITECTURES = ["llama", "llama-bias", "qwen3", "gemma", "gemma2-plain-attention", "mistral", "phi3"]
+LENGTHS = [9, 1, 17, 4]
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+def packed(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> SimpleNamespace:
+    """Random tokens laid end to end, and random targets for them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 97, (sum(lengths),), generator=generator)
+    targets = torch.randint(2, 97, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return SimpleNamespace(ids=ids, targets=targets, positions=positions, lengths=list(lengths))
+
+
+class Inputs:
+    """Catches a model's input embeddings, so that gradients towards them can be compared."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.caught: list[Tensor] = []
+        model.get_input_embeddings().register_forward_hook(self._catch)
+
+    def _catch(self, _module: object, _arguments: object, output: Tensor) -> Tensor:
+        leaf = output.detach().requires_grad_()
+        self.caught.append(leaf)
+        return leaf
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().double().norm() / expected.detach().double().norm())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_equals_the_models_own_forward(tiny_model: ModelFactory, architecture: str) -> None:
+    batch = packed()
+    own = tiny_model(architecture).requires_grad_(False)
+    own_inputs = Inputs(own)
+    hidden, losses = [], []
+    for ids, targets in zip(batch.ids.split(LENGTHS), batch.targets.split(LENGTHS), strict=True):
+        output = own(input_ids=ids[None], use_cache=False, output_hidden_states=True)
+        hidden.append(output.hidden_states[-1][0])
+        losses.append(F.cross_entropy(output.logits[0].float(), targets, reduction="none"))
+    weights = torch.linspace(0.5, 2.0, len(batch.ids))
+    (torch.cat(losses) * weights).sum().backward()
+
+    backbone = Backbone(tiny_model(architecture), None, "tiny")
+    inputs = Inputs(backbone.model)
+    found_hidden = backbone.hidden_states(batch.ids, batch.positions, batch.lengths)
+    found_losses = backbone.token_losses(found_hidden, batch.targets)
+    (found_losses * weights).sum().backward()
+
+    assert relative(found_hidden, torch.cat(hidden)) < 1e-5
+    assert relative(found_losses, torch.cat(losses)) < 1e-5
+    expected_gradient = torch.cat([leaf.grad[0] for leaf in own_inputs.caught])
+    assert relative(inputs.caught[0].grad[0], expected_gradient) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("mistake", ["one long sequence", "positions run on", "window off by one"])
+def test_the_comparison_bites(tiny_model: ModelFactory, architecture: str, mistake: str) -> None:
+    if mistake == "window off by one" and architecture != "mistral":
+        pytest.skip("llama has no window")
+    batch = packed()
+    own = tiny_model(architecture)
+    expected = torch.cat([own.model(input_ids=ids[None]).last_hidden_state[0] for ids in batch.ids.split(LENGTHS)])
+    other = tiny_model(architecture, sliding_window=6) if mistake == "window off by one" else tiny_model(architecture)
+    backbone = Backbone(other, None, "tiny")
+    lengths = [len(batch.ids)] if mistake == "one long sequence" else batch.lengths
+    # Rotary attention sees differences of positions only, so a shift of a whole sequence is harmless; a stretch is not.
+    positions = 2 * batch.positions if mistake == "positions run on" else batch.positions
+    assert relative(backbone.hidden_states(batch.ids, positions, lengths), expected) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+def test_no_sequence_sees_another(tiny_model: ModelFactory, architecture: str, changed: int) -> None:
+    backbone = Backbone(tiny_model(architecture), None, "tiny")
+    batch, other = packed(), packed()
+    start = sum(LENGTHS[:changed])
+    other.ids[start : start + LENGTHS[changed]] = packed(seed=1).ids[start : start + LENGTHS[changed]]
+    before = backbone.hidden_states(batch.ids, batch.positions, batch.lengths).split(LENGTHS)
+    after = backbone.hidden_states(other.ids, other.positions, other.lengths).split(LENGTHS)
+    same = [torch.equal(left, right) for left, right in zip(before, after, strict=True)]
+    assert same == [index != changed for index in range(len(LENGTHS))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_no_token_sees_the_next(tiny_model: ModelFactory, architecture: str) -> None:
+    backbone = Backbone(tiny_model(architecture), None, "tiny")
+    batch, other = packed([9, 17]), packed([9, 17])
+    other.ids[16:26] = packed([9, 17], seed=1).ids[16:26]
+    before = backbone.hidden_states(batch.ids, batch.positions, batch.lengths)
+    after = backbone.hidden_states(other.ids, other.positions, other.lengths)
+    assert torch.equal(before[:16], after[:16])
+    assert not torch.equal(before[16:], after[16:])
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3"])
+def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
+    tiny_model: ModelFactory, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, results, passes = packed(), [], []
+    for checkpointing in (False, True):
+        # A dropout of the base's own, which has to stay asleep; Phi-3 has one as a module of each layer.
+        dropout = {"resid_pdrop": 0.5} if architecture == "phi3" else {"attention_dropout": 0.5}
+        model = tiny_model(architecture, **dropout)
+        modules = linear_modules(model)
+        backbone = Backbone(model, None, "tiny", gradient_checkpointing=checkpointing)
+        bank = AdapterBank(BankLayout(modules=modules, max_rank=3), 2)
+        context = inject(model, bank)
+        for slot in range(2):
+            bank.occupy(slot, AdapterShape(rank=3, targets=modules))
+            bank.initialise(slot, slot)
+            for _, _, b in bank.matrices(bank.params_ZP, slot):
+                b.fill_(0.01)
+        runs = 0
+
+        def count(*_: object) -> None:
+            nonlocal runs
+            runs += 1
+
+        model.model.layers[0].self_attn.register_forward_hook(count)
+        with context.use(TokenSchedule.build([0, 1], [10, 21], [2.0, 1.0])):
+            losses = backbone.token_losses(
+                backbone.hidden_states(batch.ids, batch.positions, batch.lengths), batch.targets
+            )
+            losses.sum().backward()
+        passes.append(runs)
+        results.append((losses.detach(), bank.grads_ZP.clone()))
+    assert passes == [1, 2], "the layer was not recomputed, so nothing was shown"
+    assert results[0][1].any(1).all()
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+def test_the_base_is_frozen_and_asleep(tiny_model: ModelFactory) -> None:
+    model = tiny_model("llama").train()
+    backbone = Backbone(model, None, "tiny")
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert (backbone.dtype, backbone.device) == (torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_pass_the_probe(tiny_model: ModelFactory, dtype: torch.dtype) -> None:
+    batch = packed()
+    backbone = Backbone(tiny_model("llama").to(dtype), None, "tiny")
+    assert backbone.hidden_states(batch.ids, batch.positions, batch.lengths).dtype == dtype
+
+
+class ScaledLlama(LlamaForCausalLM):
+    """A Llama whose logits are divided by two behind its output head."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+
+class LeakyLlama(LlamaForCausalLM):
+    """A Llama whose first layer mixes neighbouring tokens, as a convolution does, across borders of sequences."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model.layers[0].register_forward_hook(lambda _module, _inputs, hidden: hidden + 0.5 * hidden.roll(1, 1))
+
+
+class TestTheProbe:
+    """A model whose own forward does more than the two steps is refused before it is trained wrongly."""
+
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda: ScaledLlama(LlamaConfig(**SMALL)),
+            lambda: LeakyLlama(LlamaConfig(**SMALL)),
+            lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=8.0)),
+        ],
+        ids=["scaled logits", "mixing across sequences", "granite"],
+    )
+    def test_another_forward_is_refused(self, build: Callable[[], PreTrainedModel]) -> None:
+        model = build()
+        with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}: expected .* model's own losses"):
+            Backbone(model, None, "tiny")
+
+    def test_nan_losses_are_refused(self, tiny_model: ModelFactory) -> None:
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.model.norm.weight[0] = float("nan")
+        with pytest.raises(UnsupportedModelError):
+            Backbone(model, None, "tiny")
+
+    def test_softcapped_attention_is_refused_by_name(self, tiny_model: ModelFactory) -> None:
+        with pytest.raises(UnsupportedModelError, match="attention asks for softcap"):
+            Backbone(tiny_model("gemma2"), None, "tiny")
+
+    def test_a_model_that_keeps_its_own_attention_is_refused_by_name(self) -> None:
+        sizes = {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+        with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM: expected .* attention can be replaced"):
+            Backbone(BloomForCausalLM(BloomConfig(**sizes)), None, "tiny")
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_sequence_that_would_rescale_all_positions_is_refused(tiny_model: ModelFactory, rope: str) -> None:
+    """Law 1: such models choose the frequencies of a whole pass by its longest sequence, whose job is anybody's."""
+    architecture = "phi3" if rope == "longrope" else "llama"
+    sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    sizes = sizes if rope == "longrope" else {"max_position_embeddings": 16}
+    backbone = Backbone(tiny_model(architecture, rope_parameters=ROPES[rope], **sizes), None, "tiny")
+    batch = packed([16, 9])
+    assert backbone.hidden_states(batch.ids, batch.positions, batch.lengths).isfinite().all()
+    batch = packed([9, 17])
+    with pytest.raises(UnsupportedModelError, match="at most 16 tokens, found 17; lower max_length"):
+        backbone.hidden_states(batch.ids, batch.positions, batch.lengths)

@@ -1,0 +1,135 @@
+"""The chunked loss head against ``F.cross_entropy``: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from alto.backbone import loss_head
+from alto.backbone.loss_head import token_losses
+
+VOCABULARY, HIDDEN = 23, 11
+
+
+def operands(num_tokens: int, *, bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Hidden states that need a gradient, weight, targets, bias; logits of a few nats."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden_SH = torch.randn(num_tokens, HIDDEN, generator=generator).requires_grad_()
+    weight_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    targets_S = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
+    return hidden_SH, weight_VH, targets_S, torch.randn(VOCABULARY, generator=generator) if bias else None
+
+
+def dense(
+    hidden_SH: Tensor, weight_VH: Tensor, targets_S: Tensor, bias_V: Tensor | None, softcap: float | None
+) -> Tensor:
+    logits = F.linear(hidden_SH.double(), weight_VH.double(), bias_V.double() if bias_V is not None else None)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets_S, reduction="none")
+
+
+# A chunk that divides the tokens, one that leaves a rest, one token a chunk (also where a chunk is below one token).
+@given(
+    num_tokens=st.integers(1, 12),
+    chunk=st.integers(0, 14),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+)
+def test_losses_and_gradients(num_tokens: int, chunk: int, bias: bool, softcap: float | None) -> None:
+    hidden_SH, weight_VH, targets_S, bias_V = operands(num_tokens, bias=bias)
+    upstream_S = torch.linspace(-1.0, 2.0, num_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_head, "_CHUNK_ELEMENTS", {"cpu": chunk * VOCABULARY})
+        found = token_losses(hidden_SH, weight_VH, targets_S, bias_V=bias_V, softcap=softcap)
+    (gradient,) = torch.autograd.grad(found, hidden_SH, upstream_S)
+    expected = dense(hidden_SH, weight_VH, targets_S, bias_V, softcap)
+    (expected_gradient,) = torch.autograd.grad(expected, hidden_SH, upstream_S.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mistake", ["no softcap", "no bias", "shifted targets", "zeros"])
+def test_the_comparison_bites(mistake: str) -> None:
+    hidden_SH, weight_VH, targets_S, bias_V = operands(9, bias=True)
+    expected = dense(hidden_SH, weight_VH, targets_S, bias_V, 2.0)
+    found = token_losses(
+        hidden_SH * (mistake != "zeros"),
+        weight_VH,
+        targets_S.roll(int(mistake == "shifted targets")),
+        bias_V=None if mistake == "no bias" else bias_V,
+        softcap=None if mistake == "no softcap" else 2.0,
+    )
+    assert float((found - expected).detach().norm() / expected.detach().norm()) > 1e-2
+
+
+def test_a_chunk_boundary_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
+    whole = token_losses(hidden_SH, weight_VH, targets_S)
+    calls = []
+    plain = F.linear
+    monkeypatch.setattr(loss_head.F, "linear", lambda x, *rest: calls.append(x.shape[0]) or plain(x, *rest))
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", {"cpu": 3 * VOCABULARY + 1})
+    chunked = token_losses(hidden_SH, weight_VH, targets_S)
+    assert calls == [3, 3, 2]
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_no_tokens_give_no_losses() -> None:
+    hidden_SH, weight_VH, targets_S, _ = operands(4, bias=False)
+    found = token_losses(hidden_SH[:0], weight_VH, targets_S[:0])
+    assert found.shape == (0,)
+    assert found.dtype == torch.float32
+
+
+def test_logits_far_out_do_not_overflow() -> None:
+    hidden_SH, weight_VH, targets_S, _ = operands(5, bias=False)
+    found = token_losses(hidden_SH * 1e4, weight_VH, targets_S)
+    assert found.isfinite().all()
+    torch.testing.assert_close(
+        found.double(), dense(hidden_SH * 1e4, weight_VH, targets_S, None, None), rtol=1e-5, atol=1e-2
+    )
+
+
+def test_nan_of_one_token_leaves_every_bit_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_head, "_CHUNK_ELEMENTS", {"cpu": 3 * VOCABULARY})
+    results = []
+    for poison in (False, True):
+        hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
+        with torch.no_grad():
+            if poison:
+                hidden_SH[4] = float("nan")
+        losses = token_losses(hidden_SH, weight_VH, targets_S)
+        losses.sum().backward()
+        results.append((losses.detach(), hidden_SH.grad))
+    others = [0, 1, 2, 3, 5, 6, 7]
+    assert results[1][0][4].isnan()
+    assert all(torch.equal(clean[others], beside[others]) for clean, beside in zip(*results, strict=True))
+
+
+def test_the_frozen_head_gets_no_gradient_and_nothing_is_kept_without_need() -> None:
+    hidden_SH, weight_VH, targets_S, bias_V = operands(6, bias=True)
+    losses = token_losses(hidden_SH.detach(), weight_VH, targets_S, bias_V=bias_V)
+    assert not losses.requires_grad
+    weight_VH.requires_grad_()
+    token_losses(hidden_SH, weight_VH, targets_S).sum().backward()
+    assert weight_VH.grad is None
+    assert hidden_SH.grad is not None
+
+
+def test_a_bfloat16_model_gets_float32_losses() -> None:
+    hidden_SH, weight_VH, targets_S, _ = operands(12, bias=False)
+    hidden = hidden_SH.detach().bfloat16().requires_grad_()
+    weight = weight_VH.bfloat16()
+    found = token_losses(hidden, weight, targets_S)
+    found.sum().backward()
+    expected = dense(hidden, weight, targets_S, None, None)
+    assert found.dtype == torch.float32
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
+    assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-2

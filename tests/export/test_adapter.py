@@ -1,0 +1,102 @@
+"""The task's best adapter as a folder: the winner's files, its numbers, a card that says how to use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from alto.export.adapter import export_best
+from alto.records import ExitReason, JobResult, TaskResult
+
+CONFIG = {"learning_rate": 3e-4, "r": 8, "target_modules": "all-linear"}
+
+
+def job(name: str, loss: float, **changes: Any) -> JobResult:
+    result = JobResult(
+        job=name,
+        config=CONFIG,
+        steps=30,
+        total_steps=30,
+        exit_reason=None,
+        exit_evidence={},
+        best_step=20,
+        best_validation_loss=loss,
+        samples_trained=100,
+        samples_budgeted=100,
+    )
+    return replace(result, **changes)
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> TaskResult:
+    loser = job("job-000", 2.5, config={"r": 99}, exit_reason=ExitReason.UNDERPERFORMING, samples_trained=25)
+    return TaskResult(
+        task="sums",
+        run_dir=str(tmp_path),
+        adapter_dir=str(tmp_path / "best"),
+        best_job="job-001",
+        best_validation_loss=1.23456,
+        jobs=(loser, job("job-001", 1.23456)),
+        duration_s=12.34567,
+    )
+
+
+@pytest.fixture
+def best_of_job(tmp_path: Path) -> Path:
+    folder = tmp_path / "jobs" / "job-001" / "best"
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/models/o'base"}))
+    return folder
+
+
+def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job: Path) -> None:
+    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl")
+    assert str(folder) == result.adapter_dir
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert json.loads((folder / "metrics.json").read_text()) == {
+        "task": "sums",
+        "job": "job-001",
+        "config": CONFIG,
+        "validation_loss": 1.23456,
+        "step": 20,
+        "total_steps": 30,
+        "num_jobs": 2,
+        "samples_trained": 125,
+        "samples_budgeted": 200,
+        "samples_saved": 0.375,
+        "duration_s": 12.346,
+    }
+
+
+def test_the_job_keeps_its_own_copy(result: TaskResult, best_of_job: Path) -> None:
+    export_best(result, best_of_job, model="m", dataset="d")
+    assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, best_of_job: Path) -> None:
+    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["base_model"] == "/models/o'base"
+    assert header["library_name"] == "peft"
+    assert "validation loss 1.2346 nats per token at step\n20 of 30" in card
+    assert "the best of\n2 configurations" in card
+    assert "| learning_rate | 0.0003 |" in card
+    code = card.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'from_pretrained("/models/o\'base")' in code
+
+
+def test_exporting_again_replaces(result: TaskResult, best_of_job: Path) -> None:
+    export_best(result, best_of_job, model="m", dataset="d")
+    (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
+    export_best(result, best_of_job, model="m", dataset="d")
+    assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

@@ -1,0 +1,101 @@
+"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from alto.kernels import reference, torch_backend
+
+BACKENDS = pytest.mark.parametrize("ops", [reference, torch_backend], ids=["reference", "torch"])
+SETTINGS = {
+    0: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    2: {"lr": 5e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3},
+    3: {"lr": 1e-1, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.01},
+}
+NUM_ROWS, ROW_SIZE, NUM_STEPS = 5, 37, 30
+
+
+class Bank:
+    """Rows of which three are trained; row 1 sits between them and row 4 is never named."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.params = self.draw()
+        self.grads = self.draw()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.params), torch.zeros_like(self.params)
+
+    def draw(self) -> Tensor:
+        return torch.randn(NUM_ROWS, ROW_SIZE, generator=self.generator, dtype=torch.float64)
+
+    def step(self, ops: ModuleType, slots: list[int], steps: list[int], scales: list[float]) -> None:
+        settings = [SETTINGS[slot] for slot in slots]
+        ops.bank_adamw(
+            self.params,
+            self.grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            slots,
+            steps=steps,
+            learning_rates=[setting["lr"] for setting in settings],
+            betas=[setting["betas"] for setting in settings],
+            epsilons=[setting["eps"] for setting in settings],
+            weight_decays=[setting["weight_decay"] for setting in settings],
+            grad_scales=torch.tensor(scales, dtype=torch.float64),
+        )
+
+
+@BACKENDS
+def test_many_steps_equal_torch_and_leave_other_rows_alone(ops: ModuleType) -> None:
+    bank = Bank()
+    untouched = [tensor[[1, 4]].clone() for tensor in (bank.params, bank.grads)]
+    alone = {slot: torch.nn.Parameter(bank.params[slot].clone()) for slot in SETTINGS}
+    optimizers = {slot: torch.optim.AdamW([alone[slot]], **SETTINGS[slot]) for slot in SETTINGS}
+    counts = dict.fromkeys(SETTINGS, 0)
+    for step in range(NUM_STEPS):
+        # Rows join late and rest in between, in a changing order, as jobs do that are admitted and parked.
+        slots = [slot for slot in ([3, 0, 2] if step % 2 else [2, 3, 0]) if step >= 4 * slot and (step + slot) % 5]
+        if not slots:
+            continue
+        scales = [0.5 + 0.25 * slot for slot in slots]
+        fresh = bank.draw()
+        for slot, scale in zip(slots, scales, strict=True):
+            counts[slot] += 1
+            bank.grads[slot] = fresh[slot]
+            alone[slot].grad = fresh[slot] * scale
+            optimizers[slot].step()
+        bank.step(ops, slots, [counts[slot] for slot in slots], scales)
+        for slot in SETTINGS:
+            torch.testing.assert_close(bank.params[slot], alone[slot].data, rtol=1e-12, atol=1e-12)
+    assert min(counts.values()) > 10
+    assert len(set(counts.values())) > 1, "rows should be at different steps"
+    assert all(
+        torch.equal(tensor[[1, 4]], old) for tensor, old in zip((bank.params, bank.grads), untouched, strict=True)
+    )
+    assert not bank.exp_avg[[1, 4]].any()
+    assert not bank.exp_avg_sq[[1, 4]].any()
+
+
+@BACKENDS
+def test_nan_in_one_row_leaves_every_bit_of_the_others(ops: ModuleType) -> None:
+    clean, beside_nan = Bank(), Bank()
+    beside_nan.grads[2] = float("nan")
+    for bank in (clean, beside_nan):
+        bank.step(ops, [0, 2, 3], [1, 1, 1], [1.0, float("nan") if bank is beside_nan else 1.0, 1.0])
+    assert beside_nan.params[2].isnan().all()
+    others = [0, 1, 3, 4]
+    for name in ("params", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(getattr(clean, name)[others], getattr(beside_nan, name)[others])
+
+
+@BACKENDS
+@pytest.mark.parametrize("mistake", ["step", "scale"])
+def test_a_wrong_step_or_scale_shows(ops: ModuleType, mistake: str) -> None:
+    right, wrong = Bank(), Bank()
+    # Eps is large in row 3, so that the scale of the gradient is not divided out.
+    right.step(ops, [3], [3], [1.0])
+    wrong.step(ops, [3], [2 if mistake == "step" else 3], [1.0 if mistake == "step" else 0.5])
+    assert not torch.allclose(right.params[3], wrong.params[3], rtol=1e-6, atol=1e-6)

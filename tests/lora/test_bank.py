@@ -1,0 +1,162 @@
+"""The bank: initial weights, row copies, and padding that is and stays zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.kernels import TokenSchedule, grouped_lora_linear, torch_backend
+from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.spec import JobConfig
+
+MODULES = (
+    TargetModule(name="layers.0.q_proj", in_features=6, out_features=8),
+    TargetModule(name="layers.0.up_proj", in_features=6, out_features=5),
+    TargetModule(name="layers.1.q_proj", in_features=6, out_features=8),
+)
+
+
+def make_bank(max_rank: int = 4, num_slots: int = 3, modules: tuple[TargetModule, ...] = MODULES) -> AdapterBank:
+    return AdapterBank(BankLayout(modules=modules, max_rank=max_rank), num_slots)
+
+
+def shape(rank: int = 3, *targets: int) -> AdapterShape:
+    return AdapterShape(rank=rank, targets=tuple(MODULES[index] for index in targets) or MODULES)
+
+
+def assert_equal(found: AdapterWeights, expected: AdapterWeights) -> None:
+    assert list(found) == list(expected)
+    for name, pair in expected.items():
+        assert all(torch.equal(left, right) for left, right in zip(found[name], pair, strict=True))
+
+
+def initialised(bank: AdapterBank, slot: int, seed: int, adapter: AdapterShape) -> AdapterWeights:
+    bank.occupy(slot, adapter)
+    bank.initialise(slot, seed)
+    return bank.read(slot)
+
+
+@pytest.mark.parametrize("bank", [make_bank(3, 1), make_bank(16, 5)], ids=["tight", "roomy"])
+def test_initial_weights_depend_on_seed_and_shape_alone(bank: AdapterBank) -> None:
+    reference = initialised(make_bank(), 2, 7, shape())
+    torch.manual_seed(123)
+    assert_equal(initialised(bank, bank.num_slots - 1, 7, shape()), reference)
+    other = initialised(bank, 0, 8, shape())
+    assert not torch.equal(other[MODULES[0].name][0], reference[MODULES[0].name][0])
+
+
+def test_modules_of_other_jobs_do_not_change_initial_weights() -> None:
+    adapter = shape(3, 0, 2)
+    tight = make_bank(modules=(MODULES[0], MODULES[2]))
+    assert_equal(initialised(make_bank(), 0, 7, adapter), initialised(tight, 0, 7, adapter))
+
+
+def test_initial_weights_are_pefts_in_distribution() -> None:
+    module = TargetModule(name="big", in_features=400, out_features=9)
+    bank = make_bank(8, 1, (module,))
+    a, b = initialised(bank, 0, 0, AdapterShape(rank=8, targets=(module,)))["big"]
+    expected = torch.empty(8, 400)
+    torch.nn.init.kaiming_uniform_(expected, a=math.sqrt(5))
+    assert float(a.abs().max()) == pytest.approx(float(expected.abs().max()), rel=0.01)
+    assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.05)
+    assert float(a.mean()) == pytest.approx(0.0, abs=0.002)
+    assert not b.any()
+
+
+def test_initialising_leaves_the_global_generator_and_other_slots_alone() -> None:
+    bank = make_bank()
+    initialised(bank, 0, 1, shape())
+    row, state = bank.params_ZP[0].clone(), torch.get_rng_state()
+    initialised(bank, 1, 2, shape(4))
+    assert torch.equal(bank.params_ZP[0], row)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@given(rank=st.integers(1, 4), targets=st.sets(st.integers(0, 2), min_size=1), slots=st.permutations([0, 1, 2]))
+def test_read_and_write_round_trip_between_banks(rank: int, targets: set[int], slots: list[int]) -> None:
+    adapter, source, sink = shape(rank, *sorted(targets)), make_bank(4), make_bank(9)
+    source.occupy(slots[0], adapter)
+    source.write(
+        slots[0],
+        {
+            module.name: (torch.randn(module.in_features, rank), torch.randn(rank, module.out_features))
+            for module in adapter.targets
+        },
+    )
+    weights = source.read(slots[0])
+    assert sum(a.numel() + b.numel() for a, b in weights.values()) == adapter.num_parameters
+    sink.occupy(slots[1], adapter)
+    sink.write(slots[1], weights)
+    assert_equal(sink.read(slots[1]), weights)
+    assert int((sink.params_ZP != 0).sum()) == adapter.num_parameters
+    assert not sink.params_ZP[[slots[0], slots[2]]].any()
+
+
+def test_what_is_read_is_a_copy() -> None:
+    bank = make_bank()
+    weights = initialised(bank, 0, 1, shape())
+    kept = {name: (a.clone(), b.clone()) for name, (a, b) in weights.items()}
+    bank.params_ZP.fill_(5.0)
+    assert_equal(weights, kept)
+
+
+def test_a_reused_slot_remembers_nothing() -> None:
+    bank = make_bank()
+    bank.occupy(1, shape(4))
+    bank.params_ZP[1], bank.grads_ZP[1] = 3.0, 4.0
+    bank.release(1)
+    assert all(bank.operands(index, index).ranks[1] == 0 for index in range(3))
+    bank.occupy(1, shape(2, 1))
+    assert not bank.params_ZP[1].any()
+    assert not bank.grads_ZP[1].any()
+    assert [bank.operands(index, index).ranks[1] for index in range(3)] == [0, 2, 0]
+
+
+def test_operands_handed_out_before_see_who_comes_and_goes() -> None:
+    bank = make_bank()
+    operands = bank.operands(0, 0)
+    bank.occupy(2, shape(3))
+    assert list(operands.ranks) == [0, 0, 3]
+    bank.params_ZP[2] = 1.0
+    assert operands.a_ZKR[2].all()
+    bank.release(2)
+    assert list(operands.ranks) == [0, 0, 0]
+
+
+def test_padding_stays_zero_and_gradients_of_others_are_kept_under_training() -> None:
+    bank = make_bank(max_rank=7)
+    shapes = (shape(3), shape(7, 0, 1), shape(1, 2))
+    for slot, adapter in enumerate(shapes):
+        initialised(bank, slot, slot, adapter)
+    start = bank.params_ZP.clone()
+    optimizer, config = SlotAdamW(bank), JobConfig(weight_decay=0.1, learning_rate=0.05)
+    generator = torch.Generator().manual_seed(0)
+    schedule = TokenSchedule.build([2, 0, 1], [3, 5, 2], [2.0, 1.0, 4.0])
+    for _ in range(6):
+        for index, module in enumerate(MODULES):
+            x_TK = torch.randn(10, module.in_features, generator=generator)
+            weight_NK = torch.randn(module.out_features, module.in_features, generator=generator)
+            y_TN = grouped_lora_linear(
+                x_TK, bank.anchor, weight_NK, None, bank.operands(index, index), schedule, torch_backend
+            )
+            y_TN.square().sum().backward()
+        optimizer.step([SlotUpdate(slot=slot, config=config, learning_rate=0.05) for slot in range(3)])
+        bank.zero_grads([0, 1, 2])
+    for rows_ZP in (bank.params_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP):
+        for slot, adapter in enumerate(shapes):
+            own = sum(int(matrix.ne(0).sum()) for _, *pair in bank.matrices(rows_ZP, slot) for matrix in pair)
+            assert own == adapter.num_parameters, "training did not reach every parameter"
+            assert int(rows_ZP[slot].ne(0).sum()) == own, "padding was written to"
+    assert not torch.equal(start, bank.params_ZP)
+    assert not bank.grads_ZP.any()
+
+
+def test_zero_grads_forgets_the_named_slots_only() -> None:
+    bank = make_bank()
+    bank.grads_ZP.fill_(2.0)
+    bank.zero_grads([0, 2])
+    assert bank.grads_ZP.sum(1).tolist() == [0.0, 2.0 * bank.layout.row_size, 0.0]

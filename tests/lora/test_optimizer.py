@@ -1,0 +1,151 @@
+"""``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.spec import JobConfig
+
+MODULES = (
+    TargetModule(name="q", in_features=6, out_features=8),
+    TargetModule(name="up", in_features=6, out_features=5),
+)
+CONFIGS = (
+    JobConfig(r=3, max_grad_norm=0.5, weight_decay=0.1, learning_rate=0.02),
+    JobConfig(r=4, max_grad_norm=None, learning_rate=0.1, adam_beta1=0.7, adam_beta2=0.9, adam_epsilon=1e-3),
+    JobConfig(r=1, max_grad_norm=1e6, learning_rate=0.01),
+)
+
+
+class Adapters:
+    """Three adapters in a bank, and each of them alone as torch parameters."""
+
+    def __init__(self) -> None:
+        self.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=5), 4, dtype=torch.float64)
+        self.optimizer = SlotAdamW(self.bank)
+        self.generator = torch.Generator().manual_seed(0)
+        self.alone, self.alone_optimizers = [], []
+        for slot, config in enumerate(CONFIGS):
+            self.bank.occupy(slot, AdapterShape(rank=config.r, targets=MODULES))
+            self.bank.initialise(slot, slot)
+            views = [matrix for _, *pair in self.bank.matrices(self.bank.params_ZP, slot) for matrix in pair]
+            parameters = [torch.nn.Parameter(view.clone()) for view in views]
+            self.alone.append(parameters)
+            self.alone_optimizers.append(
+                torch.optim.AdamW(
+                    parameters,
+                    betas=(config.adam_beta1, config.adam_beta2),
+                    eps=config.adam_epsilon,
+                    weight_decay=config.weight_decay,
+                )
+            )
+
+    def train(self, slots: list[int], rate: float = 1.0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One step of ``slots`` on the same random gradients in both worlds; gradient norms of both."""
+        expected = []
+        for slot in slots:
+            config = CONFIGS[slot]
+            gradients = [matrix for _, *pair in self.bank.matrices(self.bank.grads_ZP, slot) for matrix in pair]
+            for gradient, parameter in zip(gradients, self.alone[slot], strict=True):
+                gradient.copy_(torch.randn(gradient.shape, generator=self.generator, dtype=torch.float64))
+                parameter.grad = gradient.clone()
+            limit = config.max_grad_norm or float("inf")
+            expected.append(torch.nn.utils.clip_grad_norm_(self.alone[slot], limit))
+            self.alone_optimizers[slot].param_groups[0]["lr"] = config.learning_rate * rate
+            self.alone_optimizers[slot].step()
+        norms = self.optimizer.step(
+            [
+                SlotUpdate(slot=slot, config=CONFIGS[slot], learning_rate=CONFIGS[slot].learning_rate * rate)
+                for slot in slots
+            ]
+        )
+        self.bank.zero_grads(slots)
+        return norms, expected
+
+    def assert_equal(self) -> None:
+        for slot, parameters in enumerate(self.alone):
+            matrices = [matrix for _, *pair in self.bank.matrices(self.bank.params_ZP, slot) for matrix in pair]
+            for found, expected in zip(matrices, parameters, strict=True):
+                torch.testing.assert_close(found, expected.data, rtol=1e-11, atol=1e-12)
+
+
+@pytest.fixture
+def adapters() -> Adapters:
+    return Adapters()
+
+
+def test_many_steps_in_changing_company(adapters: Adapters) -> None:
+    for step in range(20):
+        slots = [[0, 1, 2], [2, 0], [1], [1, 2]][step % 4]
+        norms, expected = adapters.train(slots, rate=1.0 - step / 40)
+        torch.testing.assert_close(norms, torch.stack(expected), rtol=1e-12, atol=0.0)
+        adapters.assert_equal()
+    assert adapters.optimizer.steps == [10, 15, 15, 0]
+
+
+def test_clipping_bites(adapters: Adapters) -> None:
+    """With a large epsilon the size of the gradient shows; without clipping the adapters would differ."""
+    norms, _ = adapters.train([0])
+    assert float(norms[0]) > CONFIGS[0].max_grad_norm
+    adapters.assert_equal()
+    assert float(adapters.optimizer.exp_avg_ZP[0].norm()) == pytest.approx(0.1 * CONFIGS[0].max_grad_norm, rel=1e-5)
+
+
+def test_a_row_that_is_not_named_keeps_every_bit(adapters: Adapters) -> None:
+    adapters.train([0, 1, 2])
+    tensors = (adapters.bank.params_ZP, adapters.optimizer.exp_avg_ZP, adapters.optimizer.exp_avg_sq_ZP)
+    adapters.bank.grads_ZP[1] = 3.0
+    before = [tensor[[1, 3]].clone() for tensor in tensors]
+    adapters.train([0, 2])
+    assert all(torch.equal(tensor[[1, 3]], old) for tensor, old in zip(tensors, before, strict=True))
+    assert (adapters.bank.grads_ZP[1] == 3.0).all()
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["clipped", "unclipped"])
+def test_a_nan_gradient_touches_its_own_row_only(adapters: Adapters, slot: int) -> None:
+    clean = Adapters()
+    for world in (clean, adapters):
+        world.bank.grads_ZP[:3] = torch.randn(3, world.bank.layout.row_size, generator=world.generator).double()
+    adapters.bank.grads_ZP[slot] = float("nan")
+    updates = [SlotUpdate(slot=index, config=CONFIGS[index], learning_rate=0.1) for index in range(3)]
+    clean.optimizer.step(updates)
+    norms = adapters.optimizer.step(updates)
+    others = [index for index in range(4) if index != slot]
+    assert torch.equal(clean.bank.params_ZP[others], adapters.bank.params_ZP[others])
+    assert adapters.bank.params_ZP[slot].isnan().any()
+    assert norms.isnan().tolist() == [index == slot for index in range(3)]
+
+
+def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None:
+    adapters.train([0])
+    adapters.train([0])
+    weights, state = adapters.bank.read(0), adapters.optimizer.read(0)
+    other = Adapters()
+    other.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=9), 2, dtype=torch.float64)
+    other.bank.occupy(1, AdapterShape(rank=3, targets=MODULES))
+    other.optimizer = SlotAdamW(other.bank)
+    other.optimizer.exp_avg_ZP[1] = 9.0
+    other.bank.write(1, weights)
+    other.optimizer.write(1, state)
+    assert other.optimizer.steps == [0, 2]
+    update = {"config": CONFIGS[0], "learning_rate": 0.05}
+    for world, slot in ((adapters, 0), (other, 1)):
+        for index, (_, a, b) in enumerate(world.bank.matrices(world.bank.grads_ZP, slot)):
+            a.fill_(0.1 + index)
+            b.fill_(0.2 + index)
+        world.optimizer.step([SlotUpdate(slot=slot, **update)])
+    for name, pair in adapters.bank.read(0).items():
+        for expected, found in zip(pair, other.bank.read(1)[name], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+
+
+def test_reset_forgets_one_slot(adapters: Adapters) -> None:
+    adapters.train([0, 1])
+    kept = adapters.optimizer.exp_avg_ZP[1].clone()
+    adapters.optimizer.reset(0)
+    assert adapters.optimizer.steps[:2] == [0, 1]
+    assert not adapters.optimizer.exp_avg_ZP[0].any()
+    assert not adapters.optimizer.exp_avg_sq_ZP[0].any()
+    assert torch.equal(adapters.optimizer.exp_avg_ZP[1], kept)

@@ -1,0 +1,108 @@
+"""Adapters on disk: PEFT itself reads what is written here, and what PEFT writes is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from alto.lora import AdapterWeights, TargetModule, find_targets, linear_modules, read_adapter, write_adapter
+from alto.spec import JobConfig
+
+# PEFT asks transformers for a property under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+IDS = torch.tensor([[3, 5, 8, 13, 21]])
+CONFIG = JobConfig(r=3, lora_alpha=12, lora_dropout=0.1)
+ModelFactory = Callable[..., PreTrainedModel]
+
+
+def random_weights(targets: tuple[TargetModule, ...], rank: int = 3) -> AdapterWeights:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        module.name: (
+            torch.randn(module.in_features, rank, generator=generator) / 6,
+            torch.randn(rank, module.out_features, generator=generator) / 6,
+        )
+        for module in targets
+    }
+
+
+def written(model: PreTrainedModel, folder: Path, names: str | list[str]) -> AdapterWeights:
+    modules = linear_modules(model)
+    weights = random_weights(find_targets(modules, names, 3))
+    write_adapter(folder, weights, CONFIG, "some/base", modules)
+    return weights
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "names", ["all-linear", ["q_proj", "v_proj"], ["model.layers.1.mlp.up_proj", "0.self_attn.k_proj"]]
+)
+def test_peft_loads_it_and_computes_the_same(tiny_model: ModelFactory, tmp_path: Path, names: str | list[str]) -> None:
+    model = tiny_model("llama")
+    weights = written(model, tmp_path, names)
+    expected = tiny_model("llama")
+    for name, (a, b) in weights.items():
+        expected.get_submodule(name).weight += CONFIG.scale * (a @ b).T
+    before = model(input_ids=IDS).logits
+    peft = PeftModel.from_pretrained(model, tmp_path)
+    found = peft(input_ids=IDS).logits
+    torch.testing.assert_close(found, expected(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, before, rtol=1e-2, atol=1e-2)
+    wrapped = {
+        name.removeprefix("base_model.model.") for name, module in peft.named_modules() if hasattr(module, "lora_A")
+    }
+    assert wrapped == set(weights)
+    settings = peft.peft_config["default"]
+    assert (settings.r, settings.lora_alpha, settings.lora_dropout, settings.bias) == (3, 12, 0.1, "none")
+    assert settings.base_model_name_or_path == "some/base"
+    assert settings.task_type == "CAUSAL_LM"
+    assert settings.inference_mode
+
+
+@pytest.mark.parametrize(
+    ("names", "targets"),
+    [
+        ("all-linear", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (["v_proj", "q_proj"], ["q_proj", "v_proj"]),
+        (["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"], ["up_proj"]),
+        (["model.layers.1.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]),
+        (
+            ["0.self_attn.q_proj", "0.mlp.up_proj"],
+            ["model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"],
+        ),
+    ],
+)
+def test_targets_are_named_as_briefly_as_is_unambiguous(
+    tiny_model: ModelFactory, tmp_path: Path, names: str | list[str], targets: list[str]
+) -> None:
+    written(tiny_model("llama"), tmp_path, names)
+    assert json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"] == targets
+
+
+def test_read_is_the_inverse_of_write_and_later_files_replace_earlier(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    written(model, tmp_path / "new" / "folder", "all-linear")
+    weights = written(model, tmp_path / "new" / "folder", ["q_proj"])
+    found = read_adapter(tmp_path / "new" / "folder")
+    assert found.keys() == weights.keys()
+    for name, pair in weights.items():
+        assert all(torch.equal(left, right) for left, right in zip(found[name], pair, strict=True))
+        assert all(matrix.is_contiguous() for matrix in found[name])
+
+
+def test_what_peft_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    peft = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    peft.save_pretrained(tmp_path)
+    found = read_adapter(tmp_path)
+    assert len(found) == 4
+    for name, (a, b) in found.items():
+        wrapped = peft.get_submodule(f"base_model.model.{name}")
+        assert torch.equal(a, wrapped.lora_A["default"].weight.T)
+        assert torch.equal(b, wrapped.lora_B["default"].weight.T)

@@ -1,0 +1,123 @@
+"""Supervised losses against the model's own loss with ``-100`` labels, each job alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
+from alto.objectives import sft_losses, sft_sums
+
+ModelFactory = Callable[..., PreTrainedModel]
+JOBS = [JobRows(2, (0, 3)), JobRows(0, (1,)), JobRows(1, (4, 2, 0))]
+
+
+def make_dataset() -> EncodedDataset:
+    """Five rows of 4 to 12 tokens; some hold untrained tokens between trained ones."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids, targets = [], []
+    for length in (7, 4, 12, 5, 9):
+        ids = torch.randint(2, 97, (length,), generator=generator)
+        target = torch.cat([ids[1:], torch.tensor([-100])])
+        target[torch.rand(length, generator=generator) < 0.4] = -100
+        target[length // 2] = ids[length // 2 + 1]
+        input_ids.append(ids)
+        targets.append(target)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+
+
+DATA = make_dataset()
+
+
+def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:
+    """The model's own loss on a batch padded on the right; labels at the tokens themselves, as it shifts them."""
+    length = max(DATA.input_ids[row].numel() for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for index, row in enumerate(rows):
+        count = DATA.input_ids[row].numel()
+        ids[index, :count], mask[index, :count] = DATA.input_ids[row], 1
+        labels[index, 1:count] = DATA.targets[row][:-1]
+    return float(model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "gemma2-plain-attention"])
+def test_every_jobs_loss_is_the_models_own(tiny_model: ModelFactory, architecture: str) -> None:
+    own = tiny_model(architecture)
+    expected = [own_loss(own, job.rows) for job in JOBS]
+    found = sft_losses(Backbone(tiny_model(architecture), None, "tiny"), collate(DATA, JOBS))
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+    assert max(expected) - min(expected) > 1e-2, "the jobs' losses are too alike to tell them apart"
+
+
+@torch.no_grad()
+def test_a_mean_over_rows_instead_of_tokens_would_show(tiny_model: ModelFactory) -> None:
+    own, job = tiny_model("llama"), JOBS[2]
+    mean_of_rows = sum(own_loss(own, (row,)) for row in job.rows) / len(job.rows)
+    assert mean_of_rows != pytest.approx(own_loss(own, job.rows), rel=1e-3)
+
+
+@torch.no_grad()
+def test_sums_are_means_times_trained_tokens(tiny_model: ModelFactory) -> None:
+    backbone, batch = Backbone(tiny_model("llama"), None, "tiny"), collate(DATA, JOBS)
+    counts = [sum(int((DATA.targets[row] >= 0).sum()) for row in job.rows) for job in JOBS]
+    expected = [loss * count for loss, count in zip(sft_losses(backbone, batch).tolist(), counts, strict=True)]
+    assert sft_sums(backbone, batch).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: ModelFactory) -> None:
+    backbone, bank, run = adapted(tiny_model)
+    together = run(collate(DATA, JOBS))
+    gradients = bank.grads_ZP.clone()
+    bank.zero_grads([0, 1, 2])
+    alone = [float(run(collate(DATA, [job]))[0]) for job in JOBS]
+    assert together.tolist() == pytest.approx(alone, rel=1e-5)
+    for slot in range(3):
+        assert float((gradients[slot] - bank.grads_ZP[slot]).norm() / gradients[slot].norm()) < 1e-4
+    assert backbone.model.config.num_hidden_layers == 2
+
+
+@torch.no_grad()
+def test_adapters_of_zero_weight_change_nothing(tiny_model: ModelFactory) -> None:
+    batch = collate(DATA, JOBS)
+    expected = sft_losses(Backbone(tiny_model("llama"), None, "tiny"), batch)
+    backbone = Backbone(tiny_model("llama"), None, "tiny")
+    modules = linear_modules(backbone.model)
+    bank = AdapterBank(BankLayout(modules=modules, max_rank=4), 3)
+    context = inject(backbone.model, bank)
+    for slot in range(3):
+        bank.occupy(slot, AdapterShape(rank=4, targets=modules))
+        bank.initialise(slot, slot)
+    with context.use(TokenSchedule.build(batch.slots, batch.job_tokens, [2.0] * 3)):
+        assert torch.equal(sft_losses(backbone, batch), expected)
+        next(bank.matrices(bank.params_ZP, 1))[2].fill_(0.1)
+        changed = sft_losses(backbone, batch)
+    assert (changed != expected).tolist() == [slot == 1 for slot in batch.slots]
+
+
+def adapted(tiny_model: ModelFactory) -> tuple[Backbone, AdapterBank, Callable[[TokenBatch], torch.Tensor]]:
+    """A backbone with three random adapters, and a function that runs a forward and backward pass."""
+    backbone = Backbone(tiny_model("llama"), None, "tiny")
+    modules = linear_modules(backbone.model)
+    bank = AdapterBank(BankLayout(modules=modules, max_rank=4), 3)
+    context = inject(backbone.model, bank)
+    for slot in range(3):
+        bank.occupy(slot, AdapterShape(rank=4 - slot, targets=modules))
+        bank.initialise(slot, slot)
+        for _, _, b in bank.matrices(bank.params_ZP, slot):
+            b.copy_(0.05 * torch.randn(b.shape, generator=torch.Generator().manual_seed(slot)))
+
+    def run(batch: TokenBatch) -> torch.Tensor:
+        with context.use(TokenSchedule.build(batch.slots, batch.job_tokens, [2.0] * len(batch.slots))):
+            losses = sft_losses(backbone, batch)
+            losses.sum().backward()
+        return losses.detach()
+
+    return backbone, bank, run

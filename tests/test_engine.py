@@ -1,0 +1,239 @@
+"""The engine end to end on a tiny saved model: tune, the paper's listing, what it refuses, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import padded_batch
+from peft import PeftModel
+from tiny import load_tokenizer, make_task, read_journal, save_model
+from transformers import AutoModelForCausalLM
+
+import alto
+from alto.backbone import Backbone
+from alto.data import JobRows, collate, load_task_data
+from alto.errors import (
+    DataFileNotFoundError,
+    ModelNotFoundError,
+    NoResultError,
+    SpecError,
+    TargetModuleError,
+    UnsupportedError,
+)
+from alto.executor import plan_jobs
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, BankLayout, inject, read_adapter
+
+SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult, list[Any]]:
+    """A task, its result, and every event that an observer saw."""
+    folder = tmp_path_factory.mktemp("tuned")
+    seen: list[Mapping[str, Any]] = []
+    task = make_task(folder, model=str(model), search_space=SPACE, r=4)
+    result = alto.Engine(output_dir=folder / "runs", observers=[seen.append]).tune(task)
+    return task, result, seen
+
+
+def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
+    task, result, seen = tuned
+    root = Path(result.run_dir)
+    assert {path.name for path in root.iterdir()} == {"task.yaml", "journal.jsonl", "jobs", "best", "report.html"}
+    assert alto.load_task(root / "task.yaml") == task
+    assert Path(result.adapter_dir) == root / "best"
+    assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
+    events = read_journal(root)
+    assert [event["event"] for event in events] == [event["event"] for event in seen]
+    assert events[-1]["best_validation_loss"] == result.best_validation_loss
+
+
+def test_best_is_the_best_of_all_jobs(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
+    _, result, _ = tuned
+    assert [job.job for job in result.jobs] == ["job-000", "job-001", "job-002", "job-003"]
+    assert result.best_validation_loss == min(job.best_validation_loss for job in result.jobs)
+    winner = Path(result.run_dir) / "jobs" / result.best_job / "best" / "adapter_model.safetensors"
+    assert (Path(result.adapter_dir) / winner.name).read_bytes() == winner.read_bytes()
+
+
+def test_metrics_tell_the_winner_and_the_saving(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
+    task, result, _ = tuned
+    metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
+    best = next(job for job in result.jobs if job.job == result.best_job)
+    assert metrics["job"] == result.best_job
+    assert metrics["config"] == json.loads(json.dumps(dict(best.config)))
+    assert metrics["validation_loss"] == result.best_validation_loss
+    assert metrics["step"] == best.best_step
+    assert metrics["num_jobs"] == len(task.jobs)
+    assert metrics["samples_budgeted"] == 4 * 5 * 24
+    assert metrics["samples_trained"] == sum(job.samples_trained for job in result.jobs)
+    assert metrics["samples_saved"] == pytest.approx(result.samples_saved, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
+    tuned: tuple[alto.Task, alto.TaskResult, list[Any]],
+) -> None:
+    task, result, _ = tuned
+    folder = Path(result.adapter_dir)
+    base_path = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = AutoModelForCausalLM.from_pretrained(base_path)
+    peft_model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_path), folder).eval()
+    data = load_task_data(task, load_tokenizer())
+
+    batch = padded_batch(data.validation, range(len(data.validation)))
+    with torch.no_grad():
+        output = peft_model(**batch)
+        untuned_loss = base(**batch).loss.item()
+    assert output.loss.item() == pytest.approx(result.best_validation_loss, rel=1e-5)
+    assert untuned_loss > result.best_validation_loss * 1.001
+
+    backbone = Backbone(base, load_tokenizer(), base_path)
+    job = next(run for run in plan_jobs(task, backbone, data) if run.id == result.best_job)
+    bank = AdapterBank(BankLayout(modules=job.shape.targets, max_rank=job.shape.rank), 1)
+    bank.occupy(0, job.shape)
+    bank.write(0, read_adapter(folder))
+    tokens = collate(data.validation, [JobRows(0, tuple(range(len(data.validation))))])
+    schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[job.config.scale], dropout=None)
+    with torch.no_grad(), inject(base, bank).use(schedule):
+        hidden_TH = backbone.hidden_states(tokens.input_ids_T, tokens.position_ids_T, tokens.sequence_lengths)
+        found_TV = base.get_output_embeddings()(hidden_TH)
+    mask = batch["attention_mask"].bool()
+    assert torch.linalg.norm(found_TV - output.logits[mask]) <= 1e-5 * torch.linalg.norm(found_TV)
+
+
+def test_paper_listing(model: Path, tmp_path: Path) -> None:
+    engine = alto.Engine(strategy="adapter_parallel", total_gpus=1, output_dir=tmp_path / "runs")
+    tasks = [
+        make_task(tmp_path, name=name, model=str(model), num_gpus=1, num_train_epochs=epochs, search_space=SPACE, r=4)
+        for name, epochs in (("long", 3), ("short", 1))
+    ]
+    schedule = engine.schedule(tasks, method="MILP")
+    assert [placement.task for placement in schedule.placements] == ["short", "long"]
+    assert [placement.num_samples for placement in schedule.placements] == [4 * 24, 4 * 3 * 24]
+    assert not (tmp_path / "runs").exists()
+
+    early_exit = alto.EarlyExit(policy="paper", warmup_ratio=0.05, select_ratio=0.25)
+    results = engine.batched_execution(tasks, schedule, early_exit)
+    assert [result.task for result in results] == ["long", "short"]
+    for result in results:
+        assert sum(job.exit_reason is not alto.ExitReason.UNDERPERFORMING for job in result.jobs) == 1
+        started = read_journal(result.run_dir)[0]
+        assert started["early_exit"]["policy"] == "paper"
+        assert started["early_exit"]["rungs"] == [[0.05, 0.25]]
+    long, short = (read_journal(result.run_dir)[0]["time"] for result in results)
+    assert short <= long
+
+
+def test_without_schedule_and_settings_each_task_keeps_its_own(model: Path, tmp_path: Path) -> None:
+    task = make_task(tmp_path, model=str(model), max_steps=2, early_exit=False, r=4, search_space={"lr": [1e-3]})
+    (result,) = alto.Engine(output_dir=tmp_path / "runs").batched_execution([task])
+    assert [job.exit_reason for job in result.jobs] == [None]
+    assert read_journal(result.run_dir)[0]["early_exit"]["enabled"] is False
+
+
+def test_a_schedule_of_other_tasks_is_refused(tmp_path: Path) -> None:
+    engine = alto.Engine(output_dir=tmp_path / "runs")
+    task = make_task(tmp_path)
+    with pytest.raises(SpecError, match=r"expected a placement for each of the 2 tasks.*engine\.schedule\(tasks\)"):
+        engine.batched_execution([task, task], engine.schedule([task]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"strategy": "magic"}, SpecError, r"strategy: expected one of adapter_parallel, single, found 'magic'"),
+        ({"total_gpus": 0}, SpecError, r"total_gpus: expected at least 1, found 0"),
+        ({"total_gpus": 2}, UnsupportedError, r"total_gpus: .* found 2; set it to 1"),
+        ({"cluster": "ray://head:10001"}, UnsupportedError, r"cluster: .*'local'.* found 'ray://head:10001'"),
+    ],
+)
+def test_engine_refuses(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        alto.Engine(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_gpus": 2}, UnsupportedError, r"num_gpus: .* found 2; set it to 1"),
+        ({"dataset": "absent.jsonl"}, DataFileNotFoundError, r"absent\.jsonl"),
+        ({"validation_dataset": "absent.jsonl"}, DataFileNotFoundError, r"absent\.jsonl"),
+        ({"target_modules": ["q_porj"]}, TargetModuleError, r"q_porj"),
+        ({"model": "./no-such-model"}, ModelNotFoundError, r"'\./no-such-model'"),
+    ],
+)
+def test_a_wrong_task_leaves_nothing_on_disk(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    task = make_task(tmp_path, **({"model": str(model)} | changes))
+    with pytest.raises(error, match=message):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_schedule_refuses_what_cannot_run(tmp_path: Path) -> None:
+    engine = alto.Engine(output_dir=tmp_path / "runs")
+    with pytest.raises(SpecError, match=r"method: expected one of .*, found 'magic'"):
+        engine.schedule([make_task(tmp_path)], method="magic")
+    with pytest.raises(UnsupportedError, match="set both to 1"):
+        engine.schedule([make_task(tmp_path, num_gpus=2)])
+    with pytest.raises(DataFileNotFoundError):
+        engine.schedule([make_task(tmp_path, dataset="absent.jsonl")])
+
+
+def test_a_run_without_a_result_is_kept_with_its_report(model: Path, tmp_path: Path) -> None:
+    task = make_task(tmp_path, model=str(model), search_space={"lr": [1e30, 1e31]}, max_grad_norm=0)
+    with pytest.raises(NoResultError, match="lower the learning rates"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    (root,) = (tmp_path / "runs").iterdir()
+    assert "diverging" in (root / "report.html").read_text(encoding="utf-8")
+    assert not (root / "best").exists()
+
+
+def test_a_failure_in_the_middle_is_told_as_it_was(model: Path, tmp_path: Path) -> None:
+    def fail(event: Mapping[str, Any]) -> None:
+        if event["event"] == "eval":
+            raise OSError("disk full")
+
+    task = make_task(tmp_path, model=str(model), max_steps=2)
+    with pytest.raises(OSError, match="disk full"):
+        alto.Engine(output_dir=tmp_path / "runs", observers=[fail]).tune(task)
+    (root,) = (tmp_path / "runs").iterdir()
+    assert (root / "report.html").is_file()
+
+
+def test_a_failure_before_the_first_event_is_told_as_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for the bank")
+
+    monkeypatch.setattr("alto.engine.Executor", fail)
+    with pytest.raises(MemoryError, match="no room for the bank"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, model=str(model)))
+
+
+def test_losses_are_finite_numbers(tuned: tuple[alto.Task, alto.TaskResult, list[Any]]) -> None:
+    _, result, _ = tuned
+    assert all(math.isfinite(job.best_validation_loss) for job in result.jobs)
+    assert result.duration_s > 0
