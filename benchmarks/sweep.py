@@ -38,6 +38,9 @@ PAPER_LEARNING_RATES = (1e-5, 5e-5, 2e-4, 3e-4, 5e-4)
 LEARNING_RATE_FACTOR = 10
 """The paper's learning rates are for 7B models and more; the tiny base needs larger ones."""
 
+EVAL_STEPS = 0.1
+"""Share of a job's steps between two evaluations; the default policy's rungs come on top."""
+
 GOALS = {
     "batched_over_sequential": (">=", 2.5),
     "early_exit_over_sequential": (">=", 12.0),
@@ -71,7 +74,7 @@ FULL_GRID: dict[str, Any] = {
 }
 SIZES = {
     "smoke": Size(rows=20, epochs=1, max_length=256, learning_rates=(2e-3,), ranks=(16,), batch_sizes=(2, 8)),
-    "cpu": Size(rows=240, epochs=2, max_length=512, **FULL_GRID),
+    "cpu": Size(rows=140, epochs=2, max_length=512, **FULL_GRID),
     "gpu": Size(rows=7473, epochs=3, max_length=512, **FULL_GRID),
 }
 
@@ -238,6 +241,7 @@ def make_task(size: Size, model: str, data: Path, folder: Path) -> Task:
         validation_dataset=str(folder / "validation.jsonl"),
         max_length=size.max_length,
         num_train_epochs=size.epochs,
+        eval_steps=EVAL_STEPS,
         lora_alpha="2*r",
         search_space={
             "learning_rate": list(size.learning_rates),

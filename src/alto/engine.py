@@ -20,6 +20,9 @@ __all__ = ["Engine"]
 
 STRATEGIES = ("adapter_parallel", "single")
 
+TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
+"""Where a task leaves it open: what a CPU's caches hold; what keeps a GPU busy with a small base."""
+
 
 class Engine:
     """Runs tuning tasks on this machine's device.
@@ -71,6 +74,8 @@ class Engine:
             raise UnsupportedError(
                 f"num_gpus: this version runs a task on 1 device, found {task.num_gpus}; set it to 1"
             )
+        if task.max_tokens_per_pass is None:
+            task = task.replace(max_tokens_per_pass=TOKENS_PER_PASS[self._device.type])
         backbone = load_backbone(
             task.model, dtype=task.dtype, device=self._device, gradient_checkpointing=task.gradient_checkpointing
         )

@@ -35,7 +35,7 @@ def test_defaults():
         "max_length": 1024,
         "eval_steps": 0.05,
         "max_slots": 16,
-        "max_tokens_per_pass": 8192,
+        "max_tokens_per_pass": None,
         "gradient_checkpointing": False,
         "dtype": "auto",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -63,7 +64,7 @@ class Executor:
             modules=tuple(module for module in self._modules if module in targeted),
             max_rank=max(run.shape.rank for run in self._runs.values()),
             num_slots=min(task.max_slots, len(self._runs)),
-            max_tokens_per_pass=task.max_tokens_per_pass,
+            max_tokens_per_pass=task.max_tokens_per_pass or sys.maxsize,
         )
 
     def run(self) -> TaskResult:

@@ -53,7 +53,8 @@ class Task(SpecModel):
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: Settings, a mapping of them, or True / False for the defaults / none.
         max_slots: Jobs resident at a time.
-        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split between jobs.
+        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split between jobs. None leaves
+            it to the engine, which knows the device.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
@@ -77,7 +78,9 @@ class Task(SpecModel):
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     max_slots: int = Field(default=16, ge=1, le=1024, description="jobs resident at a time")
-    max_tokens_per_pass: int = Field(default=8192, ge=1, le=2**24, description="tokens of one forward and backward")
+    max_tokens_per_pass: int | None = Field(
+        default=None, ge=1, le=2**24, description="tokens of one forward and backward"
+    )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations instead of keeping them")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
     search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
