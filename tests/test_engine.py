@@ -52,7 +52,9 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
     task, result, seen = tuned
     root = Path(result.run_dir)
     assert {path.name for path in root.iterdir()} == {"task.yaml", "journal.jsonl", "jobs", "best", "report.html"}
-    assert alto.load_task(root / "task.yaml") == task
+    resolved = alto.load_task(root / "task.yaml")
+    assert resolved.max_tokens_per_pass is not None
+    assert resolved == task.replace(max_tokens_per_pass=resolved.max_tokens_per_pass)
     assert Path(result.adapter_dir) == root / "best"
     assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
     events = read_journal(root)

@@ -47,55 +47,50 @@ def test_frozen_and_keyword_only() -> None:
 
 
 def test_a_misspelt_key_says_which_was_meant() -> None:
-    with pytest.raises(UnknownKeyError, match=r"found 'warmup_rato'. Did you mean 'warmup_ratio'\?"):
+    with pytest.raises(UnknownKeyError, match=r"unknown key 'warmup_rato'. Did you mean 'warmup_ratio'\?"):
         EarlyExit(warmup_rato=0.05)
-    with pytest.raises(UnknownKeyError, match=r"found 'xyz'. Known keys: enabled, policy"):
+    with pytest.raises(UnknownKeyError, match=r"unknown key 'xyz'. Known keys are detect_divergence"):
         EarlyExit(xyz=1)
 
 
 @pytest.mark.parametrize("clashing", [{"warmup_ratio": 0.1}, {"select_ratio": 0.1}])
 def test_rungs_exclude_the_ratios(clashing) -> None:
-    with pytest.raises(ConflictingKeysError, match=f"found rungs and {next(iter(clashing))}"):
+    with pytest.raises(ConflictingKeysError, match=f"both rungs and {next(iter(clashing))}"):
         EarlyExit(rungs=[(0.1, 0.5)], **clashing)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rungs": []}, "expected at least one"),
-        ({"rungs": [(0.2, 0.5), (0.1, 0.5)]}, r"expected progress to rise from rung to rung, found \[0.2, 0.1\]"),
-        ({"rungs": [(0.2, 0.5), (0.2, 0.5)]}, "expected progress to rise"),
-        ({"rungs": [(1.0, 0.5)]}, r"early_exit.rungs.0.0: expected the value to be less than 1, found 1.0"),
-        ({"rungs": [(0.5, 1.5)]}, r"early_exit.rungs.0.1: expected the value to be less than or equal to 1"),
-        ({"rungs": [0.5]}, "early_exit.rungs.0: expected"),
-        ({"warmup_ratio": 0.0}, "warmup_ratio: expected the value to be greater than 0, found 0.0"),
-        ({"warmup_ratio": 1.0}, "warmup_ratio: expected"),
-        ({"select_ratio": 1.1}, "select_ratio: expected"),
-        ({"window": 1}, r"window: expected .* found 1. Correct it, or leave window out for the default \(2\)"),
-        ({"divergence_patience": 0}, "divergence_patience: expected"),
-        ({"overfitting_patience": 0}, "overfitting_patience: expected"),
-        ({"tau_slope": 0}, "tau_slope: expected"),
-        ({"tau_slope": math.nan}, "tau_slope: expected"),
-        ({"tau_gap": math.inf}, "tau_gap: expected"),
-        ({"tau_upturn": -1}, "tau_upturn: expected"),
-        ({"tau_noise": -1}, "tau_noise: expected"),
-        ({"ema_alpha": 0}, "ema_alpha: expected"),
-        ({"ema_alpha": 1.01}, "ema_alpha: expected"),
-        ({"policy": "asha"}, "policy: expected the value to be 'alto' or 'paper', found 'asha'"),
-        ({"enabled": "perhaps"}, "enabled: expected"),
+        ({"rungs": []}, "rungs should be pairs"),
+        ({"rungs": [(0.2, 0.5), (0.1, 0.5)]}, r"rungs should rise in progress from rung to rung, found \[0.2, 0.1\]"),
+        ({"rungs": [(0.2, 0.5), (0.2, 0.5)]}, "rungs should rise"),
+        ({"rungs": [(1.0, 0.5)]}, "rungs should be pairs of progress .above 0, below 1."),
+        ({"rungs": [(0.5, 1.5)]}, "rungs should be pairs"),
+        ({"rungs": [(0.5, "0.5")]}, "rungs should be pairs"),
+        ({"rungs": [(0.5, True)]}, "rungs should be pairs"),
+        ({"rungs": [(math.nan, 0.5)]}, "rungs should be pairs"),
+        ({"rungs": [0.5]}, "rungs should be pairs"),
+        ({"warmup_ratio": 0.0}, r"warmup_ratio .* should be a finite number > 0 and < 1 or null, found 0.0"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio .* should be"),
+        ({"warmup_ratio": "0.05"}, "warmup_ratio .* Write 0.05 without quotes"),
+        ({"select_ratio": 1.1}, "select_ratio .* should be"),
+        ({"window": 1}, r"window .* should be a whole number >= 2, found 1"),
+        ({"window": True}, "window .* should be a whole number"),
+        ({"divergence_patience": 0}, "divergence_patience .* should be"),
+        ({"overfitting_patience": 0}, "overfitting_patience .* should be"),
+        ({"tau_slope": 0}, "tau_slope .* should be"),
+        ({"tau_slope": math.nan}, "tau_slope .* should be"),
+        ({"tau_gap": math.inf}, "tau_gap .* should be"),
+        ({"tau_upturn": -1}, "tau_upturn .* should be"),
+        ({"tau_noise": -1}, "tau_noise .* should be"),
+        ({"ema_alpha": 0}, "ema_alpha .* should be"),
+        ({"ema_alpha": 1.01}, "ema_alpha .* should be"),
+        ({"policy": "asha"}, "policy .* should be 'alto' or 'paper', found 'asha'"),
+        ({"enabled": "perhaps"}, "enabled .* should be true or false"),
     ],
 )
 def test_values_are_bounded(settings, message) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         EarlyExit(**settings)
     assert isinstance(caught.value, ValueError)
-
-
-def test_inside_another_model_the_cause_is_kept() -> None:
-    class Outer(pydantic.BaseModel):
-        early_exit: EarlyExit
-
-    assert Outer(early_exit={"warmup_ratio": 0.1}).early_exit == EarlyExit(warmup_ratio=0.1)
-    with pytest.raises(pydantic.ValidationError) as caught:
-        Outer(early_exit={"warmup_rato": 0.1})
-    assert isinstance(caught.value.errors()[0]["ctx"]["error"], UnknownKeyError)

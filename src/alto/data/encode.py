@@ -46,6 +46,11 @@ class EncodedDataset:
         return len(self.input_ids)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(ids.numel() for ids in self.input_ids)
+
+    @property
     def num_tokens(self) -> int:
         return sum(ids.numel() for ids in self.input_ids)
 

@@ -57,7 +57,9 @@ def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:
 
     Raises:
         TargetModuleError: A job's targets or rank do not fit the base model.
+        UnsupportedModelError: A row is too long for this base model to train beside others.
     """
+    backbone.check_length(max(data.train.longest, data.validation.longest))
     modules, num_rows, rungs = linear_modules(backbone.model), len(data.train), policy_from(task.early_exit).rungs
     runs = []
     for job in task.jobs:

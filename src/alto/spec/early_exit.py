@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, field_validator
 
-from alto.errors import AltoError, ConflictingKeysError, SpecError, UnknownKeyError
+from alto.errors import ConflictingKeysError
 from alto.records import Rung
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+from alto.spec.keys import canonical_keys
+from alto.spec.validation import SpecModel, plain
 
 __all__ = ["EarlyExit"]
 
@@ -21,13 +20,8 @@ PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 ALTO_RUNGS = ((0.025, 0.5), (0.05, 0.2))
 
-InsideUnit = Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
-
-class EarlyExit(BaseModel):
+class EarlyExit(SpecModel):
     """Which jobs are stopped early, and on what evidence.
 
     Two policies share these settings. ``paper`` is Algorithm 1 of the ALTO paper to the letter. ``alto`` (the default)
@@ -65,55 +59,47 @@ class EarlyExit(BaseModel):
         SpecError: A value out of bounds, or rungs that do not rise.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    enabled: bool = Field(default=True, description="whether any job is stopped early")
+    policy: Literal["alto", "paper"] = Field(default="alto", description="which rules decide")
+    detect_divergence: bool = Field(default=True, description="end diverging jobs")
+    detect_overfitting: bool = Field(default=True, description="end overfitting jobs")
+    select: bool = Field(default=True, description="rank the jobs at rungs")
+    warmup_ratio: float | None = Field(
+        default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
+    )
+    select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that go on")
+    rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
+    window: int = Field(default=2, ge=2, description="evaluations a slope is fitted over")
+    divergence_patience: int = Field(default=2, ge=1, description="evaluations in a row that must look diverging")
+    overfitting_patience: int = Field(default=2, ge=1, description="evaluations in a row that must look overfit")
+    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
+    tau_gap: float = Field(default=0.1, gt=0, description="relative gap between validation and training loss")
+    tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
+    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
+    ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
 
-    enabled: bool = True
-    policy: Literal["alto", "paper"] = "alto"
-    detect_divergence: bool = True
-    detect_overfitting: bool = True
-    select: bool = True
-    warmup_ratio: InsideUnit | None = None
-    select_ratio: Share | None = None
-    rungs: tuple[tuple[InsideUnit, Share], ...] | None = None
-    window: int = Field(default=2, ge=2)
-    divergence_patience: int = Field(default=2, ge=1)
-    overfitting_patience: int = Field(default=2, ge=1)
-    tau_slope: Positive = 0.001
-    tau_gap: Positive = 0.1
-    tau_upturn: NotNegative = 0.001
-    tau_noise: NotNegative = 3.0
-    ema_alpha: Share = 0.1
+    def __init__(self, /, **settings: Any) -> None:
+        given = canonical_keys(settings, fields=type(self).model_fields, aliases={}, where="early_exit")
+        _check_given_once(given)
+        super().__init__(**given)
 
-    if not TYPE_CHECKING:  # type checkers see pydantic's keyword-only signature instead
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                raise _translated(error) from None
-
-    @model_validator(mode="after")
-    def _check_rungs(self) -> Self:
-        if self.rungs is None:
-            return self
-        clashing = " and ".join(key for key in ("warmup_ratio", "select_ratio") if getattr(self, key) is not None)
-        if clashing:
-            raise ConflictingKeysError(
-                f"early_exit: expected either rungs or warmup_ratio/select_ratio, found rungs and {clashing}."
-                f" Remove {clashing}, or write it as a rung (progress, keep)."
+    @field_validator("rungs", mode="before")
+    @classmethod
+    def _check_rungs(cls, rungs: object) -> object:
+        if rungs is None:
+            return None
+        pairs = plain(rungs)
+        if not isinstance(pairs, tuple) or not pairs or not all(_is_rung(pair) for pair in pairs):
+            raise ValueError(
+                f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found {rungs!r}. "
+                "Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false to rank nobody."
             )
-        if not self.rungs:
-            raise SpecError(
-                "early_exit.rungs: expected at least one (progress, keep) pair, found none."
-                " Leave the key out for the policy's own rungs, or set select to false to rank nobody."
-            )
-        progress = [rung[0] for rung in self.rungs]
+        progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):
-            raise SpecError(
-                f"early_exit.rungs: expected progress to rise from rung to rung, found {progress}."
-                " Order the rungs by progress and give each progress once."
+            raise ValueError(
+                f"should rise in progress from rung to rung, found {progress}. Order the rungs and give each once."
             )
-        return self
+        return tuple((float(progress), float(keep)) for progress, keep in pairs)
 
     @property
     def selection_rungs(self) -> tuple[Rung, ...]:
@@ -129,33 +115,21 @@ class EarlyExit(BaseModel):
     def resolved(self) -> EarlyExit:
         """The same settings with the rungs spelt out, as they are written to the run directory."""
         rungs = tuple((rung.progress, rung.keep) for rung in self.selection_rungs)
-        return self.model_copy(update={"rungs": rungs, "warmup_ratio": None, "select_ratio": None})
+        return self.replace(rungs=rungs, warmup_ratio=None, select_ratio=None)
 
 
-def _translated(error: ValidationError) -> AltoError:
-    """The first finding of ``error`` as the error a user should see."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, AltoError):
-        return cause
-    if first["type"] == "extra_forbidden":
-        return _unknown_key(str(first["loc"][0]))
-    return _out_of_bounds(first)
+def _check_given_once(given: Mapping[str, Any]) -> None:
+    clashing = " and ".join(key for key in ("warmup_ratio", "select_ratio") if given.get(key) is not None)
+    if given.get("rungs") is not None and clashing:
+        raise ConflictingKeysError(
+            f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or write it as a rung."
+        )
 
 
-def _unknown_key(key: str) -> UnknownKeyError:
-    known = list(EarlyExit.model_fields)
-    close = difflib.get_close_matches(key, known, n=1)
-    remedy = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}."
-    return UnknownKeyError(f"early_exit: expected keys of the early-exit settings, found {key!r}. {remedy}")
-
-
-def _out_of_bounds(finding: ErrorDetails) -> SpecError:
-    key = str(finding["loc"][0])
-    where = ".".join(str(part) for part in ("early_exit", *finding["loc"]))
-    default = EarlyExit.model_fields[key].default
-    return SpecError(
-        f"{where}: {finding['msg'].replace('Input should', 'expected the value to')},"
-        f" found {finding['input']!r}. Correct it, or leave {key} out for the default"
-        f"{'' if default is None else f' ({default})'}."
-    )
+def _is_rung(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in pair):
+        return False
+    progress, keep = pair
+    return bool(0 < progress < 1 and 0 < keep <= 1)

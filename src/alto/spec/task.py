@@ -179,7 +179,12 @@ def _early_exit(value: object) -> object:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise SpecError(f"early_exit should have text for keys, found {list(value)!r}. Put the keys in quotes.")
-        return EarlyExit(**value)
+        try:
+            return EarlyExit(**value)
+        except SpecError as error:
+            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
+                raise SpecError(f"early_exit.{error}") from None
+            raise
     if isinstance(value, EarlyExit):
         return value
     raise SpecError(
