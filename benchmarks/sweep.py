@@ -24,7 +24,7 @@ import torch
 from baselines.bare_peft import bare_peft_one
 from baselines.job import BaselineJob, Prepared, prepare
 from baselines.trl_sequential import train_one
-from common import ROOT, SCALES, Result, publish
+from common import ROOT, Result, publish
 from peft import PeftModel
 
 from alto import EarlyExit, Engine, Task, TaskResult
@@ -75,7 +75,6 @@ FULL_GRID: dict[str, Any] = {
 SIZES = {
     "smoke": Size(rows=20, epochs=1, max_length=256, learning_rates=(2e-3,), ranks=(16,), batch_sizes=(2, 8)),
     "cpu": Size(rows=140, epochs=2, max_length=512, **FULL_GRID),
-    "gpu": Size(rows=7473, epochs=3, max_length=512, **FULL_GRID),
 }
 
 OBSERVE = EarlyExit(
@@ -346,7 +345,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=SCALES, default="smoke")
+    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
     parser.add_argument("--model", default="alto-tiny")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")

@@ -16,10 +16,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 NOTES = ROOT / "benchmarks" / "notes"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
-TOPICS = {"sweep": "The main job: 60 LoRA configurations on GSM8K"}
-"""Topics in the order of the page."""
-
-SCALES = ("cpu", "gpu")
+TOPICS = {"sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",))}
+"""Topics in the order of the page: title, and the scales it can be measured at."""
 
 INTRODUCTION = """# Benchmarks
 
@@ -31,12 +29,12 @@ run whose correctness gate passed, with its command, commit, machine and version
 def page() -> str:
     """The whole page."""
     sections = [INTRODUCTION]
-    for topic, title in TOPICS.items():
+    for topic, (title, scales) in TOPICS.items():
         sections.append(f"## {title}\n")
         notes = NOTES / f"{topic}.md"
         if notes.exists():
             sections.append(notes.read_text(encoding="utf-8"))
-        sections += [scale_section(topic, scale) for scale in SCALES]
+        sections += [scale_section(topic, scale) for scale in scales]
     return "\n".join(sections)
 
 
