@@ -74,7 +74,7 @@ FULL_GRID: dict[str, Any] = {
 }
 SIZES = {
     "smoke": Size(rows=20, epochs=1, max_length=256, learning_rates=(2e-3,), ranks=(16,), batch_sizes=(2, 8)),
-    "cpu": Size(rows=140, epochs=2, max_length=512, **FULL_GRID),
+    "cpu": Size(rows=120, epochs=2, max_length=512, **FULL_GRID),
 }
 
 OBSERVE = EarlyExit(
