@@ -239,11 +239,12 @@ def command_line() -> str:
 
 
 def commit_id(root: Path = ROOT) -> str:
-    """The commit; with ``-dirty`` if files other than results differ from it, ``unknown`` without git."""
+    """The commit; with ``-dirty`` if files that could change a figure differ from it, ``unknown`` without git."""
     try:
         head = _git(root, "rev-parse", "HEAD").strip()
-        # Results of the benchmark before this one must not make this one's code look changed.
-        changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results").strip()
+        # What benchmarks write, and what is written about it, must not make the measured code look changed.
+        written = [f":(exclude)benchmarks/{folder}" for folder in ("results", "recordings", "notes")]
+        changed = _git(root, "status", "--porcelain", "--", ".", *written).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head}-dirty" if changed else head
