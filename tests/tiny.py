@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from alto.backbone import Backbone, resolve_model
-from alto.data import TaskData, load_task_data
+from alto.data import TaskData, read_task_rows
 from alto.executor import Executor, Journal, Observer, RunDir, plan_jobs
 from alto.records import TaskResult
 from alto.spec import Task
@@ -73,7 +73,9 @@ def make_task(folder: Path, **changes: Any) -> Task:
 def load_tiny(task: Task) -> tuple[Backbone, TaskData]:
     """The random Llama, instead of the model that ``task`` names, and the task's data."""
     tokenizer = load_tokenizer()
-    return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), load_task_data(task, tokenizer)
+    return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), read_task_rows(task).encode(
+        tokenizer, task.max_length
+    )
 
 
 def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) -> TaskResult:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from alto.backbone import load_backbone
-from alto.data import count_training_rows, load_task_data
+from alto.data import read_task_rows
 from alto.errors import SpecError, UnsupportedError
 from alto.executor import Executor, Journal, Observer, RunDir, plan_jobs
 from alto.export import export_best, write_report
@@ -76,10 +76,11 @@ class Engine:
             )
         if task.max_tokens_per_pass is None:
             task = task.replace(max_tokens_per_pass=TOKENS_PER_PASS[self._device.type])
+        rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = load_backbone(
             task.model, dtype=task.dtype, device=self._device, gradient_checkpointing=task.gradient_checkpointing
         )
-        data = load_task_data(task, backbone.tokenizer)
+        data = rows.encode(backbone.tokenizer, task.max_length)
         runs = plan_jobs(task, backbone, data)
         run_dir = RunDir.create(self._output_dir, task)
         try:
@@ -132,5 +133,5 @@ class Engine:
 
 def _num_samples(task: Task) -> int:
     """Training samples of all jobs without early exit, counted on the rows before tokenisation."""
-    num_rows = count_training_rows(task)
+    num_rows = len(read_task_rows(task).train)
     return sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)

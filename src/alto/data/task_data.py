@@ -10,7 +10,7 @@ from alto.data.formats import Conversation, read_conversations
 from alto.data.split import sample_rows, split_rows
 from alto.spec import Task
 
-__all__ = ["TaskData", "count_training_rows", "load_task_data"]
+__all__ = ["TaskData", "TaskRows", "read_task_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,30 +35,33 @@ class TaskData:
         }
 
 
-def load_task_data(task: Task, tokenizer: Any) -> TaskData:
-    """Read what ``task`` names and tokenise it with the base model's tokenizer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRows:
+    """Training and validation rows as they were read; no tokenizer, so no base model, is needed for them."""
 
-    Raises:
-        DataError: See :func:`read_conversations`, :func:`split_rows`, :func:`encode_dataset`.
-    """
-    training, validation = _split(task)
-    return TaskData(
-        train=encode_dataset(training, tokenizer, task.max_length, "training"),
-        validation=encode_dataset(validation, tokenizer, task.max_length, "validation"),
-    )
+    train: list[Conversation]
+    validation: list[Conversation]
+
+    def encode(self, tokenizer: Any, max_length: int) -> TaskData:
+        """Tokenise both splits, cutting rows at ``max_length`` tokens.
+
+        Raises:
+            DataError: See :func:`encode_dataset`.
+        """
+        return TaskData(
+            train=encode_dataset(self.train, tokenizer, max_length, "training"),
+            validation=encode_dataset(self.validation, tokenizer, max_length, "validation"),
+        )
 
 
-def count_training_rows(task: Task) -> int:
-    """Rows that ``task`` would train on, before any is left out for having no trained token.
+def read_task_rows(task: Task) -> TaskRows:
+    """Read and split what ``task`` names.
 
     Raises:
         DataError: See :func:`read_conversations`, :func:`split_rows`.
     """
-    return len(_split(task)[0])
-
-
-def _split(task: Task) -> tuple[list[Conversation], list[Conversation]]:
     rows = sample_rows(read_conversations(task.dataset), task.max_samples, task.data_seed)
     if task.validation_dataset is not None:
-        return rows, read_conversations(task.validation_dataset)
-    return split_rows(rows, task.validation_split, task.data_seed)
+        return TaskRows(train=rows, validation=read_conversations(task.validation_dataset))
+    train, validation = split_rows(rows, task.validation_split, task.data_seed)
+    return TaskRows(train=train, validation=validation)
