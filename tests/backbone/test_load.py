@@ -14,12 +14,8 @@ from alto.backbone.load import SHIPPED_MODELS
 from alto.errors import AltoError, ModelError, ModelNotFoundError
 
 ASSET = Path(resolve_model("alto-tiny"))
-needs_alto_tiny = pytest.mark.skipif(
-    not (ASSET / "model.safetensors").is_file(), reason=f"the shipped model's weights are not at {ASSET}"
-)
 
 
-@needs_alto_tiny
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_a_shipped_model_loads_frozen_in_float32(name: str) -> None:
     backbone = load_backbone(name)
@@ -32,12 +28,10 @@ def test_a_shipped_model_loads_frozen_in_float32(name: str) -> None:
     assert hidden.shape == (len(ids), backbone.model.config.hidden_size)
 
 
-@needs_alto_tiny
 def test_the_dtype_is_what_was_asked_for() -> None:
     assert load_backbone("alto-tiny", dtype="bfloat16").dtype == torch.bfloat16
 
 
-@needs_alto_tiny
 def test_a_folder_is_loaded_whatever_the_working_directory(
     tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +81,6 @@ def test_a_folder_with_another_config_is_not_a_model(tmp_path: Path, config: str
         load_backbone(str(tmp_path))
 
 
-@needs_alto_tiny
 @pytest.mark.parametrize("content", [b"", b"\x10\x00\x00\x00\x00\x00\x00\x00broken"], ids=["empty", "garbage"])
 def test_broken_weights_are_a_named_error(tmp_path: Path, content: bytes) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -97,7 +90,6 @@ def test_broken_weights_are_a_named_error(tmp_path: Path, content: bytes) -> Non
         load_backbone(str(tmp_path))
 
 
-@needs_alto_tiny
 def test_a_model_without_weights_is_a_named_error(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((ASSET / name).read_bytes())
