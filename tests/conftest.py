@@ -28,6 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+pytest_plugins = ["journals"]  # journals written by hand
+
 VOCABULARY = 97
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

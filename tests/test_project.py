@@ -32,8 +32,8 @@ OPEN_DOORS = {
     "engine": (
         *("early_exit", "scheduler", "kernels", "lora", "data", "backbone", "objectives", "executor", "export"),
     ),
-    "cli": ("engine", "spec"),
-    "export": ("errors", "records", "spec"),
+    "cli": ("engine", "spec", "runs", "export"),
+    "export": ("errors", "records", "spec", "runs"),
 }
 
 BREACHES = [
@@ -50,6 +50,8 @@ BREACHES = [
     ("steps", "kernels", "import alto.lora"),
     ("steps", "early_exit", "import alto.scheduler"),
     ("steps", "cli", "from alto import early_exit"),
+    ("runs", "data", "import alto.runs"),
+    ("pure", "runs", "import torch"),
     ("ends", "export", "import alto.executor"),
     ("ends", "executor", "import alto.export"),
     ("engine", "executor", "import alto.engine"),

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from alto.backbone import Backbone, resolve_model
 from alto.data import TaskData, read_task_rows
-from alto.executor import Executor, Journal, Observer, RunDir, plan_jobs
+from alto.executor import Executor, plan_jobs
 from alto.records import TaskResult
+from alto.runs import Journal, Observer, RunDir
 from alto.spec import Task
 
 NUM_ROWS = 24

@@ -10,9 +10,10 @@ import torch
 from alto.backbone import load_backbone
 from alto.data import read_task_rows
 from alto.errors import SpecError, UnsupportedError
-from alto.executor import Executor, Journal, Observer, RunDir, plan_jobs
+from alto.executor import Executor, plan_jobs
 from alto.export import export_best, write_report
 from alto.records import Schedule, TaskResult
+from alto.runs import Journal, Observer, RunDir
 from alto.scheduler import TaskDemand, schedule_tasks
 from alto.spec import EarlyExit, Task
 

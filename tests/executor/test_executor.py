@@ -16,9 +16,10 @@ from alto.data import DataOrder
 from alto.early_exit import Recording, audit, policy_from, replay, rung_step
 from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
-from alto.executor import JobRun, RunDir, Trainer, plan_jobs
+from alto.executor import JobRun, Trainer, plan_jobs
 from alto.lora import OptimizerState, read_adapter
 from alto.records import ExitReason, Rung, TaskResult
+from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
 
 NUM_TRAIN = 24

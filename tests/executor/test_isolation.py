@@ -22,11 +22,11 @@ from transformers import (
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, TaskData
-from alto.executor import Executor, JobRun, Journal, RunDir, Trainer, plan_jobs
-from alto.export.history import read_history
+from alto.executor import Executor, JobRun, Trainer, plan_jobs
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
 from alto.lora import AdapterWeights, linear_modules, read_adapter
+from alto.runs import Journal, RunDir, read_history
 from alto.spec import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.export.figures import choose_view, loss_figure, occupancy_figure
-from alto.export.history import RunHistory
 from alto.export.tables import job_table
+from alto.runs import RunHistory
 
 SANE = {f"job-{index}": [3.0, 2.5 + 0.01 * index, 2.0 + 0.02 * index] for index in range(10)}
 

@@ -9,9 +9,9 @@ from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.nonfinite import judge_step_loss
 from alto.early_exit.underperformance import select
 from alto.early_exit.upturn import OverfittingUpturn
-from alto.export.history import JobHistory, RunHistory, Stage
 from alto.export.tables import exit_totals, explain_exit, job_table
 from alto.records import LossPoint, Rung, Standing
+from alto.runs import JobHistory, RunHistory, Stage
 
 
 def exited(reason, evidence, **fields) -> JobHistory:

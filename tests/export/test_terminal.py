@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from alto.export.history import RunHistory
 from alto.export.terminal import LiveView, final_summary
+from alto.runs import RunHistory
 
 NOW = 1_763_635_060.0
 

@@ -2,8 +2,6 @@
 
 from alto.executor.executor import Executor
 from alto.executor.job_run import JobRun, plan_jobs
-from alto.executor.journal import Journal, Observer
-from alto.executor.run_dir import RunDir
 from alto.executor.trainer import Trainer
 
-__all__ = ["Executor", "JobRun", "Journal", "Observer", "RunDir", "Trainer", "plan_jobs"]
+__all__ = ["Executor", "JobRun", "Trainer", "plan_jobs"]

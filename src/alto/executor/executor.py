@@ -15,11 +15,10 @@ from alto.early_exit import Race, policy_from
 from alto.errors import NoResultError
 from alto.executor.checkpoint import read_state, replace_folder, write_state
 from alto.executor.job_run import JobRun
-from alto.executor.journal import Journal
-from alto.executor.run_dir import RunDir
 from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, linear_modules, write_adapter
 from alto.records import ExitDecision, JobResult, TaskResult
+from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, plan_residents
 from alto.spec import Task
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.export.history import JobHistory, RunHistory
 from alto.export.tables import JobRow
 from alto.export.wording import format_count, format_loss, format_share
 from alto.records import LossPoint
+from alto.runs import JobHistory, RunHistory
 
 __all__ = ["LossFigure", "View", "choose_view", "loss_figure", "occupancy_figure"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from alto.export.history import JobHistory, RunHistory
 from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
@@ -23,6 +22,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import ExitReason
+from alto.runs import JobHistory, RunHistory
 
 __all__ = ["PlainView"]
 

@@ -14,7 +14,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from alto.export.figures import LossFigure, loss_figure, occupancy_figure
-from alto.export.history import RunHistory, Stage, read_history
 from alto.export.tables import exit_totals, job_table
 from alto.export.wording import (
     clean,
@@ -27,6 +26,7 @@ from alto.export.wording import (
     tidy_config,
     varying_keys,
 )
+from alto.runs import RunHistory, Stage, read_history
 
 __all__ = ["write_report"]
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alto.export.history import JobHistory, RunHistory, Stage
 from alto.export.wording import (
     clean,
     describe_config,
@@ -22,6 +21,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import ExitReason
+from alto.runs import JobHistory, RunHistory, Stage
 
 __all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table"]
 

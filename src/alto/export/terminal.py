@@ -20,10 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.history import RunHistory
 from alto.export.plain import PlainView
 from alto.export.tables import JobRow, JobTable, exit_totals, job_table
 from alto.export.wording import clean, format_count, format_duration, format_loss, format_share
+from alto.runs import RunHistory
 
 __all__ = ["LiveView", "PlainView", "final_summary"]
 

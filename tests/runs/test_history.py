@@ -6,7 +6,7 @@ import math
 import pytest
 
 from alto.errors import RunError, RunNotFoundError
-from alto.export.history import RunHistory, Stage, read_events, read_history
+from alto.runs import RunHistory, Stage, read_events, read_history
 from alto.records import Rung
 
 

@@ -6,7 +6,6 @@ both always tell the same story. Events and fields that this version does not kn
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.errors import RunError, RunNotFoundError
 from alto.records import LossPoint, Rung
+from alto.runs.journal import read_events
+from alto.runs.run_dir import RunDir
 
-__all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_events", "read_history"]
-
-JOURNAL_NAME = "journal.jsonl"
+__all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
 
 
 class Stage(StrEnum):
@@ -350,49 +348,9 @@ class RunHistory:
         job.slot, job.stage = None, stage
 
 
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """Read the events of a journal, oldest first.
-
-    A last line that is not whole is what an interrupted write leaves behind; it is dropped.
-
-    Raises:
-        RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunNotFoundError(
-            f"Expected the journal of a run at {path}, but there is no such file. "
-            f"Give the folder of a run, for example runs/<name>-<id>; it must hold {JOURNAL_NAME}."
-        ) from None
-    events: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        event = _parse(line)
-        if event is not None:
-            events.append(event)
-        elif number < len(lines):
-            raise RunError(
-                f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
-                "Only the last line may be incomplete; remove or repair that line."
-            )
-    return events
-
-
 def read_history(run_dir: str | Path) -> RunHistory:
-    """The history of the run in ``run_dir``; raises as :func:`read_events` does."""
-    return RunHistory.of(read_events(Path(run_dir) / JOURNAL_NAME))
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
+    """The history of the run in ``run_dir``; raises as :func:`alto.runs.read_events` does."""
+    return RunHistory.of(read_events(RunDir(Path(run_dir)).journal_file))
 
 
 def _number(value: Any) -> float:

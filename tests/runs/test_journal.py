@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from alto.executor import Journal
+from alto.runs import Journal
 
 
 def strict(line: str) -> dict[str, Any]:

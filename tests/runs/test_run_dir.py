@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from alto.errors import RunError, RunExistsError
-from alto.executor import RunDir
+from alto.runs import RunDir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
@@ -35,13 +35,13 @@ def test_root_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.executor.run_dir.time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr("alto.runs.run_dir.time.strftime", lambda _: "20260101-000000")
     names = [RunDir.create(tmp_path, TASK).root.name for _ in range(3)]
     assert names == ["sums-20260101-000000", "sums-20260101-000000-1", "sums-20260101-000000-2"]
 
 
 def test_no_free_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.executor.run_dir.time.strftime", lambda _: "now")
+    monkeypatch.setattr("alto.runs.run_dir.time.strftime", lambda _: "now")
     for attempt in range(1000):
         os.mkdir(tmp_path / ("sums-now" if attempt == 0 else f"sums-now-{attempt}"))
     with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; clear"):

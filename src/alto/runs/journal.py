@@ -9,9 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Journal", "Observer"]
+from alto.errors import RunError, RunNotFoundError
 
-Observer = Callable[[Mapping[str, Any]], None]
+__all__ = ["Event", "Journal", "Observer", "read_events"]
+
+Event = Mapping[str, Any]
+
+Observer = Callable[[Event], None]
 """Is shown every event after it has been written."""
 
 
@@ -40,6 +44,46 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """Read the events of a journal, oldest first.
+
+    A last line that is not whole is what an interrupted write leaves behind; it is dropped.
+
+    Raises:
+        RunNotFoundError: There is no such file.
+        RunError: A line before the last one is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunNotFoundError(
+            f"Expected the journal of a run at {path}, but there is no such file. "
+            f"Give the folder of a run, for example runs/<name>-<id>; it must hold journal.jsonl."
+        ) from None
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            raise RunError(
+                f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
+                "Only the last line may be incomplete; remove or repair that line."
+            )
+    return events
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _strict(value: Any) -> Any:

@@ -1,0 +1,8 @@
+"""The command line: reads arguments and files, shows what happens, says what went wrong in one message.
+
+Each module holds the commands of one subject; torch is imported by the commands that train, not by those that read.
+"""
+
+from alto.cli.app import app, main
+
+__all__ = ["app", "main"]

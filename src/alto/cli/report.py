@@ -1,0 +1,25 @@
+"""``alto report``: the outcome of a run, on the terminal and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["report"]
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+) -> None:
+    """Show the jobs of RUN and write its report.html anew."""
+    from alto.export import final_summary, write_report
+    from alto.runs import read_history
+
+    history = read_history(run)
+    path = write_report(run)
+    console = Console()
+    console.print(final_summary(history, run, max_rows=None))
+    console.print(f"report:  {path}", soft_wrap=True, highlight=False, markup=False)
