@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from alto.backbone.backbone import Backbone
 from alto.errors import ModelError, ModelNotFoundError
 
-__all__ = ["SHIPPED_MODELS", "load_backbone", "resolve_model"]
+__all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
 
 SHIPPED_MODELS = ("alto-tiny",)
 
@@ -46,13 +46,35 @@ def load_backbone(
         ModelError: What is there is not a causal LM with a tokenizer.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
     """
-    path = resolve_model(model)
+    tokenizer = load_tokenizer(model)
+    network = load_network(model, dtype=dtype, device=device)
+    return Backbone(network, tokenizer, resolve_model(model), gradient_checkpointing=gradient_checkpointing)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of ``model``; no weights are read. Raises as :func:`load_backbone` does."""
+    with _loading(model) as path:
+        return AutoTokenizer.from_pretrained(path)
+
+
+def load_network(model: str, *, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
     device = torch.device(device)
     wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
+    with _loading(model) as path:
+        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
+    network.to(device)
+    loaded: PreTrainedModel = network
+    return loaded
+
+
+@contextlib.contextmanager
+def _loading(model: str) -> Iterator[str]:
+    """What ``from_pretrained`` takes for ``model``; its errors are said in ALTO's words."""
+    path = resolve_model(model)
     try:
         with _no_progress_bar() if Path(path).is_dir() else contextlib.nullcontext():
-            tokenizer = AutoTokenizer.from_pretrained(path)
-            network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
+            yield path
     except OSError as error:
         raise ModelNotFoundError(
             f"model: expected one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, found {model!r}, "
@@ -62,8 +84,6 @@ def load_backbone(
         raise ModelError(
             f"model: expected a causal language model with a tokenizer, found {model!r} ({_first_line(error)})"
         ) from error
-    network.to(device)
-    return Backbone(network, tokenizer, path, gradient_checkpointing=gradient_checkpointing)
 
 
 @contextlib.contextmanager
