@@ -14,7 +14,7 @@ from alto.backbone import Backbone, resolve_model
 from alto.data import TaskData, read_task_rows
 from alto.executor import Executor, plan_jobs
 from alto.records import TaskResult
-from alto.runs import Journal, Observer, RunDir
+from alto.runs import Journal, Observer, RunDir, read_history, task_result
 from alto.spec import Task
 
 NUM_ROWS = 24
@@ -83,7 +83,8 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
     """Train ``task`` on the random Llama."""
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:
-        return Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+    return task_result(read_history(run_dir.root), run_dir)
 
 
 def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:

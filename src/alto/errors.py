@@ -15,7 +15,11 @@
     │   └── TargetModuleError               a target or rank that does not fit the model
     ├── RunError (RuntimeError)             a run on disk is not what it should be
     │   ├── RunExistsError (FileExistsError)
-    │   └── RunNotFoundError (FileNotFoundError)
+    │   ├── RunNotFoundError (FileNotFoundError)
+    │   ├── RunBusyError (BlockingIOError)  another process works on it
+    │   ├── RunWriteError (OSError)         its disk is full, read-only or broken
+    │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
+    ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
@@ -32,15 +36,19 @@ __all__ = [
     "DataError",
     "DataFileNotFoundError",
     "DataFormatError",
+    "JobCommandError",
     "ModelError",
     "ModelNotFoundError",
     "NoResultError",
+    "RunBusyError",
     "RunError",
     "RunExistsError",
     "RunNotFoundError",
+    "RunWriteError",
     "ShapeError",
     "SpecError",
     "TargetModuleError",
+    "TaskInterruptedError",
     "UnknownKeyError",
     "UnsupportedError",
     "UnsupportedModelError",
@@ -101,6 +109,22 @@ class RunExistsError(RunError, FileExistsError):
 
 class RunNotFoundError(RunError, FileNotFoundError):
     """There is no run where one was expected."""
+
+
+class RunBusyError(RunError, BlockingIOError):
+    """Another process works on the run."""
+
+
+class RunWriteError(RunError, OSError):
+    """The run's disk cannot be written: full, read-only or broken. What was committed before is whole."""
+
+
+class JobCommandError(RunError, ValueError):
+    """A job cannot do what was asked of it."""
+
+
+class TaskInterruptedError(AltoError, RuntimeError):
+    """A task was asked to stop and did; the run can be resumed."""
 
 
 class NoResultError(AltoError, RuntimeError):

@@ -111,3 +111,35 @@ def test_impossible_journals_are_refused(recording) -> None:
     without_losses = [events[0], *events[2:]]
     with pytest.raises(RunError, match=r"Journal, event 2 \(eval\): Early exit: expected an evaluation"):
         race_of(without_losses)
+
+
+def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
+    """Two jobs; one is stopped and reopened, one is a clone that joins before the only rung."""
+    entry = {"config": {}, "total_steps": 4, "samples_budgeted": 8}
+    early_exit = EarlyExit(rungs=((0.5, 0.5),), detect_divergence=False, detect_overfitting=False).resolved()
+    events: list[dict] = []
+
+    def write(event: str, **fields: object) -> None:
+        events.append({"seq": len(events), "event": event, **fields})
+
+    def train(job: str, first: int, last: int, validation: float) -> None:
+        write("train", job=job, first_step=first, losses=[1.0] * (last - first + 1))
+        write("eval", job=job, step=last, validation_loss=validation)
+
+    jobs = [{"job": "a", **entry}, {"job": "b", **entry}]
+    write("task_started", task="t", num_train=8, num_validation=1, early_exit=early_exit.model_dump(), jobs=jobs)
+    train("a", 1, 2, 1.0)
+    write("job_exited", job="b", step=0, reason="stopped")
+    write("job_added", job="c", origin="a", **entry)
+    write("job_reopened", job="b", step=0)
+    train("b", 1, 2, 3.0)
+    train("c", 1, 2, 2.0)
+    write("warmup_ended", rung=0, kept=["a", "c"])
+    write("job_exited", job="b", step=2, reason="underperforming")
+    assert audit(events) == ()
+    race = race_of(events)
+    assert race.training == ("a", "c")
+    assert exits_of(events) == {"b": (ExitReason.UNDERPERFORMING, 2)}
+    without_clone = [event for event in events if event.get("job") != "c"]
+    assert exits_of(without_clone) == {"b": (ExitReason.UNDERPERFORMING, 2)}
+    assert audit(without_clone) == ()

@@ -181,3 +181,55 @@ def test_what_cannot_have_happened_is_refused(case, misuse, message) -> None:
     race.observe_losses("b", 1, [math.nan])
     with pytest.raises(RunError, match=message):
         misuse(race)
+
+
+def test_a_job_added_later_takes_part_in_the_rungs_that_are_left() -> None:
+    race = race_of({"a": 10, "b": 10})
+    train_to(race, "a", 1, 1.0)
+    train_to(race, "b", 1, 2.0)
+    race.select()
+    race.add("c", 20)
+    assert race.training == ("a", "c")
+    assert (race.next_stop("a"), race.next_stop("c")) == (5, 10)
+    train_to(race, "a", 5, 0.9)
+    assert not race.rung_ready()
+    train_to(race, "c", 10, 0.8)
+    assert race.select().kept == ("c",)
+    with pytest.raises(RunError, match="found that c is there already"):
+        race.add("c", 20)
+
+
+def test_a_reopened_job_trains_on_and_competes_again() -> None:
+    race = race_of({"a": 10, "b": 10})
+    train_to(race, "a", 1, 1.0)
+    train_to(race, "b", 1, 2.0)
+    race.select()
+    race.reopen("b")
+    assert race.decision_on("b") is None
+    train_to(race, "a", 5, 0.9)
+    assert not race.rung_ready()
+    train_to(race, "b", 5, 0.7)
+    assert race.select().kept == ("b",)
+    assert exits(race) == {"a": ("underperforming", 5)}
+
+
+def test_a_reopened_job_is_judged_by_what_it_does_from_then_on() -> None:
+    policy = policy_from(EarlyExit(policy="paper", select=False, overfitting_patience=2))
+    race = race_of({"a": 10}, policy)
+    train_to(race, "a", 1, 2.0)
+    assert train_to(race, "a", 2, 2.0) is not None
+    race.reopen("a")
+    assert train_to(race, "a", 3, 2.0) is None
+    assert train_to(race, "a", 4, 2.0) is not None
+
+
+def test_what_cannot_be_reopened() -> None:
+    race = race_of({"a": 10, "b": 2}, Policy())
+    with pytest.raises(RunError, match="a to have been ended early, found that it has not"):
+        race.reopen("a")
+    train_to(race, "b", 2, 1.0)
+    with pytest.raises(RunError, match="b to have been ended early, found that it has not"):
+        race.reopen("b")
+    race.observe_losses("a", 1, [math.nan])
+    with pytest.raises(RunError, match="a to have finite losses"):
+        race.reopen("a")

@@ -1,14 +1,18 @@
-"""A job's state on disk: what comes back is what went in, and no half-written folder is ever in place."""
+"""States on disk: what comes back is what went in, and whatever breaks, a committed state is still there whole."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from alto.executor.checkpoint import read_state, replace_folder, write_state
+from alto.errors import RunWriteError
+from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.lora import AdapterWeights, OptimizerState, TargetModule, write_adapter
+from alto.runs import RunDir
 from alto.spec import JobConfig
 
 MODULES = (
@@ -28,7 +32,25 @@ def adapter(seed: int) -> AdapterWeights:
     }
 
 
-def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> StateStore:
+    return StateStore(RunDir(tmp_path))
+
+
+def text(content: str) -> Callable[[Path], None]:
+    """Fills a folder with one file."""
+
+    def fill(folder: Path) -> None:
+        (folder / "weights.txt").write_text(content)
+
+    return fill
+
+
+def content_of(store: StateStore, job: str = "a") -> str:
+    return (store.folder(job, "last") / "weights.txt").read_text()
+
+
+def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
     weights = adapter(1)
     state = OptimizerState(step=17, exp_avg=adapter(2), exp_avg_sq=adapter(3))
 
@@ -36,8 +58,8 @@ def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
         write_adapter(folder, weights, JobConfig(r=3), "base", MODULES)
         write_state(folder, state)
 
-    replace_folder(tmp_path / "last", fill)
-    found_weights, found = read_state(tmp_path / "last")
+    store.save("a", "last", 17, fill)
+    found_weights, found = read_state(store.folder("a", "last"))
     assert found.step == 17
     for expected_pairs, pairs in (
         (weights, found_weights),
@@ -49,24 +71,91 @@ def test_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert all(torch.equal(matrix, other) for matrix, other in zip(pair, pairs[name], strict=True))
 
 
-def test_replacing_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "jobs" / "job-000" / "best"
-    replace_folder(folder, lambda new: (new / "old.txt").write_text("old"))
-    replace_folder(folder, lambda new: (new / "new.txt").write_text("new"))
-    assert [path.name for path in folder.iterdir()] == ["new.txt"]
-    assert [path.name for path in folder.parent.iterdir()] == ["best"]
+def test_what_was_not_committed_is_undone(store: StateStore) -> None:
+    store.save("a", "last", 1, text("one"))
+    store.commit()
+    for step in (2, 3):
+        store.save("a", "last", step, text(f"step {step}"))
+    store.save("b", "last", 3, text("new"))
+    assert content_of(store) == "step 3"
+    assert store.restore({("a", "last"): 1})
+    assert content_of(store) == "one"
+    assert not store.folder("b", "last").exists()
 
 
-def test_a_failure_while_writing_keeps_the_old_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "best"
-    replace_folder(folder, lambda new: (new / "file.txt").write_text("whole"))
+def test_the_checkpoint_before_the_last_can_be_gone_back_to(store: StateStore) -> None:
+    for step in (1, 2):
+        store.save("a", "last", step, text(f"step {step}"))
+        store.commit()
+    (store.folder("a", "last") / "weights.txt").write_text("step Z")
+    assert not store.restore({("a", "last"): 2})
+    assert store.restore({("a", "last"): 1})
+    assert content_of(store) == "step 1"
 
-    def fail(new: Path) -> None:
-        (new / "file.txt").write_text("half")
-        raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
-        replace_folder(folder, fail)
-    assert (folder / "file.txt").read_text() == "whole"
-    replace_folder(folder, lambda new: (new / "file.txt").write_text("again"))
-    assert (folder / "file.txt").read_text() == "again"
+def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore) -> None:
+    store.save("a", "last", 5, text("parked"))
+    for step in (1, 2):
+        store.save("b", "last", step, text(f"step {step}"))
+        store.commit()
+    assert store.restore({("a", "last"): 5, ("b", "last"): 1})
+    assert (content_of(store, "a"), content_of(store, "b")) == ("parked", "step 1")
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "flipped", "missing", "no state.json", "torn state.json", "other step"]
+)
+def test_a_damaged_state_is_told_apart(store: StateStore, damage: str) -> None:
+    store.save("a", "last", 1, text("weights"))
+    store.commit()
+    folder = store.folder("a", "last")
+    match damage:
+        case "truncated":
+            (folder / "weights.txt").write_text("weig")
+        case "flipped":
+            (folder / "weights.txt").write_text("weighty")
+        case "missing":
+            (folder / "weights.txt").unlink()
+        case "no state.json":
+            (folder / "state.json").unlink()
+        case "torn state.json":
+            (folder / "state.json").write_text('{"step": 1')
+        case "other step":
+            assert not store.restore({("a", "last"): 2})
+            return
+    assert not store.restore({("a", "last"): 1})
+
+
+def test_a_process_that_died_between_two_renames_lost_nothing(store: StateStore) -> None:
+    store.save("a", "last", 1, text("one"))
+    store.commit()
+    folder = store.folder("a", "last")
+    folder.rename(folder.with_name("last.previous"))
+    shutil.copytree(folder.with_name("last.previous"), folder.with_name("last.new"))
+    assert store.restore({("a", "last"): 1})
+    assert content_of(store) == "one"
+    assert [path.name for path in folder.parent.iterdir()] == ["last"]
+
+
+def test_going_back_twice_is_going_back_once(store: StateStore) -> None:
+    store.save("a", "last", 1, text("one"))
+    store.commit()
+    store.save("a", "last", 2, text("two"))
+    assert store.restore({("a", "last"): 1})
+    assert store.restore({("a", "last"): 1})
+    assert content_of(store) == "one"
+
+
+def test_a_failure_while_writing_keeps_the_state_and_says_how_to_go_on(store: StateStore, tmp_path: Path) -> None:
+    store.save("a", "last", 1, text("whole"))
+
+    def fail(folder: Path) -> None:
+        (folder / "weights.txt").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunWriteError, match=rf"No space left on device; .* alto resume {tmp_path}"):
+        store.save("a", "last", 2, fail)
+    assert content_of(store) == "whole"
+    assert [path.name for path in store.folder("a", "last").parent.iterdir()] == ["last"]
+    store.save("a", "last", 2, text("again"))
+    assert content_of(store) == "again"

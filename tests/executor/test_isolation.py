@@ -5,10 +5,12 @@ The oracle is Hugging Face PEFT with torch's AdamW on the unmodified model (``te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from oracle import SoloJob, StepFacts, flat, relative_distance
 from transformers import (
     GemmaConfig,
@@ -64,6 +66,23 @@ STABLE = [
     {"lr": 5e-4, "r": 8, "batch_size": 5, "target_modules": ["q_proj", "v_proj"], "seed": 7},
     {"lr": 1e-3, "r": 4, "batch_size": 2, "max_grad_norm": 0.05, "warmup_steps": 4, "seed": 8},
 ]
+OPTIONS = [
+    {"lr": 1e-3, "r": 8, "batch_size": 2, "use_rslora": True, "seed": 21},
+    {"lr": 1e-3, "r": 16, "batch_size": 1, "init_lora_weights": "gaussian", "seed": 22},
+    {"lr": 1e-4, "r": 4, "batch_size": 4, "loraplus_lr_ratio": 16.0, "weight_decay": 0.1, "seed": 23},
+    {"lr": 5e-4, "r": 8, "batch_size": 3, "target_modules": r".*[01]\..*(q_proj|k_proj|qkv_proj|fc1)", "seed": 24},
+    {
+        "lr": 2e-4,
+        "r": 16,
+        "batch_size": 2,
+        "use_rslora": True,
+        "init_lora_weights": "gaussian",
+        "loraplus_lr_ratio": 4.0,
+        "max_grad_norm": 0.05,
+        "seed": 25,
+    },
+    {"lr": 5e-4, "r": 16, "batch_size": 5, "seed": 26},
+]
 CHAOTIC = [
     {"lr": 5e-3, "r": 32, "batch_size": 1, "seed": 9},
     {"lr": 1e-2, "r": 64, "batch_size": 2, "seed": 10},
@@ -108,6 +127,9 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "linear",
         "warmup_steps": 0,
+        "use_rslora": False,
+        "init_lora_weights": "default",
+        "loraplus_lr_ratio": 1.0,
     }
     paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
     values = {"model": "unused", "dataset": "unused.jsonl", "num_train_epochs": 2, "max_tokens_per_pass": 300}
@@ -255,6 +277,37 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_jobs_with_different_options_equal_peft_alone_on_every_architecture(
+    tiny_model: Callable[..., PreTrainedModel], architecture: str
+) -> None:
+    def model() -> PreTrainedModel:
+        return tiny_model(architecture, vocab_size=VOCABULARY)
+
+    bank = Bank(model(), make_task(OPTIONS), slots=[4, 1, 0, 5, 2, 3])
+    solos = []
+    for run in bank.runs:
+        solo = SoloJob(model(), DATA.train, run.config)
+        solo.load(bank.trainer.bank.read(run.slot))
+        solos.append(solo)
+    for _ in range(2):
+        states = [(bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)) for run in bank.runs]
+        found = bank.step()
+        for run, solo, state in zip(bank.runs, solos, states, strict=True):
+            solo.load(*state)
+            assert_same_step(found[run.id], solo.train_step())
+
+
+def test_every_job_starts_as_its_own_option_says() -> None:
+    configs = [{"seed": 1, "init_lora_weights": init} for init in ("default", "gaussian")]
+    bank = Bank(make_model("llama"), make_task(configs))
+    for run in bank.runs:
+        weights = bank.trainer.bank.read(run.slot)
+        first = next(iter(weights.values()))[0]
+        is_uniform = bool(first.abs().max() <= first.shape[0] ** -0.5)
+        assert is_uniform == (run.config.init_lora_weights == "default")
+
+
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> None:
     banks = [Bank(make_model("llama"), make_task(STABLE)) for _ in range(2)]
@@ -341,10 +394,18 @@ class TestTheOracleBites:
         with pytest.raises(AssertionError):
             self.compare(bank, 2, 2, first_step=1)
 
-    @pytest.mark.parametrize("fault", ["weight_decay", "max_grad_norm", "learning_rate"])
+    @pytest.mark.parametrize(
+        "fault", ["weight_decay", "max_grad_norm", "learning_rate", "loraplus_lr_ratio", "use_rslora"]
+    )
     def test_a_setting_of_another_job(self, bank: Bank, fault: str) -> None:
         run = bank.runs[2]
-        wrong = {"weight_decay": 0.2, "max_grad_norm": 0.01, "learning_rate": run.config.learning_rate * 1.01}[fault]
+        wrong = {
+            "weight_decay": 0.2,
+            "max_grad_norm": 0.01,
+            "learning_rate": run.config.learning_rate * 1.01,
+            "loraplus_lr_ratio": 1.01,
+            "use_rslora": True,
+        }[fault]
         state = (bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot))
         solo = SoloJob(make_model("llama"), DATA.train, run.config.replace(**{fault: wrong}))
         solo.load(*state)

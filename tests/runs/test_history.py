@@ -24,7 +24,7 @@ def test_fold_tells_every_job(small_run):
 
 def test_fold_tells_the_run(small_run):
     history = RunHistory.of(small_run)
-    assert (history.name, history.num_slots, history.duration_s) == ("maths", 2, 61.5)
+    assert (history.name, history.num_slots, history.duration_s) == ("maths", 2, 24.0)
     assert history.rung_settings == (Rung(progress=0.1, keep=0.5),)
     assert (history.rungs[0].kept, history.rungs[0].dropped) == (("d", "c"), ("b",))
     assert (history.samples_trained, history.samples_saved, history.samples_budgeted) == (1700, 2300, 4000)
@@ -57,23 +57,41 @@ def test_best_ignores_losses_that_are_not_finite(small_run):
     assert RunHistory.of(small_run[: until_exit + 1]).best is None
 
 
-def test_steps_trained_again_replace_the_earlier_ones(small_run):
+def test_a_gap_in_the_losses_is_not_a_number(small_run):
     history = RunHistory.of(small_run[:3])
-    history.apply({"event": "train", "time": 1.0, "job": "a", "first_step": 1, "losses": [5.0, 4.0, 3.0]})
-    history.apply({"event": "train", "time": 2.0, "job": "a", "first_step": 2, "losses": [4.5]})
-    assert history.jobs["a"].train_losses == [5.0, 4.5]
+    history.apply({"event": "train", "time": 1.0, "job": "a", "first_step": 1, "losses": [5.0, 4.0]})
     history.apply({"event": "train", "time": 3.0, "job": "a", "first_step": 4, "losses": [2.0]})
     assert math.isnan(history.jobs["a"].train_losses[2])
     assert history.jobs["a"].train_losses[3] == 2.0
 
 
-def test_second_start_ends_the_stays_that_were_cut_off(small_run):
+def test_a_resumed_run_ends_the_stays_that_were_cut_off(small_run):
     history = RunHistory.of(small_run[:4])
-    last_seen = history.last_seen_at
-    history.apply({**small_run[0], "time": last_seen + 3600})
+    last_seen, worked_s = history.last_seen_at, history.duration_s
+    history.apply({"event": "task_resumed", "time": last_seen + 3600})
     assert [stay.end for stay in history.occupancy] == [last_seen, last_seen]
     assert [job.stage for job in history.jobs.values()][:2] == [Stage.PARKED, Stage.PENDING]
     assert len(history.jobs["a"].train_losses) == 10
+    assert history.interruptions == [(last_seen, last_seen + 3600)]
+    assert history.duration_s == worked_s
+
+
+def test_a_reopened_job_is_open_again(small_run):
+    history = RunHistory.of(small_run[:6])
+    assert history.jobs["a"].has_ended
+    history.apply({"event": "job_reopened", "time": history.last_seen_at + 1, "job": "a", "step": 10})
+    assert not history.jobs["a"].has_ended
+    assert history.jobs["a"].exit_reason is None
+    assert history.jobs["a"].samples_saved == 0
+
+
+def test_a_clone_counts_from_when_it_came(small_run):
+    history = RunHistory.of(small_run[:6])
+    budgeted = history.samples_budgeted
+    clone = {"job": "e", "origin": "d", "config": {"r": 2}, "total_steps": 50, "samples_budgeted": 500}
+    history.apply({"event": "job_added", "time": history.last_seen_at + 1, **clone})
+    assert (history.jobs["e"].origin, history.jobs["e"].total_steps) == ("d", 50)
+    assert history.samples_budgeted == budgeted + 500
 
 
 def test_torn_last_line_is_dropped(small_run, write_run):

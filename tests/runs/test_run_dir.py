@@ -19,7 +19,7 @@ def test_holds_the_resolved_task(tmp_path: Path) -> None:
     assert run.root.parent == tmp_path / "new" / "runs"
     assert run.root.name.startswith("sums-")
     assert load_task(run.task_file) == TASK
-    assert [path.name for path in run.root.iterdir()] == ["task.yaml"]
+    assert {path.name for path in run.root.iterdir()} == {"task.yaml", "journal.jsonl"}
 
 
 def test_names_of_its_files(tmp_path: Path) -> None:

@@ -82,3 +82,7 @@ def _feed(race: Race, event: Event) -> None:
             reason = ExitReason(event["reason"])
             if reason in EXITS_FROM_OUTSIDE:
                 race.end(ExitDecision(job=event["job"], step=event["step"], reason=reason))
+        case "job_added":
+            race.add(event["job"], event["total_steps"])
+        case "job_reopened":
+            race.reopen(event["job"])

@@ -39,10 +39,12 @@ def task_started(events: Sequence[Event]) -> Event:
 
 
 def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
-    """The loss curves of all jobs; a step told twice (trained again after a resume) counts as it was told last."""
+    """The loss curves of all jobs."""
     curves = {entry["job"]: Curves() for entry in task_started(events)["jobs"]}
     for event in events:
-        if event["event"] == "train":
+        if event["event"] == "job_added":
+            curves[event["job"]] = Curves()
+        elif event["event"] == "train":
             losses = map(loss_of, event["losses"])
             curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
         elif event["event"] == "eval":
@@ -51,9 +53,14 @@ def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
 
 
 def exits_of(events: Iterable[Event]) -> dict[str, tuple[ExitReason, int]]:
-    """Reason and step of every job that the journal says ended early, by job id."""
-    exits = (event for event in events if event["event"] == "job_exited")
-    return {event["job"]: (ExitReason(event["reason"]), event["step"]) for event in exits}
+    """Reason and step of every job that the journal says ended early and was not reopened, by job id."""
+    exits: dict[str, tuple[ExitReason, int]] = {}
+    for event in events:
+        if event["event"] == "job_exited":
+            exits[event["job"]] = (ExitReason(event["reason"]), event["step"])
+        elif event["event"] == "job_reopened":
+            exits.pop(event["job"], None)
+    return exits
 
 
 def loss_of(value: float | str | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class _Runner:
     decision: ExitDecision | None = None
     finished: bool = False
     competes: bool = True
+    judged_from: int = 0
 
     @property
     def trains(self) -> bool:
@@ -68,6 +70,7 @@ class Race:
 
     def __init__(self, policy: Policy, *, ema_alpha: float, total_steps: Mapping[str, int]) -> None:
         self.policy = policy
+        self._ema_alpha = ema_alpha
         self._runners = {job: _Runner(steps, Ema(ema_alpha)) for job, steps in total_steps.items()}
         self._rungs_held = 0
 
@@ -112,7 +115,7 @@ class Race:
             if step == runner.total_steps:
                 runner.finished = True
                 return None
-            verdict = self.policy.judge(runner.history)
+            verdict = self.policy.judge(runner.history[runner.judged_from :])
         if verdict is not None:
             self.end(verdict)
         return verdict
@@ -123,6 +126,25 @@ class Race:
         _require(runner.trains, f"{decision.job} to train, found that it has ended")
         runner.decision = decision
         runner.competes = decision.reason is ExitReason.OVERFITTING
+
+    def add(self, job: str, total_steps: int) -> None:
+        """Let another job in, before its first step; it takes part in every rung that is still to be held."""
+        _require(job not in self._runners, f"a new job, found that {job} is there already")
+        self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha))
+
+    def reopen(self, job: str) -> None:
+        """Let a job that was ended train on: in every rung still to be held, and judged by what it does from now on."""
+        runner = self._runners[job]
+        verdict = runner.decision
+        _require(verdict is not None, f"{job} to have been ended early, found that it has not")
+        assert verdict is not None
+        _require(
+            all(map(math.isfinite, verdict.evidence.values())),
+            f"{job} to have finite losses, found that it ended with one that is not, so there is nothing to go on from",
+        )
+        runner.decision = None
+        runner.competes = True
+        runner.judged_from = len(runner.history)
 
     @property
     def jobs(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from alto.executor.executor import Executor
 from alto.executor.job_run import JobRun, plan_jobs
+from alto.executor.recovery import Past, recover
 from alto.executor.trainer import Trainer
 
-__all__ = ["Executor", "JobRun", "Trainer", "plan_jobs"]
+__all__ = ["Executor", "JobRun", "Past", "Trainer", "plan_jobs", "recover"]

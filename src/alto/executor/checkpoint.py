@@ -1,35 +1,111 @@
-"""A job's adapter and optimizer state on disk.
+"""States of jobs on disk, of which a committed set survives whatever happens to the process.
 
-An adapter folder is PEFT's own format; ``last/`` adds ``optimizer.safetensors`` (AdamW moments, named as the adapter's
-matrices) and ``state.json``.
+A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer
+state at its last save. A state is a folder in PEFT's own format; ``last`` adds ``optimizer.safetensors`` (AdamW
+moments, named as the adapter's matrices). ``state.json``, written last, holds the step and the other files' digests.
+
+A checkpoint of the run refers to one state of every job by its step. Saving never touches a state that the last
+committed checkpoint refers to: that one moves aside to ``<kind>.previous`` and is deleted after the next commit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal, TypeAlias
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
+from alto.runs import RunDir, sync_folder, writing
 
-__all__ = ["read_state", "replace_folder", "write_state"]
+__all__ = ["Kind", "StateStore", "read_state", "write_state"]
+
+Kind: TypeAlias = Literal["best", "last"]
+KINDS: tuple[Kind, ...] = ("best", "last")
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "state.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a new folder beside ``folder``, then put it in its place, so that no half-written folder is ever seen."""
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    fill(fresh)
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+class StateStore:
+    """The states of all jobs of one run; one process at a time may use it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._uncommitted: set[Path] = set()
+
+    def save(self, job: str, kind: Kind, step: int, fill: Callable[[Path], None]) -> None:
+        """Put a state where :meth:`folder` says, whole or not at all; it counts from the next :meth:`commit` on.
+
+        Args:
+            fill: Writes the state's files into an empty folder.
+
+        Raises:
+            RunWriteError: The disk is full or cannot be written.
+        """
+        folder = self.folder(job, kind)
+        fresh, previous = _beside(folder, "new"), _beside(folder, "previous")
+        with _saving(self._run.root, folder):
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            try:
+                fill(fresh)
+                _seal(fresh, step)
+            except BaseException:
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
+            if folder in self._uncommitted:
+                shutil.rmtree(folder)
+            elif folder.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                folder.rename(previous)
+            self._uncommitted.add(folder)
+            fresh.rename(folder)
+            sync_folder(folder.parent)
+
+    def commit(self) -> None:
+        """From now on what was saved is what counts."""
+        self._uncommitted.clear()
+
+    def folder(self, job: str, kind: Kind) -> Path:
+        """Where a state lies."""
+        return self._run.job(job, kind)
+
+    def restore(self, steps: Mapping[tuple[str, Kind], int]) -> bool:
+        """Go back to the checkpoint that refers to ``steps``; states saved since are deleted.
+
+        Returns:
+            False, with nothing changed, if one of its states is not there whole.
+        """
+        found = {key: self._find(*key, step) for key, step in steps.items()}
+        if None in found.values():
+            return False
+        with _saving(self._run.root, self._run.root / "jobs"):
+            for (job, kind), state in found.items():
+                folder = self.folder(job, kind)
+                if state is not None and state != folder:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    state.rename(folder)
+            for job_folder in (self._run.root / "jobs").glob("*"):
+                for kind in KINDS:
+                    shutil.rmtree(job_folder / f"{kind}.new", ignore_errors=True)
+                    if (job_folder.name, kind) not in steps:
+                        shutil.rmtree(job_folder / kind, ignore_errors=True)
+        self._uncommitted.clear()
+        return True
+
+    def _find(self, job: str, kind: Kind, step: int) -> Path | None:
+        folder = self.folder(job, kind)
+        candidates = (folder, _beside(folder, "previous"))
+        return next((candidate for candidate in candidates if _is_intact(candidate, step)), None)
 
 
 def write_state(folder: Path, optimizer: OptimizerState) -> None:
@@ -41,16 +117,57 @@ def write_state(folder: Path, optimizer: OptimizerState) -> None:
         for matrix, tensor in zip("AB", pair, strict=True)
     }
     save_file(tensors, folder / _OPTIMIZER_FILE)
-    (folder / _STATE_FILE).write_text(json.dumps({"step": optimizer.step}) + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> tuple[AdapterWeights, OptimizerState]:
-    """What was written into a ``last/`` folder."""
+    """What was saved into a ``last/`` folder."""
     weights = read_adapter(folder)
     tensors = load_file(folder / _OPTIMIZER_FILE)
     moments = {
         moment: {name: (tensors[f"{moment}.{name}.A"], tensors[f"{moment}.{name}.B"]) for name in weights}
         for moment in _MOMENTS
     }
-    step = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))["step"]
+    step = json.loads((folder / _STATE_FILE).read_text("utf-8"))["step"]
     return weights, OptimizerState(step=step, exp_avg=moments["exp_avg"], exp_avg_sq=moments["exp_avg_sq"])
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Make the files durable and write down what they are."""
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+    with (folder / _STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump({"step": step, "sha256": digests}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _is_intact(folder: Path, step: int) -> bool:
+    """Whether ``folder`` holds the state of ``step``, every byte as it was written."""
+    try:
+        state = json.loads((folder / _STATE_FILE).read_text("utf-8"))
+        if state["step"] != step:
+            return False
+        for name, digest in state["sha256"].items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _saving(run: Path, what: Path) -> Iterator[None]:
+    with writing(run, what):
+        try:
+            yield
+        except SafetensorError as error:  # its writer has errors of its own
+            raise OSError(str(error)) from error
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from transformers import PreTrainedModel
+
 from alto.backbone import Backbone
 from alto.data import DataOrder, TaskData
 from alto.early_exit import evaluation_steps, policy_from
-from alto.lora import AdapterShape, AdapterWeights, find_targets, linear_modules
+from alto.lora import AdapterShape, AdapterWeights, find_targets
 from alto.spec import Job, JobConfig, Task
 
-__all__ = ["JobRun", "plan_jobs"]
+__all__ = ["JobPlanner", "JobRun", "plan_jobs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,10 +24,13 @@ class JobRun:
         order: Which rows each step trains.
         total_steps: Steps if nothing ends it early.
         evaluation_steps: Counts of steps done after which it is evaluated.
+        starts_warm: A clone that begins with the adapter in its ``start`` folder.
         step: Steps done.
         slot: Where it sits; None while it is pending, parked or over.
+        saved_step: Step of its ``last`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
-        unsaved_best: Its best adapter, where that is not on disk yet.
+        saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
+        unsaved_best: Step and weights of its best adapter, where that is not on disk yet.
     """
 
     job: Job
@@ -33,10 +38,13 @@ class JobRun:
     order: DataOrder
     total_steps: int
     evaluation_steps: frozenset[int]
+    starts_warm: bool = False
     step: int = 0
     slot: int | None = None
+    saved_step: int = 0
+    saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)
-    unsaved_best: AdapterWeights | None = None
+    unsaved_best: tuple[int, AdapterWeights] | None = None
 
     @property
     def id(self) -> str:
@@ -52,6 +60,37 @@ class JobRun:
         return self.config.learning_rate_at(self.step, self.total_steps)
 
 
+class JobPlanner:
+    """Turns jobs of one task into runs that have not taken a step.
+
+    Args:
+        model: The base model, with or without injected adapters.
+        num_rows: Rows of the training split.
+    """
+
+    def __init__(self, task: Task, model: PreTrainedModel, num_rows: int) -> None:
+        self._model = model
+        self._num_rows = num_rows
+        self._eval_steps = task.eval_steps
+        self._rungs = policy_from(task.early_exit).rungs
+
+    def plan(self, job: Job) -> JobRun:
+        """The run of ``job``.
+
+        Raises:
+            TargetModuleError: Its targets or rank do not fit the base model.
+        """
+        config, total_steps = job.config, job.config.total_steps(self._num_rows)
+        targets = find_targets(self._model, config.target_modules, config.r)
+        return JobRun(
+            job=job,
+            shape=AdapterShape(rank=config.r, targets=targets),
+            order=DataOrder(self._num_rows, config.per_device_train_batch_size, config.seed),
+            total_steps=total_steps,
+            evaluation_steps=frozenset(evaluation_steps(total_steps, self._eval_steps, self._rungs)),
+        )
+
+
 def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:
     """Every job of ``task`` on this base model and data, before its first step.
 
@@ -60,18 +99,5 @@ def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:
         UnsupportedModelError: A row is too long for this base model to train beside others.
     """
     backbone.check_length(max(data.train.longest, data.validation.longest))
-    modules, num_rows, rungs = linear_modules(backbone.model), len(data.train), policy_from(task.early_exit).rungs
-    runs = []
-    for job in task.jobs:
-        config, total_steps = job.config, job.config.total_steps(num_rows)
-        targets = find_targets(modules, config.target_modules, config.r)
-        runs.append(
-            JobRun(
-                job=job,
-                shape=AdapterShape(rank=config.r, targets=targets),
-                order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
-                total_steps=total_steps,
-                evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
-            )
-        )
-    return runs
+    planner = JobPlanner(task, backbone.model, len(data.train))
+    return [planner.plan(job) for job in task.jobs]

@@ -57,7 +57,13 @@ class Trainer:
     def seat_fresh(self, run: JobRun, slot: int) -> None:
         """Give ``slot`` to a job that has not trained yet."""
         self.bank.occupy(slot, run.shape)
-        self.bank.initialise(slot, run.config.seed)
+        self.bank.initialise(slot, run.config.seed, run.config.init_lora_weights)
+        self.optimizer.reset(slot)
+
+    def seat_warm(self, run: JobRun, slot: int, weights: AdapterWeights) -> None:
+        """Give ``slot`` to a job that has not trained yet and begins with ``weights``."""
+        self.bank.occupy(slot, run.shape)
+        self.bank.write(slot, weights)
         self.optimizer.reset(slot)
 
     def seat_again(self, run: JobRun, slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.records import LossPoint, Rung
-from alto.runs.journal import read_events
+from alto.runs.journal import Event, read_events
 from alto.runs.run_dir import RunDir
 
 __all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
@@ -72,10 +72,12 @@ class JobHistory:
         best_step: Step of the best finite validation loss, 0 if there is none yet.
         best_validation_loss: Nats per token, infinity if there is none yet.
         exit_reason: Why it ended early, as the journal spells it; None if it did not.
+        origin: The job it is a clone of; None if it came with the task.
     """
 
     job: str
     position: int
+    origin: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int = 0
     samples_budgeted: int = 0
@@ -145,6 +147,7 @@ class RunHistory:
         occupancy: Every stay of a job in a slot, in the order of admission.
         started_at: Unix time of the first event, None before it.
         last_seen_at: Unix time of the latest event.
+        interruptions: Spans of unix seconds in which nobody worked on the run.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
@@ -155,10 +158,14 @@ class RunHistory:
         self.occupancy: list[Occupancy] = []
         self.started_at: float | None = None
         self.last_seen_at: float | None = None
+        self.interruptions: list[tuple[float, float]] = []
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, Occupancy] = {}
-        self._handlers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+        self._handlers: dict[str, Callable[[Event], None]] = {
             "task_started": self._on_task_started,
+            "task_resumed": self._on_task_resumed,
+            "job_added": self._on_job_added,
+            "job_reopened": self._on_job_reopened,
             "job_admitted": self._on_enter_slot,
             "job_resumed": self._on_enter_slot,
             "train": self._on_train,
@@ -171,14 +178,14 @@ class RunHistory:
         }
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> RunHistory:
+    def of(cls, events: Iterable[Event]) -> RunHistory:
         """The history after all of ``events``."""
         history = cls()
         for event in events:
             history.apply(event)
         return history
 
-    def apply(self, event: Mapping[str, Any]) -> None:
+    def apply(self, event: Event) -> None:
         """Fold in one event; one that this version does not know only moves the clock."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is not None:
@@ -237,60 +244,70 @@ class RunHistory:
 
     @property
     def duration_s(self) -> float:
-        """Seconds the task took, or the time from its first to its latest event while it is unfinished."""
-        if self.result is not None and self.result.get("duration_s") is not None:
-            return float(self.result["duration_s"])
+        """Seconds from the first to the latest event, without those in which nobody worked on the run."""
         if self.started_at is None or self.last_seen_at is None:
             return 0.0
-        return self.last_seen_at - self.started_at
+        idle_s = sum(end - start for start, end in self.interruptions)
+        return max(0.0, self.last_seen_at - self.started_at - idle_s)
 
     def ranked(self) -> list[JobHistory]:
         """All jobs, the chosen one first, then by best validation loss."""
         best = self.best
         return sorted(self.jobs.values(), key=lambda job: (job is not best, job.rank_key))
 
-    def _job(self, event: Mapping[str, Any]) -> JobHistory:
+    def _job(self, event: Event) -> JobHistory:
         job = str(event["job"])
         if job not in self.jobs:
             self.jobs[job] = JobHistory(job=job, position=len(self.jobs))
         return self.jobs[job]
 
-    def _on_task_started(self, event: Mapping[str, Any]) -> None:
-        # A resumed run starts a second time: jobs keep their past, and stays that the interruption cut off end
-        # with the last event before it, because nothing was trained after that.
-        for name in list(self._open_stays):
-            job = self.jobs[name]
-            stopped_at = event.get("time") if self.last_seen_at is None else self.last_seen_at
-            self._leave_slot(job, stopped_at, stage=Stage.PARKED if job.step else Stage.PENDING)
-        self.result = None
+    def _on_task_started(self, event: Event) -> None:
         self.settings = {key: value for key, value in event.items() if key not in ("seq", "time", "event", "jobs")}
         for entry in event.get("jobs") or ():
-            job = self._job(entry)
-            job.config = dict(entry.get("config") or {})
-            job.total_steps = int(entry.get("total_steps") or 0)
-            job.samples_budgeted = int(entry.get("samples_budgeted") or 0)
+            self._plan(entry)
 
-    def _on_enter_slot(self, event: Mapping[str, Any]) -> None:
+    def _on_job_added(self, event: Event) -> None:
+        self._plan(event).origin = str(event["origin"])
+
+    def _plan(self, entry: Event) -> JobHistory:
+        job = self._job(entry)
+        job.config = dict(entry.get("config") or {})
+        job.total_steps = int(entry.get("total_steps") or 0)
+        job.samples_budgeted = int(entry.get("samples_budgeted") or 0)
+        return job
+
+    def _on_task_resumed(self, event: Event) -> None:
+        # Stays that the interruption cut off end with the last event before it: nothing was trained after that.
+        for name in list(self._open_stays):
+            job = self.jobs[name]
+            self._leave_slot(job, self.last_seen_at, stage=Stage.PARKED if job.step else Stage.PENDING)
+        self.settings["notes"] = [*(event.get("notes") or ()), *(self.settings.get("notes") or ())]
+        if self.last_seen_at is not None and event.get("time") is not None:
+            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, float(event["time"]))))
+
+    def _on_job_reopened(self, event: Event) -> None:
+        job = self._job(event)
+        job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
+        job.stage = Stage.PARKED if job.step else Stage.PENDING
+
+    def _on_enter_slot(self, event: Event) -> None:
         job = self._job(event)
         self._leave_slot(job, event.get("time"), stage=Stage.TRAINING)
         job.slot = int(event["slot"])
         job.step = int(event.get("step") or 0)
-        job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
         stay = Occupancy(job=job.job, slot=job.slot, start=float(event.get("time") or 0.0))
         self._open_stays[job.job] = stay
         self.occupancy.append(stay)
 
-    def _on_train(self, event: Mapping[str, Any]) -> None:
+    def _on_train(self, event: Event) -> None:
         job = self._job(event)
         losses = [_number(loss) for loss in event["losses"]]
         first = int(event["first_step"]) - 1
-        # Steps trained again after an interruption replace what was recorded of them.
-        del job.train_losses[first:]
         job.train_losses += [math.nan] * (first - len(job.train_losses))
         job.train_losses += losses
         job.step = len(job.train_losses)
 
-    def _on_eval(self, event: Mapping[str, Any]) -> None:
+    def _on_eval(self, event: Event) -> None:
         job = self._job(event)
         point = LossPoint(
             job=job.job,
@@ -299,27 +316,26 @@ class RunHistory:
             train_ema=_number(event.get("train_ema")),
             validation_loss=_number(event.get("validation_loss")),
         )
-        job.evaluations = [earlier for earlier in job.evaluations if earlier.step < point.step]
         job.evaluations.append(point)
         job.step = max(job.step, point.step)
         if math.isfinite(point.validation_loss) and point.validation_loss < job.best_validation_loss:
             job.best_step, job.best_validation_loss = point.step, point.validation_loss
 
-    def _on_parked(self, event: Mapping[str, Any]) -> None:
+    def _on_parked(self, event: Event) -> None:
         job = self._job(event)
         self._leave_slot(job, event.get("time"), stage=Stage.PARKED)
         job.step = int(event.get("step") or job.step)
 
-    def _on_exited(self, event: Mapping[str, Any]) -> None:
+    def _on_exited(self, event: Event) -> None:
         job = self._job(event)
         self._end(job, event, stage=Stage.EXITED)
         job.exit_reason = str(event.get("reason") or "exited")
         job.exit_evidence = dict(event.get("evidence") or {})
 
-    def _on_completed(self, event: Mapping[str, Any]) -> None:
+    def _on_completed(self, event: Event) -> None:
         self._end(self._job(event), event, stage=Stage.COMPLETED)
 
-    def _on_warmup_ended(self, event: Mapping[str, Any]) -> None:
+    def _on_warmup_ended(self, event: Event) -> None:
         self.rungs.append(
             RungOutcome(
                 rung=int(event.get("rung") or 0),
@@ -329,7 +345,7 @@ class RunHistory:
             )
         )
 
-    def _on_task_completed(self, event: Mapping[str, Any]) -> None:
+    def _on_task_completed(self, event: Event) -> None:
         self.result = dict(event)
 
     def _end(self, job: JobHistory, event: Mapping[str, Any], *, stage: Stage) -> None:

@@ -6,55 +6,140 @@
         task.yaml            the task as it was resolved
         journal.jsonl        everything that happened
         jobs/<job>/best/     adapter with the job's best validation loss, PEFT format
-        jobs/<job>/last/     adapter and optimizer state when the job last left its slot
+        jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint
+        jobs/<job>/start/    adapter that a cloned job starts from
+        control/             what other processes ask of the running task
         best/                the task's best adapter
         report.html
+        run.lock             held by the process that works on the run
+
+``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from alto.errors import RunError, RunExistsError
+from filelock import FileLock, Timeout
+
+from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
+from alto.runs.files import replace_file, sync_folder, writing
 from alto.spec import Task
 
 __all__ = ["RunDir"]
 
+# A process that only asks whether a run is being worked on holds the lock for an instant.
+LOCK_TIMEOUT_S = 1.0
+
 
 class RunDir:
-    """Names of the files of a run."""
+    """Names of the files of a run, and the lock that lets one process at a time work on it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.task_file = root / "task.yaml"
         self.journal_file = root / "journal.jsonl"
         self.best = root / "best"
+        self.control = root / "control"
+        self._lock_file = root / "run.lock"
 
     @classmethod
     def create(cls, output_dir: str | Path, task: Task) -> RunDir:
-        """A new, empty run directory ``<output_dir>/<name>-<id>`` that holds the resolved task.
+        """A new run directory ``<output_dir>/<name>-<id>`` that holds the resolved task and an empty journal.
 
         Raises:
             RunError: The folder cannot be made.
         """
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for attempt in range(1000):
-            root = Path(output_dir) / (stem if attempt == 0 else f"{stem}-{attempt}")
-            try:
-                root.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise RunError(
-                    f"output_dir: expected a folder that can be written, found {output_dir} ({error.strerror}); "
-                    "choose another with --output-dir"
-                ) from error
-            run = cls(root.resolve())
-            run.task_file.write_text(task.to_yaml(), encoding="utf-8")
-            return run
-        raise RunExistsError(f"expected a free name for the run, found {stem} and 999 others taken; clear {output_dir}")
+        folder = Path(output_dir)
+        unborn = folder / f".{stem}.{os.getpid()}.new"
+        try:
+            unborn.mkdir(parents=True)
+            replace_file(unborn / "task.yaml", task.to_yaml())
+            (unborn / "journal.jsonl").touch()
+            return cls(_claim(unborn, folder, stem))
+        except RunExistsError:
+            raise
+        except OSError as error:
+            raise RunError(
+                f"output_dir: expected a folder that can be written, found {output_dir} ({error.strerror}); "
+                "choose another with --output-dir"
+            ) from error
+        finally:
+            shutil.rmtree(unborn, ignore_errors=True)
+
+    @classmethod
+    def open(cls, root: str | Path) -> RunDir:
+        """The run directory at ``root``.
+
+        Raises:
+            RunNotFoundError: There is none.
+        """
+        run = cls(Path(root).resolve())
+        # A task.yaml alone is what users write.
+        if not run.task_file.is_file() or not (run.journal_file.exists() or (run.root / "jobs").exists()):
+            raise RunNotFoundError(
+                f"expected the folder of a run, found none of its files in {root}; give a folder such as "
+                "runs/<name>-<id>"
+            )
+        return run
 
     def job(self, job: str, kind: str) -> Path:
-        """Folder of a job's adapter; ``kind`` is ``best`` or ``last``."""
+        """Folder of a job's adapter; ``kind`` is ``best``, ``last`` or ``start``."""
         return self.root / "jobs" / job / kind
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Work on the run; the lock is given back however this process ends.
+
+        Raises:
+            RunBusyError: Another process works on it.
+            RunWriteError: The folder cannot be written.
+        """
+        lock = FileLock(self._lock_file, timeout=LOCK_TIMEOUT_S)
+        with writing(self.root, self._lock_file):
+            try:
+                lock.acquire()
+            except Timeout:
+                raise RunBusyError(
+                    f"expected a run that nobody works on, found that another process does on {self.root}; "
+                    f"watch it with: alto show --watch {self.root}"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def is_locked(self) -> bool:
+        """Whether a process works on the run."""
+        try:
+            with FileLock(self._lock_file, timeout=0):
+                return False
+        except Timeout:
+            return True
+        except OSError:
+            # Whoever may not write here cannot ask.
+            return False
+
+
+def _claim(unborn: Path, folder: Path, stem: str) -> Path:
+    """Give the folder its name; that is one step, so two processes never share a run."""
+    for attempt in range(1000):
+        root = folder / (stem if attempt == 0 else f"{stem}-{attempt}")
+        if root.exists():  # renaming onto an empty folder would succeed
+            continue
+        try:
+            unborn.rename(root)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                continue
+            raise
+        sync_folder(folder)
+        return root.resolve()
+    raise RunExistsError(f"expected a free name for the run, found {stem} and 999 others taken; clear {folder}")

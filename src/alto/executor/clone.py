@@ -1,0 +1,50 @@
+"""A job made from another one while the task runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from alto.errors import JobCommandError
+from alto.executor.job_run import JobRun
+from alto.spec import Job, JobConfig
+from alto.spec.job_config import JOB_FIELDS
+from alto.spec.keys import JOB_ALIASES, canonical_keys
+
+__all__ = ["clone_job", "describe_changes"]
+
+
+def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobRun], *, warm: bool) -> Job:
+    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys).
+
+    ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
+
+    Raises:
+        JobCommandError: Another job has this configuration already.
+        SpecError: A change is not valid.
+    """
+    changes = canonical_keys(changes, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the clone")
+    values = origin.config.to_dict()
+    if isinstance(changes.get("r"), int) and "lora_alpha" not in changes:
+        values["lora_alpha"] *= changes["r"] / values["r"]
+    if "num_train_epochs" in changes:
+        values["max_steps"] = None
+    config = JobConfig(**(values | changes))
+    twin = next((run.id for run in others if run.config == config), None)
+    if twin is not None and not warm:
+        raise JobCommandError(
+            f"expected a configuration that no job has yet, found that {twin} has it; change a setting with "
+            "--set key=value, or start from the job's weights with --warm"
+        )
+    return Job(id=_next_id([run.id for run in others]), config=config)
+
+
+def describe_changes(origin: Job, clone: Job) -> str:
+    """What differs between the two, in words."""
+    before, after = origin.config.to_dict(), clone.config.to_dict()
+    return ", ".join(f"{key}={after[key]}" for key in after if after[key] != before[key]) or "nothing changed"
+
+
+def _next_id(ids: Collection[str]) -> str:
+    numbers = [job.removeprefix("job-") for job in ids]
+    return f"job-{max(map(int, numbers)) + 1:0{max(map(len, numbers))}d}"

@@ -1,0 +1,103 @@
+"""Going back to the last committed checkpoint of a run whose process has died."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alto.data import TaskData
+from alto.errors import RunError, RunNotFoundError
+from alto.executor.checkpoint import Kind, StateStore
+from alto.runs import Event, RunDir, cut_journal, read_intact_events
+
+__all__ = ["Past", "check_data", "data_fingerprint", "recover"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a run goes on from.
+
+    Attributes:
+        events: The journal up to the checkpoint; empty for a run that begins.
+        notes: What was lost on the way back, in sentences.
+    """
+
+    events: Sequence[Event] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checkpoint(self) -> Event | None:
+        """The event that the run goes on from; None if it begins at its first step."""
+        return next((event for event in reversed(self.events) if event["event"] == "checkpoint"), None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the task has its result."""
+        return bool(self.events) and self.events[-1]["event"] == "task_completed"
+
+
+def recover(run: RunDir) -> Past:
+    """Cut the journal and the states of ``run`` back to its last checkpoint that is whole.
+
+    A damaged checkpoint, journal line or state costs what came after the checkpoint before it; without any checkpoint
+    the run begins anew. A finished run is left as it is. Doing it twice, or dying while doing it, changes nothing.
+
+    Raises:
+        RunWriteError: The run directory cannot be written.
+    """
+    try:
+        events = read_intact_events(run.journal_file)
+    except RunNotFoundError:
+        events = []
+    past = Past(events=events)
+    if past.is_finished:
+        return past
+    store = StateStore(run)
+    ends = [index for index, event in enumerate(events, start=1) if event["event"] == "checkpoint"]
+    end = next((end for end in reversed(ends) if store.restore(_states(events[end - 1]))), 0)
+    if not end:
+        store.restore({})
+    num_damaged = sum(other > end for other in ends)
+    if run.journal_file.exists():
+        cut_journal(run.journal_file, end)
+    return Past(events=events[:end], notes=_notes(num_damaged, begins_anew=not end))
+
+
+def data_fingerprint(data: TaskData) -> str:
+    """A digest of every token and every target of a task's data."""
+    digest = hashlib.sha256()
+    for split in (data.train, data.validation):
+        for rows in (split.input_ids, split.targets):
+            for row in rows:
+                digest.update(row.numel().to_bytes(8, "little"))
+                digest.update(row.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_data(started: Event, data: TaskData) -> None:
+    """Make sure that a run goes on with the data it began with.
+
+    Raises:
+        RunError: Rows, tokenizer, chat template or max_length are other ones.
+    """
+    if started["data"].get("fingerprint") != data_fingerprint(data):
+        raise RunError(
+            f"expected the data that the run began with, found other rows or tokens in {started['dataset']}; "
+            "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
+        )
+
+
+def _states(checkpoint: Event) -> dict[tuple[str, Kind], int]:
+    jobs: Mapping[str, Mapping[str, Any]] = checkpoint["jobs"]
+    last: dict[tuple[str, Kind], int] = {(job, "last"): at["step"] for job, at in jobs.items()}
+    best: dict[tuple[str, Kind], int] = {(job, "best"): at["best_step"] for job, at in jobs.items() if at["best_step"]}
+    return last | best
+
+
+def _notes(num_damaged: int, *, begins_anew: bool) -> tuple[str, ...]:
+    if not num_damaged:
+        return ()
+    subject = "The last checkpoint is" if num_damaged == 1 else f"The last {num_damaged} checkpoints are"
+    return (f"{subject} damaged; the run " + ("begins anew." if begins_anew else "goes on from the one before."),)

@@ -1,0 +1,233 @@
+"""The state of one task while it runs, and what can happen to its jobs; each of these is told to the journal."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.early_exit import Race, policy_from, race_of
+from alto.executor.job_run import JobPlanner, JobRun
+from alto.executor.recovery import Past, check_data, data_fingerprint
+from alto.executor.roster import Roster
+from alto.records import ExitDecision
+from alto.runs import Journal, RunDir
+from alto.scheduler import JobDemand
+from alto.spec import Job, JobConfig, Task
+
+__all__ = ["TaskRun"]
+
+
+class TaskRun:
+    """All jobs of a task, the race between them, and where they are.
+
+    Args:
+        runs: The task's jobs, from :func:`alto.executor.plan_jobs`.
+        backbone: The base model the jobs were planned for.
+        run_dir, journal: Where everything goes.
+        past: What an interrupted run goes on from; empty for a task that begins.
+
+    Attributes:
+        runs: Every job by id, clones last.
+        race: Who trains, who waits, who has ended.
+        roster: Who sits where.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        runs: Sequence[JobRun],
+        backbone: Backbone,
+        data: TaskData,
+        *,
+        run_dir: RunDir,
+        journal: Journal,
+        past: Past,
+    ) -> None:
+        self.task = task
+        self.journal = journal
+        self._backbone = backbone
+        self._data = data
+        self._planner = JobPlanner(task, backbone.model, len(data.train))
+        self.runs = {run.id: run for run in [*runs, *self._clones(past)]}
+        self.race = self._race_after(past)
+        self.roster = Roster(task, self.runs.values(), backbone, data, run_dir=run_dir)
+
+    def begin(self, past: Past) -> None:
+        """Say what is about to be trained."""
+        self.journal.append(
+            "task_started",
+            task=self.task.name,
+            model=self.task.model,
+            base_model=self._backbone.path,
+            dataset=self.task.dataset,
+            method=self.task.method,
+            num_train=len(self._data.train),
+            num_validation=len(self._data.validation),
+            data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
+            notes=[*past.notes, *self._data.notes],
+            max_slots=self.roster.num_slots,
+            early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
+            device=str(self._backbone.device),
+            versions=_versions(),
+            jobs=[self._description(run) for run in self.runs.values()],
+        )
+
+    def go_on(self, past: Past) -> None:
+        """Put every job where the checkpoint left it.
+
+        Raises:
+            RunError: The data are other ones than the run began with.
+        """
+        check_data(past.events[0], self._data)
+        self.journal.append("task_resumed", notes=list(past.notes), versions=_versions())
+        assert past.checkpoint is not None
+        for job, at in past.checkpoint["jobs"].items():
+            run = self.runs[job]
+            run.step = run.saved_step = at["step"]
+            run.saved_best_step = at["best_step"]
+            if at["slot"] is not None:
+                self.seat(run, at["slot"])
+
+    def seat(self, run: JobRun, slot: int) -> None:
+        """A job enters ``slot``."""
+        self.roster.seat(run, slot)
+        self.journal.append("job_resumed" if run.step else "job_admitted", job=run.id, slot=slot, step=run.step)
+
+    def park(self, run: JobRun) -> None:
+        """A job leaves its slot and will come back."""
+        self.tell_losses(run)
+        slot = self.roster.leave(run)
+        self.journal.append("job_parked", job=run.id, slot=slot, step=run.step)
+
+    def end(self, run: JobRun, decision: ExitDecision | None, command: str | None = None) -> None:
+        """A job is over: by ``decision`` (``command`` is what asked for it), or because all its steps are done."""
+        self.tell_losses(run)
+        slot = self.roster.leave(run) if run.slot is not None else None
+        best = self.race.best(run.id)
+        facts = {
+            "job": run.id,
+            "slot": slot,
+            "step": run.step,
+            "best_step": best.step if best else 0,
+            "best_validation_loss": best.validation_loss if best else None,
+            "samples_trained": self._samples(run, run.step),
+            **({} if command is None else {"command": command}),
+        }
+        if decision is None:
+            self.journal.append("job_completed", **facts)
+        else:
+            self.journal.append("job_exited", reason=decision.reason, evidence=dict(decision.evidence), **facts)
+
+    def plan_clone(self, job: Job) -> JobRun:
+        """The run of a job that may be added; raises as :meth:`JobPlanner.plan` does."""
+        return self._planner.plan(job)
+
+    def add(self, clone: JobRun, origin: JobRun, command: str) -> None:
+        """A job that came up while the task runs is pending from now on."""
+        self.runs[clone.id] = clone
+        self.race.add(clone.id, clone.total_steps)
+        self.roster.fit(self.runs.values())
+        self.journal.append(
+            "job_added", origin=origin.id, warm=clone.starts_warm, command=command, **self._description(clone)
+        )
+
+    def reopen(self, run: JobRun, command: str) -> None:
+        """A job that was ended goes on."""
+        self.race.reopen(run.id)
+        self.journal.append("job_reopened", job=run.id, step=run.step, command=command)
+
+    def tell_losses(self, run: JobRun) -> None:
+        """Journal the training losses that it has not heard of."""
+        if run.unsaved_losses:
+            first_step = run.step - len(run.unsaved_losses) + 1
+            self.journal.append("train", job=run.id, first_step=first_step, losses=run.unsaved_losses)
+            run.unsaved_losses = []
+
+    def save(self) -> None:
+        """Commit a checkpoint: all states, and the journal up to here, survive anything from now on."""
+        for run in self.runs.values():
+            self.tell_losses(run)
+            self.roster.save(run)
+        self.journal.append(
+            "checkpoint",
+            jobs={
+                run.id: {"step": run.saved_step, "slot": run.slot, "best_step": run.saved_best_step}
+                for run in self.runs.values()
+                if run.saved_step
+            },
+        )
+        self.journal.sync()
+        self.roster.commit()
+
+    def complete(self) -> None:
+        """Say who won, and what it took."""
+        winner = self.race.winner()
+        assert winner is not None
+        runs = self.runs.values()
+        self.journal.append(
+            "task_completed",
+            best_job=winner.job,
+            best_validation_loss=winner.validation_loss,
+            samples_trained=sum(self._samples(run, run.step) for run in runs),
+            samples_budgeted=sum(self._samples(run, run.total_steps) for run in runs),
+        )
+        self.journal.sync()
+
+    def in_race(self, run: JobRun) -> bool:
+        """Whether the job has not ended."""
+        return self.race.is_training(run.id)
+
+    def demands(self) -> list[JobDemand]:
+        """What every job that has not ended wants of the bank."""
+        return [self._demand(run) for run in self.runs.values() if self.in_race(run)]
+
+    def active(self) -> list[JobRun]:
+        """The jobs that take the next step."""
+        return [run for run in self.runs.values() if run.slot is not None and not self.race.is_waiting(run.id)]
+
+    def _clones(self, past: Past) -> list[JobRun]:
+        clones = []
+        for event in past.events:
+            if event["event"] == "job_added":
+                run = self._planner.plan(Job(id=event["job"], config=JobConfig(**event["config"])))
+                run.starts_warm = event["warm"]
+                clones.append(run)
+        return clones
+
+    def _race_after(self, past: Past) -> Race:
+        if past.events:
+            return race_of(past.events)
+        settings = self.task.early_exit
+        total_steps = {job: run.total_steps for job, run in self.runs.items()}
+        return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
+
+    def _samples(self, run: JobRun, steps: int) -> int:
+        return run.config.samples_after(steps, len(self._data.train))
+
+    def _description(self, run: JobRun) -> dict[str, object]:
+        return {
+            "job": run.id,
+            "config": run.config.model_dump(mode="json"),
+            "total_steps": run.total_steps,
+            "samples_budgeted": self._samples(run, run.total_steps),
+            "num_parameters": run.shape.num_parameters,
+        }
+
+    def _demand(self, run: JobRun) -> JobDemand:
+        return JobDemand(
+            job=run.id,
+            batch_size=run.config.per_device_train_batch_size,
+            slot=run.slot,
+            is_waiting=self.race.is_waiting(run.id),
+            has_started=run.step > 0,
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("alto-lora", "torch", "transformers")},
+    }

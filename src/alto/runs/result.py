@@ -1,0 +1,53 @@
+"""The result of a finished run, read off its history: the same right after training and years later."""
+
+from __future__ import annotations
+
+import math
+
+from alto.errors import NoResultError
+from alto.records import ExitReason, JobResult, TaskResult
+from alto.runs.history import JobHistory, RunHistory
+from alto.runs.run_dir import RunDir
+
+__all__ = ["task_result"]
+
+
+def task_result(history: RunHistory, run: RunDir) -> TaskResult:
+    """How the task ended.
+
+    Raises:
+        NoResultError: It has not, or without one usable adapter.
+    """
+    best = history.best
+    if history.result is None or best is None:
+        raise NoResultError(
+            f"expected a finished run, found that {run.root} has no result yet; go on with: alto resume {run.root}"
+        )
+    return TaskResult(
+        task=history.name,
+        run_dir=str(run.root),
+        adapter_dir=str(run.best),
+        best_job=best.job,
+        best_validation_loss=best.best_validation_loss,
+        jobs=tuple(_job_result(job) for job in history.jobs.values()),
+        duration_s=history.duration_s,
+    )
+
+
+def _job_result(job: JobHistory) -> JobResult:
+    return JobResult(
+        job=job.job,
+        config=job.config,
+        steps=job.step,
+        total_steps=job.total_steps,
+        exit_reason=ExitReason(job.exit_reason) if job.exit_reason else None,
+        exit_evidence={key: _number(value) for key, value in job.exit_evidence.items()},
+        best_step=job.best_step,
+        best_validation_loss=job.best_validation_loss if job.best_step else math.inf,
+        samples_trained=job.samples_trained,
+        samples_budgeted=job.samples_budgeted,
+    )
+
+
+def _number(value: float | str) -> float:
+    return value if isinstance(value, int | float) else float(value)

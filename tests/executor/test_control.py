@@ -1,0 +1,213 @@
+"""Commands to a running task: what each does to the jobs, what is refused, and that the others do not notice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_task, read_journal, run_task
+
+from alto.early_exit import audit
+from alto.early_exit.journal import curves_of
+from alto.lora import read_adapter
+from alto.records import ExitReason, TaskResult
+from alto.runs import Action, Answer, Mailbox, RunDir, read_history
+from alto.spec import EarlyExit
+
+SPACE = {"lr": [1e-3, 1e-2, 1e30], "batch_size": [8]}
+OFF = EarlyExit(enabled=False)
+
+Send = Callable[..., None]
+
+
+class Commanded:
+    """A task to which commands are sent at chosen events.
+
+    Attributes:
+        answers: What the task said to each, in the order they were sent.
+    """
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        settings = {"search_space": SPACE, "max_grad_norm": 0, "early_exit": OFF, "eval_steps": 0.2} | settings
+        self.task = make_task(folder, **settings)
+        self.run_dir = RunDir.create(folder / "runs", self.task)
+        self.mailbox = Mailbox(self.run_dir)
+        self._plan: list[tuple[Callable[[Mapping[str, Any]], bool], Callable[[], str]]] = []
+        self._ids: list[str] = []
+        self.answers: list[Answer | None] = []
+        self.result: TaskResult | None = None
+
+    def at(self, action: Action, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any) -> None:
+        """Send a command when ``event`` of job ``of`` (by default the job itself) has been journalled."""
+        subject = of or job
+
+        def is_due(line: Mapping[str, Any]) -> bool:
+            return bool(line["event"] == event and line.get("job") == subject and line.get("step", 0) >= step)
+
+        self._plan.append((is_due, lambda: self.mailbox.send(action, job, **options)))
+
+    def run(self) -> list[dict[str, Any]]:
+        """Train; returns the journal."""
+        self.result = run_task(self.task, self.run_dir, [self._observe])
+        self.answers = [self.mailbox.wait_for_answer(command, 0) for command in self._ids]
+        assert not self._plan, "an event that a command waited for never came"
+        return read_journal(self.run_dir.root)
+
+    def _observe(self, line: Mapping[str, Any]) -> None:
+        if self._plan and self._plan[0][0](line):
+            self._ids.append(self._plan.pop(0)[1]())
+
+    def outcome(self, job: str) -> tuple[ExitReason | None, int]:
+        assert self.result is not None
+        (result,) = [result for result in self.result.jobs if result.job == job]
+        return result.exit_reason, result.steps
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path / "a")
+    commanded.at(Action.STOP, "job-000", event="eval", step=3)
+    events = commanded.run()
+    assert commanded.outcome("job-000") == (ExitReason.STOPPED, 3)
+    assert commanded.answers == [
+        Answer(done=True, message="job-000 is stopped after 3 of 15 steps; alto job resume goes on with it")
+    ]
+    alone = Commanded(tmp_path / "b")
+    others = curves_of(alone.run())["job-001"]
+    assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(others.train.values()), rel=1e-5)
+    assert audit(events) == ()
+    assert (commanded.run_dir.job("job-000", "best") / "adapter_model.safetensors").is_file()
+
+
+def test_a_stopped_job_that_is_resumed_ends_where_it_would_have(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path / "a")
+    commanded.at(Action.STOP, "job-000", event="eval", step=3)
+    commanded.at(Action.RESUME, "job-000", event="eval", of="job-001", step=9)
+    events = commanded.run()
+    assert commanded.outcome("job-000") == (None, 15)
+    assert [answer.done for answer in commanded.answers if answer] == [True, True]
+    undisturbed = curves_of(Commanded(tmp_path / "b").run())["job-000"]
+    assert list(curves_of(events)["job-000"].train.values()) == pytest.approx(
+        list(undisturbed.train.values()), rel=1e-5
+    )
+    assert audit(events) == ()
+
+
+def test_a_job_dropped_at_a_rung_can_be_resumed_and_win_its_place_back(tmp_path: Path) -> None:
+    commanded = Commanded(
+        tmp_path, search_space={"lr": [1e-3, 1e-2], "batch_size": [8]}, early_exit=EarlyExit(rungs=((0.2, 0.5),))
+    )
+    commanded.at(Action.RESUME, "job-000", event="job_exited")
+    events = commanded.run()
+    assert [(event["job"], event["reason"]) for event in of(events, "job_exited")] == [("job-000", "underperforming")]
+    assert commanded.outcome("job-000") == (None, 15)
+    assert audit(events) == ()
+
+
+def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path / "a")
+    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes={"lr": 5e-3, "r": 4})
+    events = commanded.run()
+    (added,) = of(events, "job_added")
+    assert (added["job"], added["origin"], added["warm"]) == ("job-003", "job-000", False)
+    assert (added["config"]["learning_rate"], added["config"]["r"], added["config"]["lora_alpha"]) == (5e-3, 4, 8.0)
+    assert "learning_rate=0.005, r=4, lora_alpha=8.0" in str(commanded.answers[0])
+    twin = Commanded(tmp_path / "b", search_space={"lr": [5e-3], "batch_size": [8]}, r=4)
+    expected = curves_of(twin.run())["job-000"]
+    found = curves_of(events)["job-003"]
+    assert list(found.train.values()) == pytest.approx(list(expected.train.values()), rel=1e-5)
+    assert list(found.validation.values()) == pytest.approx(list(expected.validation.values()), rel=1e-5)
+    assert read_history(commanded.run_dir.root).jobs["job-003"].origin == "job-000"
+    assert audit(events) == ()
+
+
+def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path / "a", r=4, target_modules=["q_proj"])
+    changes = {"r": 12, "target_modules": ["up_proj", "q_proj"]}
+    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes=changes)
+    events = commanded.run()
+    twin = Commanded(tmp_path / "b", search_space={"lr": [1e-3], "batch_size": [8]}, **changes)
+    expected, found = curves_of(twin.run())["job-000"], curves_of(events)["job-003"]
+    assert list(found.train.values()) == pytest.approx(list(expected.train.values()), rel=1e-5)
+    alone = curves_of(Commanded(tmp_path / "c", r=4, target_modules=["q_proj"]).run())["job-001"]
+    assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(alone.train.values()), rel=1e-5)
+
+
+def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path)
+    commanded.at(Action.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-4}, warm=True)
+    events = commanded.run()
+    first_losses = curves_of(events)
+    assert next(iter(first_losses["job-003"].train.values())) < next(iter(first_losses["job-001"].train.values()))
+    start = read_adapter(commanded.run_dir.job("job-003", "start"))
+    assert any(bool(b.any()) for _, b in start.values())
+    assert read_history(commanded.run_dir.root).jobs["job-003"].step == 15
+
+
+@pytest.mark.parametrize(
+    ("action", "job", "options", "message"),
+    [
+        (Action.STOP, "job-009", {}, "expected a job of this run, found 'job-009'"),
+        (Action.STOP, "job-002", {}, "job-002 has ended; nothing to stop"),
+        (Action.RESUME, "job-001", {}, "job-001 trains; nothing to do"),
+        (Action.RESUME, "job-002", {}, "finite losses"),
+        (Action.CLONE, "job-001", {}, "job-001 has it"),
+        (Action.CLONE, "job-001", {"changes": {"lr": -1}}, "learning_rate .*-1"),
+        (Action.CLONE, "job-001", {"changes": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
+        (Action.CLONE, "job-001", {"changes": {"r": 1000}}, "r: expected at most"),
+        (Action.CLONE, "job-001", {"changes": {"r": 2}, "warm": True}, "leave r and target_modules as they are"),
+        (Action.CLONE, "job-002", {"warm": True}, "a finite validation loss to start from"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(
+    action: Action, job: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    commanded = Commanded(tmp_path)
+    commanded.at(action, job, event="eval", of="job-001", step=3, **options)
+    events = commanded.run()
+    (answer,) = commanded.answers
+    assert answer is not None
+    assert not answer.done
+    assert re.search(message, answer.message), answer.message
+    assert len(of(events, "command_refused")) == 1
+    assert not of(events, "job_added")
+    assert commanded.outcome("job-001") == (None, 15)
+
+
+def test_a_job_that_is_done_can_only_be_cloned(tmp_path: Path) -> None:
+    space = {"paired": [{"max_steps": [2, 15], "lr": [1e-3, 1e-2]}], "batch_size": [8]}
+    commanded = Commanded(tmp_path, search_space=space)
+    commanded.at(Action.RESUME, "job-000", event="job_completed")
+    commanded.at(Action.CLONE, "job-000", event="eval", of="job-001", step=6, changes={"epochs": 2})
+    events = commanded.run()
+    assert [answer.done for answer in commanded.answers if answer] == [False, True]
+    assert of(events, "job_added")[0]["total_steps"] == 6
+
+
+def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path)
+    commanded.run_dir.control.mkdir()
+    for name, text in {"1": "not json", "2": "[]", "3": json.dumps({"action": "delete", "job": "job-000"})}.items():
+        (commanded.run_dir.control / f"{name}.command.json").write_text(text)
+    commanded.run()
+    for name in "123":
+        answer = commanded.mailbox.wait_for_answer(name, 0)
+        assert answer is not None
+        assert not answer.done
+    assert not commanded.mailbox.pending()
+
+
+def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path)
+    commanded.at(Action.STOP, "job-001", event="task_completed", of=None)
+    commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])
+    commanded.run()
+    assert commanded.answers == [Answer(done=False, message="the task has ended; start a new run")]

@@ -1,0 +1,264 @@
+"""Kills runs at chosen instants and goes on with them; a program of its own, so that it may fork.
+
+    python kill_trials.py FOLDER SEED NUM_KILLS
+
+Every life of a run is a forked process that dies by SIGKILL: at a filesystem operation, in the middle of a journal
+line or of a weight file, or at some moment; then the next life resumes it, to die as well, until the last may live.
+Prints one JSON object: how many kills there were and of which kind, and what differed from a run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import transformers
+from tiny import make_task, save_model
+
+import alto
+from alto.early_exit import audit
+from alto.executor import checkpoint, executor
+from alto.runs import Action, Mailbox, RunDir, read_events
+from alto.runs import journal as journal_module
+
+LIVES_PER_RUN = 4
+FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
+KINDS = ("file", "line", "weights", "time")
+SPACE = {"lr": [1e-3, 1e-2, 0.3, 1e30], "batch_size": [4, 8]}
+
+
+class Instants:
+    """Counts what a process does on disk, and kills it at a chosen count.
+
+    Attributes:
+        seen: How often each kind of instant has been passed.
+    """
+
+    def __init__(self, kind: str | None = None, at: int = 0) -> None:
+        self.seen: Counter[str] = Counter()
+        self._kind, self._at = kind, at
+
+    def passes(self, kind: str) -> bool:
+        """Whether this is the instant to die."""
+        self.seen[kind] += 1
+        return kind == self._kind and self.seen[kind] == self._at
+
+    def watch(self, root: Path) -> None:
+        """From now on, in this process."""
+        sys.addaudithook(lambda event, args: self._on_audit(event, args, str(root)))
+        write_bytes = journal_module.Journal.append
+        instants = self
+
+        class TornFile:
+            def __init__(self, file: Any) -> None:
+                self._file = file
+
+            def write(self, data: bytes) -> int:
+                if instants.passes("line"):
+                    self._file.write(data[: len(data) // 2])
+                    die()
+                return int(self._file.write(data))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._file, name)
+
+        def append(journal: Any, event: str, **facts: Any) -> None:
+            if not isinstance(journal._file, TornFile):
+                journal._file = TornFile(journal._file)
+            write_bytes(journal, event, **facts)
+
+        journal_module.Journal.append = append  # type: ignore[method-assign]
+        save_file = checkpoint.save_file
+
+        def save(tensors: Any, path: Path, **options: Any) -> None:
+            save_file(tensors, path, **options)
+            if instants.passes("weights"):
+                os.truncate(path, path.stat().st_size // 2)
+                die()
+
+        checkpoint.save_file = save
+
+    def _on_audit(self, event: str, args: Any, root: str) -> None:
+        if event in FILE_EVENTS and args and str(args[0]).startswith(root):
+            is_read = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
+            if not is_read and self.passes("file"):
+                die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live(folder: Path, model: Path, instants: Instants, report: Path | None = None) -> None:
+    """One life: begin the run in ``folder``, or go on with it."""
+    executor.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
+    transformers.logging.set_verbosity_error()
+    runs = folder / "runs"
+    instants.watch(runs)
+    started = time.monotonic()
+    engine = alto.Engine(output_dir=runs)
+    if (root := run_in(runs)) is None:
+        engine.tune(task_for(folder, model))
+    else:
+        engine.resume(root)
+    if report is not None:
+        report.write_text(json.dumps({"seen": instants.seen, "duration_s": time.monotonic() - started}))
+
+
+def task_for(folder: Path, model: Path) -> alto.Task:
+    return make_task(
+        folder,
+        model=str(model),
+        search_space=SPACE,
+        r=8,
+        max_grad_norm=0,
+        num_train_epochs=3,
+        max_slots=3,
+        early_exit=alto.EarlyExit(rungs=((0.2, 0.5), (0.5, 0.75)), overfitting_patience=1, tau_noise=0.5),
+        checkpoint_interval_s=0,
+        report_to="none",
+    )
+
+
+def run_in(runs: Path) -> Path | None:
+    return next((path for path in runs.glob("tiny-*") if (path / "task.yaml").exists()), None)
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run ``work`` in a process of its own; returns the process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(pid: int) -> int:
+    """Exit code of a process, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def facts(root: Path) -> dict[str, Any]:
+    """What must not depend on how often the run was killed."""
+    events = read_events(root / "journal.jsonl")
+    told = ("task_started", "job_added", "train", "eval", "warmup_ended", "job_exited", "job_completed")
+    curves: dict[str, list[float]] = {}
+    lives: dict[str, list[Any]] = {}
+    for event in events:
+        if event["event"] == "train":
+            curves.setdefault(event["job"], []).extend(event["losses"])
+        elif event["event"] in told:
+            subject = event.get("job", "task")
+            changing = ("seq", "time", "versions", "dataset", "base_model", "model")
+            lives.setdefault(subject, []).append({k: v for k, v in event.items() if k not in changing})
+    last = {k: v for k, v in events[-1].items() if k not in ("seq", "time")}
+    files = {
+        str(path.relative_to(root)): path.read_bytes().hex()
+        for path in sorted(root.rglob("*.safetensors"))
+        if path.parent.suffix != ".previous"
+    }
+    return {"curves": curves, "lives": lives, "last": last, "files": files, "audit": list(map(str, audit(events)))}
+
+
+def compare(root: Path, expected: dict[str, Any]) -> list[str]:
+    """What differs from the undisturbed run, and what is lying about."""
+    found = facts(root)
+    differences = [key for key in expected if found[key] != expected[key]]
+    leftovers = [path.name for path in root.rglob("*") if path.name.endswith((".new", ".partial"))]
+    missing = [name for name in ("best/metrics.json", "best/README.md", "report.html") if not (root / name).is_file()]
+    return differences + leftovers + missing
+
+
+def trial(folder: Path, model: Path, rng: random.Random, counts: dict[str, Any], kills: Counter[str]) -> Path:
+    """One run, killed several times; returns its folder."""
+    folder.mkdir()
+    for _ in range(rng.randint(1, LIVES_PER_RUN)):
+        kind = rng.choice(KINDS)
+        instants = Instants(kind, rng.randint(1, counts["seen"].get(kind, 1)))
+        pid = fork(lambda chosen=instants: live(folder, model, chosen))
+        if kind == "time":
+            time.sleep(rng.uniform(0.0, 1.1 * counts["duration_s"]))
+            os.kill(pid, signal.SIGKILL)
+        code = ended(pid)
+        assert code in (0, -signal.SIGKILL), f"a life after {sum(kills.values())} kills ended with {code}"
+        kills[kind] += code != 0
+        if code == 0:
+            break
+    assert ended(fork(lambda: live(folder, model, Instants()))) == 0, "the last life did not end well"
+    root = run_in(folder / "runs")
+    assert root is not None
+    return root
+
+
+def commanded_trial(folder: Path, model: Path, rng: random.Random, kills: Counter[str]) -> list[str]:
+    """A run that is killed while it carries out commands: each must take effect once."""
+    folder.mkdir()
+    ended(fork(lambda: live(folder, model, Instants("line", rng.randint(2, 12)))))
+    root = run_in(folder / "runs")
+    assert root is not None
+    mailbox = Mailbox(RunDir(root))
+    mailbox.send(Action.STOP, "job-001")
+    mailbox.send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3, "r": 12})
+    for _ in range(3):
+        instants = Instants("file", rng.randint(1, 40))
+        kills["command"] += ended(fork(lambda chosen=instants: live(folder, model, chosen))) != 0
+    assert ended(fork(lambda: live(folder, model, Instants()))) == 0
+    events = read_events(root / "journal.jsonl")
+    stopped = [e["job"] for e in events if e["event"] == "job_exited" and e["reason"] == "stopped"]
+    added = [e["job"] for e in events if e["event"] == "job_added"]
+    problems = [] if stopped == ["job-001"] else [f"stopped {stopped}"]
+    problems += [] if added == ["job-008"] else [f"added {added}"]
+    return problems + list(map(str, audit(events))) + [c.id for c in mailbox.pending()]
+
+
+def main() -> None:
+    folder, seed, num_kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    rng = random.Random(seed)
+    model = save_model(folder / "model")
+    quiet = folder / "undisturbed"
+    quiet.mkdir()
+    assert ended(fork(lambda: live(quiet, model, Instants(), folder / "counts.json"))) == 0
+    counts = json.loads((folder / "counts.json").read_text())
+    root = run_in(quiet / "runs")
+    assert root is not None
+    expected = facts(root)
+    kills: Counter[str] = Counter()
+    problems: dict[str, list[str]] = {}
+    number = 0
+    while sum(kills.values()) < num_kills:
+        number += 1
+        home = folder / f"trial-{number}"
+        if number % 8 == 0:
+            found = commanded_trial(home, model, rng, kills)
+        else:
+            found = compare(trial(home, model, rng, counts, kills), expected)
+        if found:
+            problems[str(home)] = found
+        else:
+            shutil.rmtree(home)
+    print(json.dumps({"kills": kills, "problems": problems, "counts": counts, "last": expected["last"]}))
+
+
+if __name__ == "__main__":
+    main()

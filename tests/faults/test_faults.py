@@ -1,0 +1,336 @@
+"""Damaged files, a full or read-only disk, two processes on one run, signals, a clock that jumps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_task, read_journal, save_model
+
+import alto
+from alto.early_exit import audit
+from alto.early_exit.journal import curves_of
+from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
+from alto.executor import executor
+from alto.runs import Journal, RunDir, read_events, read_history
+
+SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def checkpoint_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MAX_SAVING_SHARE", 1e9)
+
+
+def task_in(folder: Path, model: Path, **changes: Any) -> alto.Task:
+    settings = {"search_space": SPACE, "num_train_epochs": 3, "max_slots": 3, "checkpoint_interval_s": 0}
+    return make_task(folder, model=str(model), report_to="none", **(settings | changes))
+
+
+def interrupted_run(task: alto.Task, output_dir: Path, after_steps: int = 7) -> Path:
+    """A run that was stopped cleanly before its ``after_steps``-th step of the loop."""
+    calls = iter(range(after_steps))
+    engine = alto.Engine(output_dir=output_dir, is_interrupted=lambda: next(calls, None) is None)
+    with pytest.raises(TaskInterruptedError, match="go on with: alto resume"):
+        engine.tune(task)
+    (root,) = output_dir.iterdir()
+    return root
+
+
+def told(root: Path) -> tuple[Any, Any, Any]:
+    """Curves, exits and winner of a run."""
+    events = read_journal(root)
+    curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
+    exits = {event["job"]: (event["reason"], event["step"]) for event in events if event["event"] == "job_exited"}
+    assert audit(events) == ()
+    return curves, exits, events[-1]["best_job"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return told(Path(alto.Engine(output_dir=folder / "runs").tune(task_in(folder, model)).run_dir))
+
+
+@pytest.fixture
+def stopped(model: Path, tmp_path: Path) -> Path:
+    """The same task, stopped half-way."""
+    return interrupted_run(task_in(tmp_path, model), tmp_path / "runs")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 0x20
+    path.write_bytes(bytes(data))
+
+
+def damage(folder: Path, name: str, how: Callable[[Path], None]) -> None:
+    paths = sorted(folder.glob(f"jobs/*/{name}"))
+    assert paths
+    how(paths[0])
+
+
+def cut_last_line(root: Path) -> None:
+    path = root / "journal.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def garble_a_line_in_the_middle(root: Path) -> None:
+    lines = (root / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    lines[len(lines) // 2] = b"\x00\xff not json\n"
+    (root / "journal.jsonl").write_bytes(b"".join(lines))
+
+
+def drop_a_line(root: Path) -> None:
+    lines = (root / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    del lines[len(lines) // 2]
+    (root / "journal.jsonl").write_bytes(b"".join(lines))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "nothing": lambda root: None,
+    "last line torn": cut_last_line,
+    "line in the middle garbled": garble_a_line_in_the_middle,
+    "line missing": drop_a_line,
+    "first line torn": lambda root: (root / "journal.jsonl").write_bytes(b'{"seq": 0, "time": 17'),
+    "journal empty": lambda root: (root / "journal.jsonl").write_bytes(b""),
+    "journal gone": lambda root: (root / "journal.jsonl").unlink(),
+    "weights truncated": lambda root: damage(root, "last/adapter_model.safetensors", truncate),
+    "weights flipped": lambda root: damage(root, "last/adapter_model.safetensors", flip),
+    "optimizer truncated": lambda root: damage(root, "last/optimizer.safetensors", truncate),
+    "optimizer empty": lambda root: damage(root, "last/optimizer.safetensors", lambda path: path.write_bytes(b"")),
+    "best flipped": lambda root: damage(root, "best/adapter_model.safetensors", flip),
+    "state.json torn": lambda root: damage(root, "last/state.json", truncate),
+    "a job's folder gone": lambda root: damage(root, "", shutil.rmtree),
+    "all jobs gone": lambda root: shutil.rmtree(root / "jobs"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_run_falls_back_to_what_is_whole(kind: str, stopped: Path, undisturbed: tuple[Any, Any, Any]) -> None:
+    DAMAGES[kind](stopped)
+    result = alto.Engine().resume(stopped)
+    assert told(stopped) == undisturbed
+    assert result.best_job == undisturbed[2]
+    assert (stopped / "best" / "adapter_model.safetensors").is_file()
+
+
+def test_damage_costs_no_more_than_it_must_and_is_told(stopped: Path) -> None:
+    """The job that moved between the last two checkpoints has both; one that did not is what all of them rest on."""
+    checkpoints = [event for event in read_journal(stopped) if event["event"] == "checkpoint"]
+    moved = next(job for job, at in checkpoints[-1]["jobs"].items() if at["slot"] is not None)
+    flip(stopped / "jobs" / moved / "last" / "adapter_model.safetensors")
+    alto.Engine().resume(stopped)
+    (resumed,) = [event for event in read_journal(stopped) if event["event"] == "task_resumed"]
+    assert resumed["notes"] == ["The last 2 checkpoints are damaged; the run goes on from the one before."]
+    assert resumed["seq"] > 5
+
+
+def test_a_run_that_begins_anew_says_so(stopped: Path) -> None:
+    shutil.rmtree(stopped / "jobs")
+    alto.Engine().resume(stopped)
+    started = read_journal(stopped)[0]
+    assert started["event"] == "task_started"
+    assert "damaged; the run begins anew" in started["notes"][0]
+
+
+def test_a_finished_run_gives_its_result_again(model: Path, tmp_path: Path) -> None:
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task_in(tmp_path, model))
+    root = Path(result.run_dir)
+    before = read_journal(root)
+    shutil.rmtree(root / "best")
+    (root / "report.html").unlink()
+    assert alto.Engine().resume(root) == result
+    assert read_journal(root) == before
+    assert (root / "best" / "adapter_model.safetensors").is_file()
+    assert (root / "report.html").is_file()
+
+
+def test_other_data_are_not_gone_on_with(stopped: Path) -> None:
+    data = stopped.parents[1] / "train.jsonl"
+    data.write_text(data.read_text().replace("plus", "and"))
+    before = read_journal(stopped)
+    with pytest.raises(RunError, match=r"other rows or tokens in .*train\.jsonl; put the files"):
+        alto.Engine().resume(stopped)
+    assert [event["event"] for event in read_journal(stopped)][-1] in ("checkpoint", before[-1]["event"])
+
+
+def test_no_run_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError, match="none of its files"):
+        alto.Engine().resume(tmp_path)
+
+
+def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None:
+    errors = []
+
+    def resume_it(event: Mapping[str, Any]) -> None:
+        if event["event"] == "eval" and not errors:
+            (root,) = (tmp_path / "runs").iterdir()
+            with pytest.raises(RunBusyError, match=r"another process does .*alto show --watch") as caught:
+                alto.Engine().resume(root)
+            errors.append(caught.value)
+            assert RunDir.open(root).is_locked()
+
+    result = alto.Engine(output_dir=tmp_path / "runs", observers=[resume_it]).tune(task_in(tmp_path, model))
+    assert errors
+    assert audit(read_journal(result.run_dir)) == ()
+    assert not RunDir.open(result.run_dir).is_locked()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_cleanly_and_says_how_to_go_on(
+    number: signal.Signals, model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]
+) -> None:
+    task = task_in(tmp_path, model)
+    file = tmp_path / "task.yaml"
+    file.write_text(task.to_yaml())
+    # The command line in a process of its own that signals itself at its fourth evaluation.
+    code = f"""
+        import os, signal, sys
+        from alto.runs import journal
+        seen = []
+        append = journal.Journal.append
+        def watched(self, event, **facts):
+            append(self, event, **facts)
+            seen.append(event)
+            if event == "eval" and seen.count("eval") == 4:
+                os.kill(os.getpid(), {int(number)})
+        journal.Journal.append = watched
+        sys.argv = ["alto", "tune", {str(file)!r}, "--output-dir", {str(tmp_path / "runs")!r}]
+        from alto.cli import main
+        main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    (root,) = (tmp_path / "runs").iterdir()
+    assert done.returncode == 128 + number, done.stderr
+    assert f"go on with: alto resume {root}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert read_journal(root)[-1]["event"] == "task_interrupted"
+    assert (root / "report.html").is_file()
+    alto.Engine().resume(root)
+    assert told(root) == undisturbed
+
+
+FILL_THE_DISK = """
+    import sys
+    import alto
+    from alto.executor import executor
+    executor.MAX_SAVING_SHARE = 1e9
+    {before}
+    engine = alto.Engine(output_dir={runs!r})
+    try:
+        engine.tune(alto.load_task({file!r}))
+    except alto.AltoError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def fill_the_disk(task: alto.Task, folder: Path, before: str, *wrapper: str) -> str:
+    """Train in a process whose disk ends early; returns what it printed."""
+    (folder / "task.yaml").write_text(task.to_yaml())
+    code = FILL_THE_DISK.format(before=before, runs=str(folder / "runs"), file=str(folder / "task.yaml"))
+    done = subprocess.run(
+        [*wrapper, sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("limit", [6_000, 20_000])
+def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
+    limit: int, model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]
+) -> None:
+    """The limit is that of one file: it stops the journal, or the weights of a checkpoint."""
+    before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
+    said = fill_the_disk(task_in(tmp_path, model), tmp_path, before)
+    (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
+    assert said.startswith("RunWriteError")
+    assert f"go on with: alto resume {root}" in said
+    alto.Engine().resume(root)
+    assert told(root) == undisturbed
+
+
+def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]) -> None:
+    disk = tmp_path / "disk"
+    (disk / "runs").mkdir(parents=True)
+    mount = f"mount -t tmpfs -o size=700k tmpfs {disk / 'runs'}"
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this machine lets nobody mount a small tmpfs")
+    task = task_in(disk, model)
+    saved = tmp_path / "saved"
+    # The disk is gone with the process, so what is on it is copied out first.
+    copy = f"import atexit, shutil; atexit.register(shutil.copytree, {str(disk / 'runs')!r}, {str(saved)!r})"
+    said = fill_the_disk(task, disk, copy, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    assert said.startswith("RunWriteError")
+    assert "No space left on device" in said
+    (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]
+    alto.Engine().resume(root)
+    assert told(root) == undisturbed
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_run_is_not_gone_on_with(stopped: Path) -> None:
+    stopped.chmod(0o500)
+    with pytest.raises(RunWriteError, match="make the disk writable"):
+        alto.Engine().resume(stopped)
+    stopped.chmod(0o700)
+
+
+def test_the_journal_s_time_does_not_follow_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    now = time.time()
+    with Journal(path) as journal:
+        journal.append("task_started", jobs=[])
+        monkeypatch.setattr(time, "time", lambda: now - 86_400)
+        journal.append("checkpoint", jobs={})
+    past = read_events(path)
+    with Journal(path, past=past) as journal:
+        journal.append("task_resumed")
+    times = [event["time"] for event in read_events(path)]
+    assert times == sorted(times)
+    assert times[-1] - times[0] < 60
+
+
+def test_a_clock_that_jumps_does_not_bend_a_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: tuple[Any, Any, Any]
+) -> None:
+    real = time.time
+
+    def jump(event: Mapping[str, Any]) -> None:
+        monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if event["seq"] % 2 else 86_400))
+
+    result = alto.Engine(output_dir=tmp_path / "runs", observers=[jump]).tune(task_in(tmp_path, model))
+    assert told(Path(result.run_dir)) == undisturbed
+    assert 0 < result.duration_s < 600
+    history = read_history(result.run_dir)
+    assert all(stay.end is not None and stay.end >= stay.start for stay in history.occupancy)
+
+
+def test_state_json_names_what_it_covers(stopped: Path) -> None:
+    state = json.loads(next(stopped.glob("jobs/*/last/state.json")).read_text())
+    assert {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"} == set(state["sha256"])
