@@ -8,20 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
+    "DataPreview",
+    "Evaluation",
+    "EvaluationResult",
     "ExitDecision",
     "ExitReason",
     "JobResult",
     "LossPoint",
+    "Metric",
     "Placement",
+    "Prediction",
+    "PreviewExample",
     "Rung",
     "Schedule",
     "Selection",
     "Standing",
     "TaskResult",
 ]
+
+
+Metric = Literal["auto", "loss", "exact_match"]
+"""What is measured of an adapter; ``auto`` is the loss, and exact match too where the rows allow it."""
 
 
 class ExitReason(StrEnum):
@@ -163,6 +173,104 @@ class TaskResult:
     def samples_saved(self) -> float:
         """Share of the budgeted samples that early exit did not train."""
         return 1.0 - self.samples_trained / self.samples_budgeted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewExample:
+    """One training row as the model sees it.
+
+    Attributes:
+        num_tokens: After it was cut.
+        segments: Its text in order, special tokens written out, each part with whether its tokens are trained.
+    """
+
+    num_tokens: int
+    segments: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPreview:
+    """What a task's data is before anything is trained.
+
+    Attributes:
+        dataset, model: As the task names them; of the model only the tokenizer is used.
+        form: The form of the rows that was named or told by their columns.
+        columns: Which column plays which role.
+        max_length: Tokens at which rows are cut.
+        counts: Rows and tokens of both splits, and what was cut or left out.
+        row_tokens: Tokens of the training rows after cutting: smallest, median, largest.
+        notes: What a user should know about the data, in sentences.
+        examples: The first training rows.
+    """
+
+    dataset: str
+    model: str
+    form: str
+    columns: Mapping[str, str]
+    max_length: int
+    counts: Mapping[str, int]
+    row_tokens: tuple[int, float, int]
+    notes: tuple[str, ...]
+    examples: tuple[PreviewExample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one set of weights was found to be worth on held-out rows; what was not measured is None.
+
+    Attributes:
+        dataset: The rows, as the user or the task names them.
+        num_rows: How many of them were used.
+        loss: Nats per trained token.
+        exact_match: Share of the rows, in [0, 1], whose final answer was right.
+        num_correct: How many rows that is.
+        settings: All else that decides the numbers: which weights, on which base, measured how.
+        date: When, ISO 8601 in UTC.
+    """
+
+    dataset: str
+    num_rows: int
+    loss: float | None
+    exact_match: float | None
+    num_correct: int | None
+    settings: Mapping[str, Any]
+    date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a model wrote for one held-out row.
+
+    Attributes:
+        weights: ``adapter``, or ``base`` for the base model alone.
+        prompt: The text as the model saw it.
+        reference: What the row wants.
+        generated: What the model wrote, without the token that ended it.
+        extracted: The final answer in that, None where there is none.
+        correct: Whether it is the reference's.
+    """
+
+    weights: str
+    prompt: str
+    reference: str
+    generated: str
+    extracted: str | None
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """An adapter's numbers, those of its base model alone where they were asked for, and every text that was judged."""
+
+    adapter_dir: str
+    adapter: Evaluation
+    baseline: Evaluation | None
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The base model's numbers first, where there are any."""
+        return (self.adapter,) if self.baseline is None else (self.baseline, self.adapter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,161 +1,248 @@
-"""Every form a row may have, and every way a file can be wrong: the message says where and what to do."""
+"""Forms of rows: told by all the columns, named, or overridden; and what is wrong with a row."""
 
 from __future__ import annotations
 
-import gzip
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import load_tokenizer
 
-from alto.data import Message, read_conversations
-from alto.errors import DataError, DataFileNotFoundError, DataFormatError
-
-Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def build(*lines: Any, name: str = "rows.jsonl") -> Path:
-        path = tmp_path / name
-        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return build
+from alto.data import Conversation, Message, read_task_rows
+from alto.data.formats import find_layout, to_conversation
+from alto.data.rows import RawRow
+from alto.errors import AltoError, DataFormatError
+from alto.spec import Task
 
 
-def turns(*pairs: tuple[str, str]) -> tuple[Message, ...]:
+def convert(
+    *rows: dict[str, Any], form: str = "auto", columns: Mapping[str, str] | None = None
+) -> tuple[str, list[Conversation]]:
+    """The name of the form, and every row."""
+    raw = [RawRow(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
+    layout = find_layout(raw, form, columns or {})
+    return layout.form, [to_conversation(row, layout) for row in raw]
+
+
+def refusal(*rows: dict[str, Any], form: str = "auto", columns: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(DataFormatError) as caught:
+        convert(*rows, form=form, columns=columns)
+    return str(caught.value)
+
+
+def turns(*pairs: tuple[str, str]) -> Conversation:
     return tuple(Message(role, content) for role, content in pairs)
 
 
-MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+TOKENIZER = load_tokenizer()
+
+TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+GPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
+SUA = turns(("system", "s"), ("user", "u"), ("assistant", "a"))
+UA = SUA[1:]
+PAIR = {"prompt": "u", "completion": "a"}
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("row", "form", "expected"),
     [
-        ({"messages": MESSAGES}, turns(("system", "s"), ("user", "u"), ("assistant", "a"))),
-        ({"messages": MESSAGES[2:]}, turns(("assistant", "a"))),
-        ({"messages": MESSAGES[1:] * 2, "id": 7}, turns(("user", "u"), ("assistant", "a")) * 2),
-        ({"prompt": "p", "completion": "c"}, turns(("user", "p"), ("assistant", "c"))),
-        ({"question": "q", "answer": "a"}, turns(("user", "q"), ("assistant", "a"))),
+        ({"messages": TALK}, "messages", SUA),
+        ({"messages": TALK[2:]}, "messages", SUA[2:]),
+        ({"messages": TALK[1:] * 2, "id": 7, "source": "x"}, "messages", UA * 2),
+        ({"messages": TALK[1:], "system": "s"}, "messages", SUA),
+        ({"messages": TALK, "prompt": "u", "prompt_id": "7"}, "messages", SUA),
+        ({"conversations": TALK}, "messages", SUA),
+        ({"conversations": GPT, "domain": "math", "difficulty": 3}, "sharegpt", SUA),
+        ({"conversations": [{"from": "user", "value": "u"}, {"from": "assistant", "value": "a"}]}, "sharegpt", UA),
+        ({"conversations": GPT[1:], "system": "s"}, "sharegpt", SUA),
+        (PAIR, "prompt_completion", UA),
+        ({"prompt": "u", "response": "a"}, "prompt_completion", UA),
+        ({"question": "u", "answer": "a"}, "prompt_completion", UA),
+        ({"system": "s", "prompt": "u", "response": "a", "answer": "7"}, "prompt_completion", SUA),
+        ({"system": None, **PAIR}, "prompt_completion", UA),
+        ({"system": "", **PAIR, "text": "u a"}, "prompt_completion", UA),
+        ({"prompt": TALK[:2], "completion": TALK[2:]}, "prompt_completion", SUA),
+        ({"prompt": "é 漢", "completion": ""}, "prompt_completion", turns(("user", "é 漢"), ("assistant", ""))),
+        ({"instruction": "u", "output": "a"}, "alpaca", UA),
+        ({"instruction": "u", "input": "", "output": "a", "text": "### …"}, "alpaca", UA),
+        ({"instruction": "i", "input": "x", "output": "a"}, "alpaca", turns(("user", "i\n\nx"), ("assistant", "a"))),
+        ({"instruction": "u", "output": "a", "history": [["u", "a"]], "system": "s"}, "alpaca", (*SUA, *UA)),
+        ({"text": "once", "title": "t"}, "text", turns(("text", "once"))),
+    ],
+)
+def test_every_form_is_told_by_its_columns(row: dict[str, Any], form: str, expected: Conversation) -> None:
+    assert convert(row) == (form, [expected])
+
+
+def test_only_the_completion_of_messages_is_trained() -> None:
+    _, [row] = convert({"prompt": [*TALK, TALK[1]], "completion": TALK[2:]})
+    assert [(turn.role, turn.is_trained) for turn in row if turn.role == "assistant"] == [
+        ("assistant", False),
+        ("assistant", True),
+    ]
+
+
+def test_a_message_of_weight_zero_is_context() -> None:
+    _, [row] = convert({"messages": [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[1:]]})
+    assert [turn.is_trained for turn in row] == [False, False, False, False, True]
+
+
+def test_columns_say_which_is_which() -> None:
+    row = {"id": 1, "problem": "u", "solution": "a"}
+    assert convert(row, columns={"prompt": "problem", "completion": "solution"})[1] == [UA]
+    assert convert({"prompt": "u", "best": "a"}, columns={"completion": "best"})[1] == [UA]
+    assert convert({**PAIR, "preamble": "s"}, columns={"system": "preamble"})[1] == [SUA]
+    assert convert({"dialog": GPT}, columns={"messages": "dialog"}) == ("sharegpt", [SUA])
+    assert convert({"body": "b"}, columns={"text": "body"})[0] == "text"
+
+
+def test_columns_win_over_what_would_be_told() -> None:
+    row = {"prompt": "no", "completion": "no", "q": "u", "a": "a"}
+    assert convert(row, columns={"prompt": "q", "completion": "a"})[1] == [UA]
+
+
+@pytest.mark.parametrize(
+    ("row", "candidates", "remedy"),
+    [
         (
-            {"system": "s", "question": "q", "answer": "a"},
-            turns(("system", "s"), ("user", "q"), ("assistant", "a")),
+            {"messages": TALK, **PAIR},
+            "messages (messages) and prompt_completion (prompt, completion)",
+            "dataset_format: messages or prompt_completion",
         ),
-        ({"system": "s", "prompt": "p", "completion": "c"}, turns(("system", "s"), ("user", "p"), ("assistant", "c"))),
-        ({"system": None, "prompt": "p", "completion": "c"}, turns(("user", "p"), ("assistant", "c"))),
-        ({"system": "", "prompt": "p", "completion": "c"}, turns(("user", "p"), ("assistant", "c"))),
-        ({"prompt": "é 漢", "completion": ""}, turns(("user", "é 漢"), ("assistant", ""))),
+        (
+            {**PAIR, "response": "a"},
+            "prompt_completion (prompt, completion) and prompt_completion (prompt, response)",
+            "columns: {prompt: prompt, completion: completion} or {prompt: prompt, completion: response}",
+        ),
+        (
+            {"instruction": "i", "output": "o", "question": "q", "answer": "a"},
+            "prompt_completion (question, answer) and alpaca (instruction, output)",
+            "dataset_format: prompt_completion or alpaca",
+        ),
     ],
 )
-def test_every_form(write: Write, row: dict[str, Any], expected: tuple[Message, ...]) -> None:
-    assert read_conversations(write(row)) == [expected]
+def test_two_forms_that_fit_are_both_named(row: dict[str, Any], candidates: str, remedy: str) -> None:
+    said = refusal(row)
+    assert said.startswith(f"rows.jsonl:1: expected columns of one form, found those of {candidates}")
+    assert said.endswith(f"; name one with {remedy}")
 
 
-def test_rows_keep_their_order_and_may_mix_forms(write: Write) -> None:
-    rows = [{"prompt": "1", "completion": "x"}, {"question": "2", "answer": "x"}, {"messages": MESSAGES[1:]}]
-    assert [row[0].content for row in read_conversations(write(*rows))] == ["1", "2", "u"]
+def test_naming_the_form_ends_the_doubt() -> None:
+    row = {"messages": TALK, **PAIR}
+    assert convert(row, form="messages") == ("messages", [SUA])
+    assert convert(row, form="prompt_completion") == ("prompt_completion", [UA])
+    assert convert({"conversations": GPT}, form="sharegpt")[0] == "sharegpt"
 
 
-def test_gzip_reads_as_plain(write: Write, tmp_path: Path) -> None:
-    plain = write({"prompt": "p", "completion": "ü"}, {"question": "q", "answer": "a"})
-    zipped = tmp_path / "rows.jsonl.gz"
-    zipped.write_bytes(gzip.compress(plain.read_bytes()))
-    assert read_conversations(zipped) == read_conversations(plain)
+def test_later_rows_settle_what_the_first_leaves_open() -> None:
+    assert convert({"messages": TALK, **PAIR}, PAIR)[0] == "prompt_completion"
 
 
-def test_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "p", "completion": "c"}\r\n\n   \n{"prompt": "q", "completion": "d"}')
-    assert [row[0].content for row in read_conversations(path)] == ["p", "q"]
+def test_mixed_forms_are_an_error_that_names_both() -> None:
+    said = refusal(PAIR, PAIR, {"messages": TALK})
+    assert said.startswith(
+        "rows.jsonl:3: expected rows of one form, found messages (messages) here and prompt_completion "
+        "(prompt, completion) at rows.jsonl:1"
+    )
 
 
-def test_home_is_expanded(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write({"prompt": "p", "completion": "c"})
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(read_conversations("~/rows.jsonl")) == 1
+def test_preferences_are_recognised_and_refused_with_both_ways_on() -> None:
+    said = refusal({"prompt": "u", "chosen": "a", "rejected": "b"})
+    assert "found preference pairs" in said
+    assert "method dpo" in said
+    assert "columns: {completion: chosen}" in said
+    assert "preference pairs" in refusal({"chosen": TALK, "rejected": TALK, "score_chosen": 8.0})
+    assert "preference pairs" in refusal({"prompt": "u", "chosen": "a", "rejected": "b"}, form="preference")
 
 
-GOOD = {"prompt": "p", "completion": "c"}
-NO_CONTENT = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant"}]}
-WRONG_ROLE = {"messages": [{"role": "human", "content": "u"}]}
-PARTS = {"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}
+@pytest.mark.parametrize("chosen", ["a", TALK[2:], TALK[1:]])
+def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
+    row = {"prompt": "u", "prompt_id": "1", "chosen": chosen, "rejected": "b"}
+    assert convert(row, columns={"completion": "chosen"})[1] == [UA]
 
 
 @pytest.mark.parametrize(
-    ("bad", "found", "remedy"),
+    ("bad", "found"),
     [
-        ("{not json}", "'{not json}", "write every row on one line"),
-        ('{"prompt":', '\'{"prompt":', "write every row on one line"),
-        ([1, 2], "list", "name its columns"),
-        ("null", "NoneType", "name its columns"),
-        ({}, "none", "rename the columns"),
-        ({"instruction": "i", "output": "o"}, "instruction, output", "rename the columns"),
-        ({"prompt": "p", "answer": "a"}, "prompt, answer", "rename the columns"),
-        ({"prompt": 5, "completion": "c"}, "prompt to be a text, found 5", "correct the row"),
-        ({"prompt": "p", "completion": None}, "completion to be a text, found None", "correct the row"),
-        ({"system": {"a": 1}, **GOOD}, "system to be a text, found {'a': 1}", "correct the row"),
-        ({"messages": "hello"}, "'hello'", "correct the row"),
-        ({"messages": []}, "[]", "correct the row"),
-        ({"messages": ["hello"]}, "'hello'", "correct the row"),
-        (NO_CONTENT, "{'role': 'assistant'}", "correct the row"),
-        (WRONG_ROLE, "'human'", "correct the row"),
-        (PARTS, "[{'type': 'text'}]", "correct the row"),
-        ({"messages": MESSAGES[:2]}, "none", "add it"),
+        ({}, "found none; say which is which with columns"),
+        ({"prompt": "p", "answer": "a"}, "found prompt, answer; say which"),
+        ({"a\x1b[31m": 1}, r"found a\x1b[31m; say which"),
+        ({f"column{number}": 1 for number in range(40)}, "and 28 more"),
+        ({"prompt": 5, "completion": "c"}, "expected prompt to be a text, found 5"),
+        ({"prompt": "p", "completion": None}, "expected completion to be a text, found None"),
+        ({"question": "p", "answer": float("nan")}, "expected answer to be a text, found nan"),
+        ({"system": {"a": 1}, **PAIR}, "expected system to be a text, found {'a': 1}"),
+        ({"prompt": "\ud800", "completion": "c"}, r"a text of whole characters, found '\ud800'"),
+        ({"prompt": "p", "completion": TALK[:2]}, "expected completion to hold an assistant message"),
+        ({"prompt": [], "completion": "c"}, "expected prompt to be a list with at least one message, found []"),
+        ({"instruction": "i", "output": ["o"]}, "expected output to be a text, found ['o']"),
+        ({"instruction": "i", "output": "o", "history": [["q"]]}, "history to be a list of [question, reply]"),
+        ({"instruction": "i", "output": "o", "history": [["q", 7]]}, "expected history to be a text, found 7"),
+        ({"text": ["a"]}, "expected text to be a text, found ['a']"),
+        ({"messages": "hello"}, "expected messages to be a list with at least one message, found 'hello'"),
+        ({"messages": []}, "found []"),
+        ({"messages": ["hello"]}, "found 'hello'"),
+        ({"messages": [{"role": "assistant"}]}, "found {'role': 'assistant'}"),
+        ({"messages": [{"role": ["x"], "content": "u"}]}, "a role (system, user, assistant) and a content text"),
+        ({"messages": [{"role": "tool", "content": "u"}]}, "'tool'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "'content': [{'type': 'text'}]"),
+        ({"messages": TALK[:2]}, "expected at least one assistant message to train on, found none; add it"),
+        ({"conversations": [*GPT, *TALK]}, "a from (system, user, assistant, human, gpt"),
+        ({"conversations": [{"from": "bing", "value": "u"}]}, "'bing'"),
     ],
 )
-def test_wrong_row_names_file_line_and_remedy(write: Write, bad: Any, found: str, remedy: str) -> None:
-    path = write(GOOD, "", bad, GOOD)
-    with pytest.raises(DataFormatError) as caught:
-        read_conversations(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}:3: expected ")
-    assert found in message
-    assert message.endswith(remedy)
+def test_a_wrong_row_names_its_place_and_what_was_found(bad: dict[str, Any], found: str) -> None:
+    said = refusal(bad)
+    assert said.startswith("rows.jsonl:1: expected ")
+    assert found in said
+    assert said.isprintable()
 
 
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataFileNotFoundError, match=r"found nothing at .*absent.jsonl; check the path") as caught:
-        read_conversations(tmp_path / "absent.jsonl")
-    assert isinstance(caught.value, FileNotFoundError)
-    with pytest.raises(DataFileNotFoundError):
-        read_conversations(tmp_path)
+def test_a_named_form_says_which_columns_it_needs() -> None:
+    said = refusal({"prompt": "p"}, form="alpaca")
+    assert "expected the columns of the form alpaca: alpaca (instruction, output); found prompt" in said
 
 
-@pytest.mark.parametrize("lines", [(), ("", "  ")])
-def test_no_rows(write: Write, lines: tuple[str, ...]) -> None:
-    with pytest.raises(DataError, match=r"found none in .*rows.jsonl; is it the right file"):
-        read_conversations(write(*lines))
+def test_columns_that_fit_no_form_or_no_column() -> None:
+    assert "expected roles of one form, found messages, prompt" in refusal(
+        PAIR, columns={"messages": "m", "prompt": "p"}
+    )
+    assert "expected roles of the form text, found prompt" in refusal(PAIR, form="text", columns={"prompt": "p"})
+    assert "expected a column 'sys' for the role system" in refusal(PAIR, columns={"system": "sys"})
 
 
-def test_other_file_types_are_refused(write: Write) -> None:
-    with pytest.raises(DataFormatError, match=r"\.jsonl or \.jsonl\.gz .* found rows\.csv; convert it"):
-        read_conversations(write("a,b", name="rows.csv"))
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)
+json_values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "weight"]) | st.text(max_size=3), inner)
+    ),
+    max_leaves=8,
+)
+known_columns = st.sampled_from(
+    [
+        *("messages", "conversations", "prompt", "completion", "response", "question", "answer", "system"),
+        *("instruction", "input", "output", "history", "text", "chosen", "rejected"),
+    ]
+)
+turn_lists = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=5)}),
+    max_size=3,
+)
+json_rows = st.lists(st.dictionaries(known_columns, json_values | turn_lists, max_size=4), min_size=1, max_size=4)
 
 
-def _cut(data: bytes) -> bytes:
-    return data[:-9]
-
-
-def _scramble(data: bytes) -> bytes:
-    return data[:12] + bytes(byte ^ 0x5A for byte in data[12:40]) + data[40:]
-
-
-@pytest.mark.parametrize("damage", [_cut, _scramble, lambda data: b"plain text", lambda data: data[:6]])
-def test_damaged_gzip(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / "rows.jsonl.gz"
-    lines = "".join(json.dumps({"prompt": str(n), "completion": "c" * n}) + "\n" for n in range(50))
-    path.write_bytes(damage(gzip.compress(lines.encode())))
-    with pytest.raises(DataFormatError, match=r"rows.jsonl.gz: expected UTF-8 text, found .*; save it as UTF-8"):
-        read_conversations(path)
-
-
-def test_other_encodings_are_refused(tmp_path: Path) -> None:
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=json_rows)
+def test_any_json_rows_are_encoded_or_refused_by_name(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes('{"prompt": "é", "completion": "c"}'.encode("latin-1"))
-    with pytest.raises(DataFormatError, match="expected UTF-8 text"):
-        read_conversations(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(path), max_length=32)
+    with contextlib.suppress(AltoError):
+        read_task_rows(task).encode(TOKENIZER, task.max_length)

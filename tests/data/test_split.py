@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.data import DataOrder, sample_rows, split_rows
+from alto.data.split import carve_rows
 from alto.errors import DataError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -74,3 +75,12 @@ def test_order_differs_between_epochs_and_seeds_and_not_with_the_batch_size() ->
 
     assert len({epoch(seed, number) for seed in range(5) for number in range(5)}) == 25
     assert epoch(1, 2) == epoch(1, 2, batch=7)
+
+
+def test_carved_parts_are_disjoint_in_order_and_fixed_by_the_seed() -> None:
+    parts = carve_rows(range(100), (30, 20, 10), 42)
+    assert [len(part) for part in parts] == [30, 20, 10]
+    assert all(part == sorted(part) for part in parts)
+    assert len({row for part in parts for row in part}) == 60
+    assert carve_rows(range(100), (30, 20, 10), 42) == parts
+    assert carve_rows(range(100), (30, 20, 10), 7) != parts

@@ -1,20 +1,26 @@
-"""The data of a whole task: which file, which rows, and what is counted."""
+"""The data of a whole task: which rows, what is counted, and what a user is told about them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import load_tokenizer, make_task, write_rows
 
-from alto.data import read_task_rows
-from alto.errors import DataFileNotFoundError
+from alto.data import TaskData, read_task_rows
+from alto.errors import DataError, DataFileNotFoundError
 from alto.spec import Task
+
+
+def encode(task: Task, tokenizer: Any = None, max_length: int | None = None) -> TaskData:
+    return read_task_rows(task).encode(tokenizer or load_tokenizer(), max_length or task.max_length)
 
 
 def test_a_validation_dataset_is_taken_as_it_is(tmp_path: Path) -> None:
     task = make_task(tmp_path, max_samples=20)
-    data = read_task_rows(task).encode(load_tokenizer(), task.max_length)
+    data = encode(task)
     assert (len(data.train), len(data.validation)) == (20, 6)
     assert len(read_task_rows(task).train) == 20
 
@@ -24,7 +30,7 @@ def test_without_one_a_share_is_set_aside_by_the_data_seed(tmp_path: Path) -> No
 
     def validation_ids(seed: int) -> list[list[int]]:
         task = Task(dataset=str(write_rows(tmp_path / "rows.jsonl")), model="alto-tiny", data_seed=seed)
-        data = read_task_rows(task).encode(tokenizer, task.max_length)
+        data = encode(task, tokenizer)
         assert (len(data.train), len(data.validation), len(read_task_rows(task).train)) == (22, 2, 22)
         return [ids.tolist() for ids in data.validation.input_ids]
 
@@ -32,16 +38,103 @@ def test_without_one_a_share_is_set_aside_by_the_data_seed(tmp_path: Path) -> No
     assert validation_ids(1) != validation_ids(2)
 
 
+def test_the_rows_set_aside_stay_those_of_the_first_version(tmp_path: Path) -> None:
+    task = Task(dataset=str(write_rows(tmp_path / "rows.jsonl")), model="alto-tiny")
+    assert [row[0].content for row in read_task_rows(task).validation] == ["3 plus 3?", "20 plus 6?"]
+
+
 def test_counts_tell_what_was_cut_and_left_out(tmp_path: Path) -> None:
-    data = read_task_rows(make_task(tmp_path)).encode(load_tokenizer(), 12)
+    data = encode(make_task(tmp_path), max_length=20)
     counts = data.counts()
     assert counts["train_rows"] + counts["train_skipped_rows"] == 24
     assert counts["train_tokens"] == sum(ids.numel() for ids in data.train.input_ids)
     assert 0 < counts["train_truncated_rows"] <= 24
     assert counts["validation_trained_tokens"] == sum(int((row >= 0).sum()) for row in data.validation.targets)
+    assert any(f"{counts['train_truncated_rows']} training rows of 24" in note for note in data.notes)
 
 
 def test_a_missing_file_is_found_before_any_work(tmp_path: Path) -> None:
     task = make_task(tmp_path, validation_dataset=str(tmp_path / "absent.jsonl"))
-    with pytest.raises(DataFileNotFoundError, match=r"absent\.jsonl"):
+    with pytest.raises(DataFileNotFoundError, match=r"validation_dataset: .*absent\.jsonl"):
+        read_task_rows(task)
+
+
+def test_nothing_is_noted_on_good_data(tmp_path: Path) -> None:
+    assert (
+        encode(make_task(tmp_path, validation_dataset=str(write_rows(tmp_path / "v.jsonl", 10, first=200)))).notes == ()
+    )
+
+
+def test_rows_in_both_splits_are_counted(tmp_path: Path) -> None:
+    data = encode(make_task(tmp_path, validation_dataset=str(write_rows(tmp_path / "v.jsonl", 12, first=20))))
+    assert data.counts()["shared_rows"] == 4
+    [note] = data.notes
+    assert note.startswith("4 validation rows of 12 also in the training data")
+
+
+def test_few_validation_rows_are_noted(tmp_path: Path) -> None:
+    [note] = encode(make_task(tmp_path)).notes
+    assert note.startswith("The validation data is only 6 rows")
+
+
+def test_replies_without_a_word_are_noted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\n" + "".join(f"p{n},{'c' * (n > 1)}\n" for n in range(40)), encoding="utf-8")
+    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
+    [note] = encode(task).notes
+    assert note.startswith("2 training rows of 40 with an empty reply")
+
+
+def test_rows_left_out_are_noted_by_their_reason(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    masked = good.replace('"content": "a"', '"content": "a", "weight": 0')
+    path.write_text(good * 12 + masked * 3 + good.replace('"q"', f'"{"long " * 90}"'), encoding="utf-8")
+    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
+    assert encode(task, max_length=50).notes == (
+        "1 training row of 16 (6.2%) cut at max_length 50.",
+        "1 training row of 16 left out: no trained token within max_length 50.",
+        "3 training rows of 16 left out: nothing in them is to be trained.",
+    )
+
+
+def test_rows_unrolled_into_replies_are_noted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}(hm){% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    talk = json.dumps({"messages": turns}) + "\n"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(talk * 12, encoding="utf-8")
+    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
+    data = encode(task, tokenizer)
+    assert data.counts()["train_unrolled_rows"] == 12
+    [note] = data.notes
+    assert note.startswith("12 training rows with several replies trained one reply at a time")
+    assert note.endswith("So there are 24 examples.")
+
+
+def test_a_tokenizer_without_a_template_is_noted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = None
+    notes = encode(make_task(tmp_path), tokenizer).notes
+    assert any(note.startswith("The tokenizer has no chat template") for note in notes)
+
+
+def test_a_tokenizer_without_eos_is_refused_unless_the_template_ends_replies(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    tokenizer.eos_token = None
+    notes = encode(make_task(tmp_path), tokenizer).notes
+    assert any("replies end with the template's '<|end|>'" in note for note in notes)
+    for template in (None, "{% for m in messages %}{{ m.content }} {% endfor %}"):
+        tokenizer.chat_template = template
+        with pytest.raises(DataError, match="would never learn to stop; set eos_token"):
+            encode(make_task(tmp_path), tokenizer)
+
+
+def test_one_row_cannot_be_split(tmp_path: Path) -> None:
+    task = Task(model="alto-tiny", dataset=str(write_rows(tmp_path / "rows.jsonl", 1)))
+    with pytest.raises(DataError, match="validation_split: expected at least 2 rows to split, found 1"):
         read_task_rows(task)

@@ -75,7 +75,7 @@ def test_rungs_exclude_the_ratios(clashing) -> None:
         ({"warmup_ratio": 1.0}, "warmup_ratio .* should be"),
         ({"warmup_ratio": "0.05"}, "warmup_ratio .* Write 0.05 without quotes"),
         ({"select_ratio": 1.1}, "select_ratio .* should be"),
-        ({"window": 1}, r"window .* should be a whole number >= 2, found 1"),
+        ({"window": 1}, r"window .* should be a whole number >= 2 and <= 1000000, found 1"),
         ({"window": True}, "window .* should be a whole number"),
         ({"divergence_patience": 0}, "divergence_patience .* should be"),
         ({"overfitting_patience": 0}, "overfitting_patience .* should be"),

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -22,8 +23,11 @@ def test_defaults():
         "per_device_train_batch_size": 8,
         "r": 16,
         "lora_alpha": 32.0,
+        "use_rslora": False,
+        "init_lora_weights": "default",
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
+        "loraplus_lr_ratio": 1.0,
         "num_train_epochs": 3,
         "max_steps": None,
         "lr_scheduler_type": "linear",
@@ -55,6 +59,7 @@ def test_lora_alpha_is_resolved(given, alpha):
     assert config.lora_alpha == alpha
     assert type(config.lora_alpha) is float
     assert config.scale == alpha / config.r
+    assert config.replace(use_rslora=True).scale == pytest.approx(alpha / config.r**0.5, rel=1e-15)
 
 
 @pytest.mark.parametrize("alpha", ["2r", "r*2", "-1*r", "0*r", "", "2*s", "32", "rr", "nan*r", 0, -1, None, True, [32]])
@@ -68,6 +73,9 @@ def test_lora_alpha_that_is_none(alpha):
     [
         ("all-linear", "all-linear"),
         (["all-linear"], "all-linear"),
+        ("All-Linear", "all-linear"),
+        (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
+        ("self_attn.q_proj", ("self_attn.q_proj",)),
         ("q_proj", ("q_proj",)),
         (["v_proj", "q_proj"], ("q_proj", "v_proj")),
         (("mlp.up_proj",), ("mlp.up_proj",)),
@@ -80,10 +88,14 @@ def test_target_modules_have_one_form(given, stored):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("q_proj,v_proj", r"Write several modules as a list"),
-        (".*_proj", r"patterns are not understood"),
+        ("q_proj,v_proj", r"Write \[q_proj, v_proj\]"),
+        ("q_proj v_proj", r"Write \[q_proj, v_proj\]"),
+        ([".*_proj"], r"A pattern stands alone"),
+        (".*(q|v_proj", r"a regular expression.*unterminated subpattern.*Write for example"),
+        ("*_proj", r"nothing to repeat"),
         ("", r"found ''"),
-        ([], r"a list of names, found \[\]"),
+        ("  ", r"found '  '"),
+        ([], r"a list of names or a pattern, found \[\]"),
         ([1], r"found 1"),
         (None, r"found None"),
         (["q", "q"], r"once"),
@@ -100,6 +112,7 @@ OUTSIDE = {
     "per_device_train_batch_size": [0, 4097, 1.5],
     "r": [0, 1025, 8.5],
     "lora_dropout": [-0.1, 1.0],
+    "loraplus_lr_ratio": [0, -1.0],
     "num_train_epochs": [0, 10**9 + 1, 2.5],
     "max_steps": [0, -1, 10**9 + 1, 1.5],
     "lr_scheduler_type": ["step", 1],
@@ -117,7 +130,8 @@ NULLABLE = ("max_steps", "max_grad_norm")
 
 
 def test_every_field_is_covered_by_a_table():
-    assert set(OUTSIDE) | {"lora_alpha", "target_modules"} == set(JobConfig.model_fields)
+    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights"}
+    assert set(OUTSIDE) | rest == set(JobConfig.model_fields)
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in OUTSIDE.items() for value in values])
@@ -174,7 +188,52 @@ def test_keys_go_through_the_one_table_of_names():
     with pytest.raises(ConflictingKeysError):
         JobConfig(lr=1e-3, learning_rate=1e-3)
     with pytest.raises(UnsupportedError):
-        JobConfig(use_rslora=True)
+        JobConfig(use_dora=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"), [(True, "default"), ("default", "default"), ("gaussian", "gaussian"), ("Gaussian", "gaussian")]
+)
+def test_initial_weights_have_one_spelling(given, stored):
+    assert JobConfig(init_lora_weights=given).init_lora_weights == stored
+
+
+@pytest.mark.parametrize(
+    "given", ["pissa", "pissa_niter_4", "olora", "eva", "loftq", "corda", "orthogonal", "mica", "PiSSA", False]
+)
+def test_other_ways_to_start_are_refused_by_name(given):
+    with pytest.raises(
+        UnsupportedError, match=f"init_lora_weights: .* found {str(given).lower()!r}".replace("'false'", "false")
+    ):
+        JobConfig(init_lora_weights=given)
+
+
+@pytest.mark.parametrize("given", ["kaiming", 1, 0, None, ["gaussian"]])
+def test_what_is_no_way_to_start(given):
+    with pytest.raises(SpecError, match=r"^init_lora_weights .* should be 'default' or 'gaussian', found"):
+        JobConfig(init_lora_weights=given)
+
+
+@pytest.mark.parametrize("given", [1, "true", None])
+def test_rslora_is_a_truth_value(given):
+    with pytest.raises(SpecError, match=r"^use_rslora .* should be true or false"):
+        JobConfig(use_rslora=given)
+
+
+def test_a_pasted_peft_configuration_is_understood():
+    """All of what PEFT writes, at its defaults, but what is ours to set."""
+    pasted = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "q_proj"], use_rslora=True).to_dict()
+    pasted["target_modules"] = sorted(pasted["target_modules"])
+    expected = JobConfig(r=8, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True)
+    assert JobConfig(**pasted) == expected
+    for key, value in {
+        "use_dora": True,
+        "modules_to_save": ["lm_head"],
+        "bias": "all",
+        "rank_pattern": {"q": 2},
+    }.items():
+        with pytest.raises(UnsupportedError, match=repr(key)):
+            JobConfig(**(pasted | {key: value}))
 
 
 def test_warmup_is_given_one_way():

@@ -4,7 +4,7 @@ import pytest
 
 from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
 from alto.spec.job_config import JOB_FIELDS
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, UNSUPPORTED_KEYS, canonical_keys
+from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS, canonical_keys
 from alto.spec.task import TASK_FIELDS
 
 
@@ -65,4 +65,19 @@ def test_key_that_is_no_text(key):
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
 def test_unsupported_keys_are_refused_by_name_everywhere(key):
     with pytest.raises(UnsupportedError, match=f"here asks for '{key}', which is not supported"):
-        canonical({key: False})
+        canonical({key: "something"})
+
+
+@pytest.mark.parametrize(
+    ("key", "off"),
+    [
+        *((key, None) for key in sorted(UNSUPPORTED_KEYS)),
+        *((key, off) for key in OFF_VALUES for off in OFF_VALUES[key]),
+    ],
+)
+def test_an_unsupported_key_that_is_off_asks_for_nothing(key, off):
+    assert canonical({"r": 4, key: off}) == {"r": 4}
+
+
+def test_only_unsupported_keys_can_be_off():
+    assert OFF_VALUES.keys() <= UNSUPPORTED_KEYS.keys()

@@ -26,8 +26,13 @@ def test_defaults():
         "name": "train",
         "model": "alto-tiny",
         "dataset": "data/train.jsonl",
+        "dataset_config": None,
+        "dataset_train_split": None,
+        "dataset_test_split": None,
+        "dataset_format": "auto",
+        "columns": {},
         "validation_dataset": None,
-        "validation_split": 0.1,
+        "validation_split": None,
         "max_samples": None,
         "data_seed": 42,
         "method": "sft",
@@ -38,6 +43,10 @@ def test_defaults():
         "max_tokens_per_pass": None,
         "gradient_checkpointing": False,
         "dtype": "auto",
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "report_to": "auto",
+        "checkpoint_interval_s": 60.0,
     }
 
 
@@ -64,7 +73,7 @@ def test_the_papers_listing_is_understood():
         ("../..", "task"),
         ("données.json", "donn-es"),
         (".hidden.jsonl", "hidden"),
-        ("x" * 300, "x" * 100),
+        ("x" * 200, "x" * 100),
     ],
 )
 def test_name_comes_from_the_dataset(dataset, name):
@@ -117,6 +126,12 @@ def test_unsafe_names(name):
             r"^In job-001 \(warmup_steps=5\): ",
         ),
         ({"validation_dataset": "v.jsonl", "validation_split": 0.2}, ConflictingKeysError, r"validation_split"),
+        ({"dataset_format": "sharegtp"}, SpecError, r"^dataset_format .*'sharegpt'"),
+        ({"dataset_config": ""}, SpecError, r"^dataset_config "),
+        ({"columns": {"promt": "q"}}, SpecError, r"^columns should have roles.*'promt'; roles are messages, system"),
+        ({"columns": {"prompt": 3}}, SpecError, r"^columns should map roles to names"),
+        ({"columns": ["prompt"]}, SpecError, r"^columns should map roles to names"),
+        ({"columns": {"prompt": "q", "system": "q"}}, SpecError, r"^columns should give every role a column"),
     ],
 )
 def test_refused_where_it_is_built(changes, error, reason):
@@ -166,6 +181,7 @@ ROUND_TRIPS = [
     {"early_exit": False, "dtype": "bfloat16", "name": "x"},
     {"early_exit": {"rungs": [[0.1, 0.5], [0.2, 0.5]]}},
     {"validation_dataset": "v.jsonl", "max_samples": 10},
+    {"dataset_config": "main", "dataset_train_split": "a", "columns": {"prompt": "q"}, "dataset_format": "text"},
     {"lr": 1e-5, "target_modules": ["v", "q"], "alpha": "0.5*r", "search_space": {"r": [4, 8]}},
     {"max_grad_norm": 0, "search_space": {"paired": [{"r": [4, 8], "alpha": [1, "r"]}, {"seed": [1, 2]}], "lr": 1e-7}},
     {"search_space": {"lr": {"min": 1e-6, "max": 1e-2, "log": True, "num": 5}}, "data_seed": 7},

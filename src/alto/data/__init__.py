@@ -1,16 +1,18 @@
 """From files to padding-free batches."""
 
 from alto.data.batch import JobRows, TokenBatch, collate, split_into_passes
-from alto.data.encode import EncodedDataset, EncodedRow, encode_conversation, encode_dataset
-from alto.data.formats import Conversation, Message, read_conversations
+from alto.data.conversation import Conversation, Message
+from alto.data.encode import EncodedDataset, EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
-from alto.data.task_data import TaskData, TaskRows, read_task_rows
+from alto.data.task_data import HeldoutRows, TaskData, TaskRows, read_heldout_rows, read_task_rows
 
 __all__ = [
     "Conversation",
     "DataOrder",
     "EncodedDataset",
     "EncodedRow",
+    "HeldoutRows",
     "JobRows",
     "Message",
     "TaskData",
@@ -19,7 +21,9 @@ __all__ = [
     "collate",
     "encode_conversation",
     "encode_dataset",
-    "read_conversations",
+    "encode_prompt",
+    "preview_rows",
+    "read_heldout_rows",
     "read_task_rows",
     "sample_rows",
     "split_into_passes",

@@ -10,17 +10,17 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from alto.data.formats import Conversation
+from alto.data.conversation import Conversation, Message
 from alto.errors import DataError
 
-__all__ = ["EncodedDataset", "EncodedRow", "encode_conversation", "encode_dataset"]
+__all__ = ["EncodedDataset", "EncodedRow", "closing_text", "encode_conversation", "encode_dataset", "encode_prompt"]
 
 _IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of one conversation, and for each whether it is trained (the assistant's turns and their end)."""
+    """Token ids of one conversation, and for each whether it is trained (replies and their end)."""
 
     input_ids: tuple[int, ...]
     is_trained: tuple[bool, ...]
@@ -35,12 +35,16 @@ class EncodedDataset:
         targets: Per row, the token each position has to predict; -100 where nothing is trained.
         num_truncated: Rows cut at ``max_length``.
         num_skipped: Rows left out because no trained token was left in them.
+        num_masked: Those of them in which nothing was to be trained, however long.
+        num_unrolled: Conversations that became a row for every reply.
     """
 
     input_ids: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     num_truncated: int
     num_skipped: int
+    num_masked: int = 0
+    num_unrolled: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -66,46 +70,99 @@ def encode_dataset(conversations: Sequence[Conversation], tokenizer: Any, max_le
         what: Name of the split for messages, e.g. ``"training"``.
 
     Raises:
-        DataError: No row has a trained token left.
+        DataError: No row has a trained token left, or no row of talk is left whole: the model would never see the end
+            of a reply.
     """
-    input_ids, targets, num_truncated = [], [], 0
+    input_ids, targets = [], []
+    num_rows = num_truncated = num_masked = num_unrolled = 0
     for conversation in conversations:
-        row = encode_conversation(conversation, tokenizer)
-        num_truncated += len(row.input_ids) > max_length
-        ids = torch.tensor(row.input_ids[:max_length], dtype=torch.long)
-        trained = torch.tensor(row.is_trained[:max_length])
-        # Position t predicts token t + 1; the first token is predicted by nobody.
-        shifted = torch.full_like(ids, _IGNORED)
-        shifted[:-1] = torch.where(trained[1:], ids[1:], _IGNORED)
-        if (shifted != _IGNORED).any():
-            input_ids.append(ids)
-            targets.append(shifted)
+        rows = encode_conversation(conversation, tokenizer) or [EncodedRow((), ())]
+        num_unrolled += len(rows) > 1
+        for row in rows:
+            num_rows += 1
+            num_truncated += len(row.input_ids) > max_length
+            num_masked += not any(row.is_trained[1:])
+            ids = torch.tensor(row.input_ids[:max_length], dtype=torch.long)
+            trained = torch.tensor(row.is_trained[:max_length], dtype=torch.bool)
+            # Position t predicts token t + 1; the first token is predicted by nobody.
+            shifted = torch.full_like(ids, _IGNORED)
+            shifted[:-1] = torch.where(trained[1:], ids[1:], _IGNORED)
+            if (shifted != _IGNORED).any():
+                input_ids.append(ids)
+                targets.append(shifted)
     if not input_ids:
         raise DataError(
-            f"expected rows to train on in the {what} data, found none of {len(conversations)} with a completion in "
+            f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
             f"max_length {max_length}; raise max_length or check that completions are not empty"
+        )
+    if num_truncated == num_rows and not any(message.role == "text" for message in conversations[0]):
+        raise DataError(
+            f"expected rows of the {what} data to fit into max_length {max_length}, found all {num_rows} longer, so "
+            "that the end of a reply would never be learned; raise max_length"
         )
     return EncodedDataset(
         input_ids=tuple(input_ids),
         targets=tuple(targets),
         num_truncated=num_truncated,
-        num_skipped=len(conversations) - len(input_ids),
+        num_skipped=num_rows - len(input_ids),
+        num_masked=num_masked,
+        num_unrolled=num_unrolled,
     )
 
 
-def encode_conversation(conversation: Conversation, tokenizer: Any) -> EncodedRow:
+def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
 
-    A turn of the assistant is trained from its first token through the token that ends it; what follows the last such
-    turn is left out. A row always ends with the EOS token.
+    A trained turn is trained from its first token through the token that ends it; what follows the last such turn is
+    left out. A row always ends with the EOS token, where there is one.
+
+    Returns:
+        One row; none where nothing is to be trained; and where the template rewrites earlier turns when another is
+        added (Qwen3 takes thoughts out of them), a row for every trained turn, with the turns before it as the model
+        is shown them when it writes that turn.
 
     Raises:
-        DataError: The template refuses the turns, or rewrites earlier ones, so that the assistant's tokens cannot be
-            told apart.
+        DataError: The template refuses the turns, or rewrites what stands before a reply, so that the reply's tokens
+            cannot be told apart.
     """
-    last = max(position for position, message in enumerate(conversation) if message.role == "assistant")
-    encode = _encode_with_template if getattr(tokenizer, "chat_template", None) else _encode_plainly
-    ids, trained = encode(conversation[: last + 1], tokenizer)
+    trained = [position for position, message in enumerate(conversation) if message.is_trained]
+    if not trained:
+        return []
+    conversation = conversation[: trained[-1] + 1]
+    if conversation[0].role == "text" or not getattr(tokenizer, "chat_template", None):
+        return [_ended(*_encode_plainly(conversation, tokenizer), tokenizer)]
+    text = _render(tokenizer, conversation, open_turn=False)
+    replies = [_reply(tokenizer, conversation, position) for position in trained]
+    if all(text.startswith(through) for _, through in replies):
+        spans = [(len(before), len(through)) for before, through in replies]
+        return [_ended(*_encode_text(text, spans, tokenizer), tokenizer)]
+    return [
+        _ended(*_encode_text(through, [(len(before), len(through))], tokenizer), tokenizer)
+        for before, through in replies
+    ]
+
+
+def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
+    """Token ids of ``turns`` and of the opening of a reply: what :func:`encode_conversation` puts before that reply.
+
+    Raises:
+        DataError: There is no turn, or the chat template refuses the turns.
+    """
+    if not turns:
+        raise DataError("expected a turn before the assistant's reply, found the reply alone: there is no question")
+    if not getattr(tokenizer, "chat_template", None):
+        return _encode_plainly(turns, tokenizer)[0]
+    return _encode_text(_render(tokenizer, turns, open_turn=True), (), tokenizer)[0]
+
+
+def closing_text(tokenizer: Any) -> str:
+    """What the chat template writes behind a reply, without blanks; empty where it writes nothing."""
+    reply = "a reply"
+    turns = (Message("user", "a question"), Message("assistant", reply))
+    return _render(tokenizer, turns, open_turn=False).rpartition(reply)[2].strip()
+
+
+def _ended(ids: list[int], trained: list[bool], tokenizer: Any) -> EncodedRow:
     eos = tokenizer.eos_token_id
     # Some templates put a newline after the token that ends a turn.
     if eos is not None and eos not in ids[-2:]:
@@ -113,20 +170,21 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> EncodedRo
     return EncodedRow(tuple(ids), tuple(trained))
 
 
-def _encode_with_template(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    text = _render(tokenizer, conversation, open_turn=False)
-    spans = []
-    for position, message in enumerate(conversation):
-        if message.role == "assistant":
-            before = _render_before(tokenizer, conversation, position)
-            through = _render(tokenizer, conversation[: position + 1], open_turn=False)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    "expected the chat template to leave earlier turns as they are when a turn is added, found that it "
-                    "rewrites them; use single-turn rows, or set another chat template on the tokenizer"
-                )
-            spans.append((len(before), len(through)))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+def _reply(tokenizer: Any, conversation: Conversation, position: int) -> tuple[str, str]:
+    """What the model is shown before it writes turn ``position``, and the same with that turn."""
+    before = _render_before(tokenizer, conversation, position)
+    through = _render(tokenizer, conversation[: position + 1], open_turn=False)
+    if not through.startswith(before):
+        raise DataError(
+            "expected the chat template to leave what stands before a reply as it is when the reply is added, found "
+            "that it rewrites it; set another chat template on the tokenizer"
+        )
+    return before, through
+
+
+def _encode_text(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    # Not verbose: the tokenizer would warn of rows beyond the model's length before they are cut.
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     trained = [any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), trained
 
@@ -157,9 +215,8 @@ def _encode_plainly(conversation: Conversation, tokenizer: Any) -> tuple[list[in
     ids: list[int] = []
     trained: list[bool] = []
     for position, message in enumerate(conversation):
-        is_reply = message.role == "assistant"
-        text = message.content if is_reply else message.content + "\n"
-        turn = tokenizer(text, add_special_tokens=position == 0)["input_ids"]
+        text = message.content if message.role in ("assistant", "text") else message.content + "\n"
+        turn = tokenizer(text, add_special_tokens=position == 0, verbose=False)["input_ids"]
         ids += turn
-        trained += [is_reply] * len(turn)
+        trained += [message.is_trained] * len(turn)
     return ids, trained

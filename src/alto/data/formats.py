@@ -1,123 +1,286 @@
-"""Rows of a file become conversations.
+"""Forms of rows: told by the columns of a dataset, or named, and what a row of each becomes.
 
-Three forms are known: ``messages`` (a list of ``{role, content}``), ``prompt``/``completion`` and
-``question``/``answer``; an optional ``system`` text goes first in the last two.
+============================  ================================================================================
+form                          columns (optional ones in brackets)
+============================  ================================================================================
+``messages``                  ``messages`` or ``conversations``: a list of ``{role, content}``; [``system``]
+``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``]
+``prompt_completion``         ``prompt`` and ``completion`` or ``response``, or ``question`` and ``answer``, each a
+                              text or a list of messages; [``system``]
+``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
+``text``                      ``text``; only where no other form fits
+``preference``                ``chosen``, ``rejected``; [``prompt``]; recognised, and refused
+============================  ================================================================================
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.errors import DataError, DataFileNotFoundError, DataFormatError
+from alto.data.conversation import Conversation, Message
+from alto.data.rows import RawRow, listed, quoted
+from alto.errors import DataFormatError
 
-__all__ = ["Conversation", "Message", "read_conversations"]
+__all__ = ["Layout", "find_layout", "to_conversation"]
 
-_PAIRS = (("prompt", "completion"), ("question", "answer"))
-_ROLES = ("system", "user", "assistant")
+_Columns = tuple[tuple[str, str], ...]
+
+_REQUIRED: tuple[tuple[str, _Columns], ...] = (
+    ("messages", (("messages", "messages"),)),
+    ("messages", (("messages", "conversations"),)),
+    ("prompt_completion", (("prompt", "prompt"), ("completion", "completion"))),
+    ("prompt_completion", (("prompt", "prompt"), ("completion", "response"))),
+    ("prompt_completion", (("prompt", "question"), ("completion", "answer"))),
+    ("alpaca", (("instruction", "instruction"), ("output", "output"))),
+    ("text", (("text", "text"),)),
+    ("preference", (("chosen", "chosen"), ("rejected", "rejected"))),
+)
+"""Every way to write a form: its roles, and the columns that play them where the task does not say otherwise."""
+
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "messages": ("system",),
+    "prompt_completion": ("system",),
+    "alpaca": ("input", "system", "history"),
+    "text": (),
+    "preference": ("prompt",),
+}
+
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
+_SHAREGPT_ROLES = {**_ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn: ``role`` is ``system``, ``user`` or ``assistant``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The form of a dataset's rows, and which column plays which role: pairs of role and column."""
 
-    role: str
-    content: str
+    form: str
+    columns: _Columns
+
+    def __str__(self) -> str:
+        return f"{self.form} ({listed(column for _, column in self.columns)})"
+
+    def column(self, role: str) -> str | None:
+        """The column that plays ``role``; None where none does."""
+        return dict(self.columns).get(role)
 
 
-Conversation = tuple[Message, ...]
-"""Turns in order; at least one is the assistant's."""
+def find_layout(rows: Sequence[RawRow], form: str, columns: Mapping[str, str]) -> Layout:
+    """The one layout that fits every row.
 
-
-def read_conversations(path: str | Path) -> list[Conversation]:
-    """Every row of a ``.jsonl`` or ``.jsonl.gz`` file, in order.
+    Args:
+        form: Its name, or ``auto``.
+        columns: Roles to columns, where they are not the usual ones.
 
     Raises:
-        DataFileNotFoundError: There is no such file.
-        DataFormatError: A line is not JSON, or has no form that is known; names file and line.
-        DataError: The file holds no rows.
+        DataFormatError: No layout fits a row, rows need different ones, several fit all, or the rows are preferences.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise DataFileNotFoundError(f"dataset: expected a file, found nothing at {path}; check the path")
-    conversations = [_conversation(row, f"{path}:{number}") for number, row in _rows(path)]
-    if not conversations:
-        raise DataError(f"dataset: expected at least one row, found none in {path}; is it the right file?")
-    return conversations
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+    candidates = _candidates(form, columns)
+    if not candidates:
         raise DataFormatError(
-            f"dataset: expected a .jsonl or .jsonl.gz file (one JSON object a line), found {path.name}; convert it"
+            f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
+            f"{listed(columns)}; remove those that do not belong"
         )
-    opener = gzip.open if path.name.endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8-sig") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _parse(line, f"{path}:{number}")
-        except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
+    known: dict[tuple[str, ...], list[Layout]] = {}
+    common = candidates
+    for row in rows:
+        names = tuple(row.values)
+        if names not in known:
+            known[names] = [layout for layout in candidates if all(column in names for _, column in layout.columns)]
+        fitting = known[names]
+        if not fitting:
+            raise _no_form(row, candidates, form)
+        if not any(layout in fitting for layout in common):
             raise DataFormatError(
-                f"{path}: expected UTF-8 text, found something else ({error}); save it as UTF-8, or fetch it again"
-            ) from error
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+                f"{row.where}: expected rows of one form, found {_either(fitting)} here and {_either(common)} at "
+                f"{rows[0].where}; put each form into a file of its own"
+            )
+        common = [layout for layout in common if layout in fitting]
+    if len(common) > 1:
+        common = [layout for layout in common if layout.form != "text"]
+    if len(common) > 1:
         raise DataFormatError(
-            f"{where}: expected one JSON object a line, found {line[:60]!r} ({error.msg}); write every row on one line"
-        ) from error
+            f"{rows[0].where}: expected columns of one form, found those of {_either(common, ' and ')}; "
+            f"{_choose(common)}"
+        )
+    return _completed(common[0], rows, {name for names in known for name in names}, form, columns)
 
 
-def _conversation(row: Any, where: str) -> Conversation:
-    if not isinstance(row, Mapping):
-        raise DataFormatError(f"{where}: expected a JSON object, found {type(row).__name__}; name its columns")
-    if "messages" in row:
-        return _from_messages(row["messages"], where)
-    for prompt_key, completion_key in _PAIRS:
-        if prompt_key in row and completion_key in row:
-            return _from_pair(row, prompt_key, completion_key, where)
-    raise DataFormatError(
-        f"{where}: expected the keys messages, prompt and completion, or question and answer; "
-        f"found {', '.join(map(str, row)) or 'none'}; rename the columns"
+def to_conversation(row: RawRow, layout: Layout) -> Conversation:
+    """The turns of one row.
+
+    Raises:
+        DataFormatError: A column does not hold what the form says; names file and line.
+    """
+    turns = _CONVERTERS[layout.form](_Fields(row, layout))
+    system = layout.column("system")
+    if system is not None and turns[0].role != "system":
+        text = _Fields(row, layout).text("system", optional=True)
+        turns = [Message("system", text), *turns] if text else turns
+    return tuple(turns)
+
+
+def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
+    wanted = "messages" if form == "sharegpt" else form
+    layouts = []
+    for name, required in _REQUIRED:
+        roles = {*dict(required), *_OPTIONAL[name]}
+        if wanted in ("auto", name) and roles.issuperset(columns):
+            layouts.append(
+                Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
+            )
+    return list(dict.fromkeys(layouts))
+
+
+def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str, columns: Mapping[str, str]) -> Layout:
+    """``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
+    optional = [(role, columns.get(role, role)) for role in _OPTIONAL[layout.form]]
+    for role, column in optional:
+        if role in columns and column not in seen:
+            raise DataFormatError(
+                f"columns: expected a column {quoted(column)} for the role {role}, found {listed(sorted(seen))}; "
+                "correct the name"
+            )
+    if layout.form == "preference":
+        chosen = layout.column("chosen")
+        raise DataFormatError(
+            f"{rows[0].where}: expected rows for supervised fine-tuning, found preference pairs "
+            f"({listed(sorted(seen))}); learning from pairs (method dpo) is not there yet; to train on the chosen "
+            f"replies, write columns: {{completion: {chosen}}}, or {{messages: {chosen}}} where there is no prompt"
+        )
+    name = layout.form
+    if name == "messages":
+        name = form if form != "auto" else _shape(rows, dict(layout.columns)["messages"])
+    return Layout(form=name, columns=(*layout.columns, *(pair for pair in optional if pair[1] in seen)))
+
+
+def _shape(rows: Sequence[RawRow], column: str) -> str:
+    for row in rows:
+        turns = row.values[column]
+        if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+            return "sharegpt" if "from" in turns[0] else "messages"
+    return "messages"
+
+
+def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormatError:
+    what = "the columns of a form" if form == "auto" else f"the columns of the form {form}"
+    return DataFormatError(
+        f"{row.where}: expected {what}: {_either(candidates)}; found {listed(row.values)}; say which is which with "
+        "columns, such as {prompt: <its column>, completion: <its column>}, or rename the columns"
     )
 
 
-def _from_messages(messages: Any, where: str) -> Conversation:
-    if not isinstance(messages, list) or not messages:
-        raise DataFormatError(
-            f"{where}: expected messages to be a list with at least one message, found {messages!r:.60}; "
-            "correct the row"
-        )
-    turns = []
-    for message in messages:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if role not in _ROLES or not isinstance(content, str):
-            raise DataFormatError(
-                f"{where}: expected every message to have a role ({', '.join(_ROLES)}) and a content text, "
-                f"found {message!r:.80}; correct the row"
-            )
-        turns.append(Message(role, content))
+def _either(layouts: Sequence[Layout], joint: str = " or ") -> str:
+    return joint.join(map(str, layouts))
+
+
+def _choose(layouts: Sequence[Layout]) -> str:
+    """How to name one of ``layouts``, which fit all rows."""
+    if len({layout.form for layout in layouts}) == len(layouts):
+        return f"name one with dataset_format: {' or '.join(layout.form for layout in layouts)}"
+    ways = ["{" + ", ".join(f"{role}: {column}" for role, column in layout.columns) + "}" for layout in layouts]
+    return f"name one with columns: {' or '.join(ways)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The values of one row by role, checked as they are taken."""
+
+    row: RawRow
+    layout: Layout
+
+    def get(self, role: str) -> Any:
+        column = self.layout.column(role)
+        return None if column is None else self.row.values.get(column)
+
+    def text(self, role: str, *, optional: bool = False) -> str:
+        """A text; where it is optional and missing, an empty one."""
+        value = self.get(role)
+        if value is None and optional:
+            return ""
+        return self.checked(value, str(self.layout.column(role)))
+
+    def checked(self, value: object, what: str) -> str:
+        if not isinstance(value, str):
+            raise self.wrong(f"{quoted(what)[1:-1]} to be a text", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            part = value[max(0, error.start - 20) : error.start + 20]
+            raise self.wrong(f"{quoted(what)[1:-1]} to be a text of whole characters", part) from None
+        return value
+
+    def turns(self, role: str, *, is_sharegpt: bool = False) -> list[Message]:
+        """A list of messages."""
+        value, column = self.get(role), quoted(self.layout.column(role))[1:-1]
+        if not isinstance(value, list) or not value:
+            raise self.wrong(f"{column} to be a list with at least one message", value)
+        return [self._turn(message, is_sharegpt=is_sharegpt) for message in value]
+
+    def wrong(self, expected: str, value: object) -> DataFormatError:
+        return DataFormatError(f"{self.row.where}: expected {expected}, found {quoted(value)}; correct the row")
+
+    def _turn(self, message: Any, *, is_sharegpt: bool) -> Message:
+        speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
+        name = message.get(speaker) if isinstance(message, Mapping) else None
+        role = roles.get(name) if isinstance(name, str) else None
+        if role is None or not isinstance(message.get(says), str):
+            raise self.wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+        # OpenAI's form: a weight of 0 shows a turn without training it.
+        return Message(role, self.checked(message[says], says), is_context=message.get("weight") == 0)
+
+
+def _messages(fields: _Fields) -> list[Message]:
+    turns = fields.turns("messages", is_sharegpt=fields.layout.form == "sharegpt")
     if not any(turn.role == "assistant" for turn in turns):
-        raise DataFormatError(f"{where}: expected at least one assistant message to train on, found none; add it")
-    return tuple(turns)
+        raise DataFormatError(
+            f"{fields.row.where}: expected at least one assistant message to train on, found none; add it"
+        )
+    return turns
 
 
-def _from_pair(row: Mapping[str, Any], prompt_key: str, completion_key: str, where: str) -> Conversation:
-    texts = {key: row[key] for key in ("system", prompt_key, completion_key) if row.get(key) is not None}
-    for key in dict.fromkeys((prompt_key, completion_key, *texts)):
-        if not isinstance(texts.get(key), str):
-            raise DataFormatError(f"{where}: expected {key} to be a text, found {row[key]!r:.60}; correct the row")
-    turns = [Message("user", texts[prompt_key]), Message("assistant", texts[completion_key])]
-    if texts.get("system"):
-        turns.insert(0, Message("system", texts["system"]))
-    return tuple(turns)
+def _prompt_completion(fields: _Fields) -> list[Message]:
+    """Only the completion is trained, as in TRL: what the assistant says in a prompt of messages is context."""
+    prompt = _turns_or_text(fields, "prompt", "user")
+    completion = _turns_or_text(fields, "completion", "assistant")
+    if [(turn.role, turn.content) for turn in completion[: len(prompt)]] == [(t.role, t.content) for t in prompt]:
+        completion = completion[len(prompt) :]  # a completion that repeats the prompt, as chosen replies often do
+    if not any(turn.role == "assistant" for turn in completion):
+        column = str(fields.layout.column("completion"))
+        raise fields.wrong(f"{quoted(column)[1:-1]} to hold an assistant message", fields.get("completion"))
+    return [*(replace(turn, is_context=turn.role == "assistant") for turn in prompt), *completion]
+
+
+def _turns_or_text(fields: _Fields, role: str, speaker: str) -> list[Message]:
+    return fields.turns(role) if isinstance(fields.get(role), list) else [Message(speaker, fields.text(role))]
+
+
+def _alpaca(fields: _Fields) -> list[Message]:
+    """An input goes below its instruction, behind a blank line; earlier turns of a history are trained as well."""
+    history = fields.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise fields.wrong(f"{fields.layout.column('history')} to be a list of [question, reply]", history)
+    turns = []
+    for question, reply in history:
+        turns += [Message("user", fields.checked(question, "history"))]
+        turns += [Message("assistant", fields.checked(reply, "history"))]
+    parts = [fields.text("instruction"), fields.text("input", optional=True)]
+    return [
+        *turns,
+        Message("user", "\n\n".join(part for part in parts if part)),
+        Message("assistant", fields.text("output")),
+    ]
+
+
+def _text(fields: _Fields) -> list[Message]:
+    return [Message("text", fields.text("text"))]
+
+
+_CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
+    "messages": _messages,
+    "sharegpt": _messages,
+    "prompt_completion": _prompt_completion,
+    "alpaca": _alpaca,
+    "text": _text,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,7 +11,7 @@ import torch
 
 from alto.errors import DataError
 
-__all__ = ["DataOrder", "sample_rows", "split_rows"]
+__all__ = ["DataOrder", "carve_rows", "sample_rows", "split_rows"]
 
 Row = TypeVar("Row")
 
@@ -39,6 +40,21 @@ def split_rows(rows: Sequence[Row], validation_share: float, seed: int) -> tuple
     training = [row for index, row in enumerate(rows) if index not in chosen]
     validation = [row for index, row in enumerate(rows) if index in chosen]
     return training, validation
+
+
+def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[list[Row]]:
+    """Disjoint parts of ``counts`` rows, drawn with a fixed seed, each in original order.
+
+    Raises:
+        DataError: There are fewer rows than that.
+    """
+    if len(rows) < sum(counts):
+        raise DataError(
+            f"dataset: expected at least {sum(counts)} rows to draw {', '.join(map(str, counts))} from, found "
+            f"{len(rows)}; name the splits with dataset_train_split and validation_split"
+        )
+    drawn = iter(random.Random(seed).sample(range(len(rows)), sum(counts)))
+    return [[rows[index] for index in sorted(itertools.islice(drawn, count))] for count in counts]
 
 
 class DataOrder:

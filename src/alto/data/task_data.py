@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.data.conversation import Conversation
 from alto.data.encode import EncodedDataset, encode_dataset
-from alto.data.formats import Conversation, read_conversations
+from alto.data.formats import Layout, find_layout, to_conversation
+from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes
+from alto.data.rows import RawRow
+from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
 from alto.spec import Task
 
-__all__ = ["TaskData", "TaskRows", "read_task_rows"]
+__all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskData", "TaskRows", "read_heldout_rows", "read_task_rows"]
+
+DEFAULT_VALIDATION_SHARE = 0.1
+"""Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """Training and validation rows, tokenised."""
+    """Training and validation rows, tokenised.
+
+    Attributes:
+        num_shared: Validation rows that are training rows too.
+        notes: What a user should know about the data before training, in sentences.
+    """
 
     train: EncodedDataset
     validation: EncodedDataset
+    num_shared: int = 0
+    notes: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
-        """Rows and tokens of both splits, and what was cut or left out."""
-        return {
+        """Rows and tokens of both splits, what was cut or left out, and the rows that both hold."""
+        counts = {
             f"{name}_{what}": count
             for name, split in (("train", self.train), ("validation", self.validation))
             for what, count in (
@@ -31,37 +46,98 @@ class TaskData:
                 ("trained_tokens", split.num_trained_tokens),
                 ("truncated_rows", split.num_truncated),
                 ("skipped_rows", split.num_skipped),
+                ("masked_rows", split.num_masked),
+                ("unrolled_rows", split.num_unrolled),
             )
         }
+        return {**counts, "shared_rows": self.num_shared}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRows:
-    """Training and validation rows as they were read; no tokenizer, so no base model, is needed for them."""
+    """Training and validation rows as they were read; no tokenizer, so no base model, is needed for them.
+
+    Attributes:
+        layout: Form and columns of the training rows.
+    """
 
     train: list[Conversation]
     validation: list[Conversation]
+    layout: Layout
 
     def encode(self, tokenizer: Any, max_length: int) -> TaskData:
         """Tokenise both splits, cutting rows at ``max_length`` tokens.
 
         Raises:
-            DataError: See :func:`encode_dataset`.
+            DataError: See :func:`encode_dataset`; or the tokenizer leaves replies without an end.
         """
+        about_tokenizer = tokenizer_notes(tokenizer, self.train)
+        train = encode_dataset(self.train, tokenizer, max_length, "training")
+        validation = encode_dataset(self.validation, tokenizer, max_length, "validation")
+        seen = set(self.train)
+        num_shared = sum(row in seen for row in self.validation)
         return TaskData(
-            train=encode_dataset(self.train, tokenizer, max_length, "training"),
-            validation=encode_dataset(self.validation, tokenizer, max_length, "validation"),
+            train=train,
+            validation=validation,
+            num_shared=num_shared,
+            notes=(
+                *reading_notes(self.train, self.validation, num_shared),
+                *about_tokenizer,
+                *encoding_notes(train, "training", max_length),
+                *encoding_notes(validation, "validation", max_length),
+            ),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutRows:
+    """Rows to measure an adapter on, and the name to report them under."""
+
+    name: str
+    conversations: Sequence[Conversation]
 
 
 def read_task_rows(task: Task) -> TaskRows:
     """Read and split what ``task`` names.
 
     Raises:
-        DataError: See :func:`read_conversations`, :func:`split_rows`.
+        DataError: See :func:`open_source`, :func:`find_layout`, :func:`split_rows`.
     """
-    rows = sample_rows(read_conversations(task.dataset), task.max_samples, task.data_seed)
+    source = open_source(task.dataset, "dataset", task)
+    rows = sample_rows(source.train, task.max_samples, task.data_seed)
+    train, layout = _conversations(rows, source.form, task)
     if task.validation_dataset is not None:
-        return TaskRows(train=rows, validation=read_conversations(task.validation_dataset))
-    train, validation = split_rows(rows, task.validation_split, task.data_seed)
-    return TaskRows(train=train, validation=validation)
+        other = open_source(task.validation_dataset, "validation_dataset", task)
+        own = other.train if other.validation is None else other.validation
+        return TaskRows(train=train, validation=_conversations(own, other.form, task)[0], layout=layout)
+    if source.validation is not None and task.validation_split is None:
+        return TaskRows(train=train, validation=_conversations(source.validation, source.form, task)[0], layout=layout)
+    train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
+    return TaskRows(train=train, validation=validation, layout=layout)
+
+
+def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
+    """Rows to judge a finished adapter on: nothing was trained or selected on them, where the data allows.
+
+    Args:
+        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the test
+            split of the task's own dataset, and where it has none, the task's validation rows.
+
+    Raises:
+        DataError: See :func:`read_task_rows`.
+    """
+    name = dataset or task.dataset
+    source = open_source(name, "dataset", task)
+    if source.test is not None:
+        return HeldoutRows(name=f"{name} (test split)", conversations=_conversations(source.test, source.form, task)[0])
+    if dataset is None:
+        return HeldoutRows(name=f"{name} (validation rows)", conversations=read_task_rows(task).validation)
+    return HeldoutRows(name=name, conversations=_conversations(source.train, source.form, task)[0])
+
+
+def _conversations(rows: Sequence[RawRow], known_form: str, task: Task) -> tuple[list[Conversation], Layout]:
+    """Rows in the task's form; where it leaves that open, in the form that is known of the dataset."""
+    form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
+    listed = list(rows)
+    layout = find_layout(listed, form, task.columns)
+    return [to_conversation(row, layout) for row in listed], layout

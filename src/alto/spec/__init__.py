@@ -2,8 +2,20 @@
 
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import ALL_LINEAR, JobConfig
-from alto.spec.load import load_task
+from alto.spec.load import build_task, load_task, parse_override
 from alto.spec.search_space import MAX_JOBS, SearchSpace
-from alto.spec.task import Job, Task
+from alto.spec.task import Job, RowFormName, Task
 
-__all__ = ["ALL_LINEAR", "MAX_JOBS", "EarlyExit", "Job", "JobConfig", "SearchSpace", "Task", "load_task"]
+__all__ = [
+    "ALL_LINEAR",
+    "MAX_JOBS",
+    "EarlyExit",
+    "Job",
+    "JobConfig",
+    "RowFormName",
+    "SearchSpace",
+    "Task",
+    "build_task",
+    "load_task",
+    "parse_override",
+]

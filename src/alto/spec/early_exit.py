@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from alto.errors import ConflictingKeysError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, plain
 
 __all__ = ["EarlyExit"]
@@ -19,6 +20,8 @@ PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 ALTO_RUNGS = ((0.025, 0.5), (0.05, 0.2))
+
+_MAX_EVALUATIONS = 10**6
 
 
 class EarlyExit(SpecModel):
@@ -69,9 +72,13 @@ class EarlyExit(SpecModel):
     )
     select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that go on")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
-    window: int = Field(default=2, ge=2, description="evaluations a slope is fitted over")
-    divergence_patience: int = Field(default=2, ge=1, description="evaluations in a row that must look diverging")
-    overfitting_patience: int = Field(default=2, ge=1, description="evaluations in a row that must look overfit")
+    window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
+    divergence_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
+    )
+    overfitting_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
+    )
     tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
     tau_gap: float = Field(default=0.1, gt=0, description="relative gap between validation and training loss")
     tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
@@ -91,8 +98,9 @@ class EarlyExit(SpecModel):
         pairs = plain(rungs)
         if not isinstance(pairs, tuple) or not pairs or not all(_is_rung(pair) for pair in pairs):
             raise ValueError(
-                f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found {rungs!r}. "
-                "Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false to rank nobody."
+                f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
+                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false to rank "
+                "nobody."
             )
         progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):

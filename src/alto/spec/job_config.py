@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
+import warnings
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from alto.errors import UnsupportedError
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
-__all__ = ["ALL_LINEAR", "JOB_FIELDS", "JobConfig", "LrSchedulerType"]
+__all__ = ["ALL_LINEAR", "JOB_FIELDS", "InitLoraWeights", "JobConfig", "LrSchedulerType"]
 
 ALL_LINEAR = "all-linear"
 """As in PEFT: every linear layer of the model except its output head."""
 
 LrSchedulerType: TypeAlias = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 
+InitLoraWeights: TypeAlias = Literal["default", "gaussian"]
+"""How ``A`` starts; ``default`` is PEFT's ``True``: Kaiming-uniform."""
+
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
+_MODULE_NAME = r"[A-Za-z0-9_.-]+"
+_OTHER_INITS = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
 
 
@@ -31,11 +40,13 @@ class JobConfig(SpecModel):
     a row count handed to a method is that of the training split.
 
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
-    ``target_modules`` may be given as one name or several; the finished object holds ``"all-linear"`` or a sorted
-    tuple of names. ``max_grad_norm`` 0 is stored as None: no clipping.
+    ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
+    sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
+    ``max_grad_norm`` 0 as None: no clipping.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.
+        UnsupportedError: One of PEFT's other ways to start an adapter.
         UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
     """
 
@@ -45,8 +56,11 @@ class JobConfig(SpecModel):
     lora_alpha: float = Field(
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
+    use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
+    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter's A starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
+    loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
     num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="passes over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
     lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
@@ -72,8 +86,8 @@ class JobConfig(SpecModel):
         match = _MULTIPLE_OF_R.fullmatch(value.strip())
         if match is None:
             raise ValueError(
-                f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {value!r}. Write one of these, "
-                "a number without quotes and with a point before its exponent."
+                f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
+                "Write one of these, a number without quotes and with a point before its exponent."
             )
         # A rank that was refused is reported as such; any positive number does in its place.
         return float(match["factor"] or 1) * info.data.get("r", 1)
@@ -81,25 +95,47 @@ class JobConfig(SpecModel):
     @field_validator("target_modules", mode="before")
     @classmethod
     def _normalise_targets(cls, value: Any) -> Any:
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list | tuple) or not names:
+        if isinstance(value, str):
+            if value.lower() == ALL_LINEAR:
+                return ALL_LINEAR
+            return (value,) if re.fullmatch(_MODULE_NAME, value) else _checked_pattern(value)
+        if not isinstance(value, list | tuple) or not value:
             raise ValueError(
-                f"should be {ALL_LINEAR!r}, a module name or a list of names, found {value!r}. "
+                f"should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found {quoted(value)}. "
                 f"Write for example [q_proj, v_proj]."
             )
-        for name in names:
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        for name in value:
+            if not isinstance(name, str) or not re.fullmatch(_MODULE_NAME, name):
                 raise ValueError(
-                    f"should name modules by letters, digits, '_', '.' and '-', found {name!r}. "
-                    f"Write several modules as a list, for example [q_proj, v_proj]; patterns are not understood."
+                    f"should name modules by letters, digits, '_', '.' and '-', found {quoted(name)} in a list. "
+                    f"A pattern stands alone: join several with '|'."
                 )
-        if len(set(names)) < len(names):
-            raise ValueError(f"should name each module once, found {names!r}. Remove the repeated name.")
-        if ALL_LINEAR in names:
-            if len(names) > 1:
-                raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {names!r}. Choose one.")
+        if len(set(value)) < len(value):
+            raise ValueError(f"should name each module once, found {quoted(value)}. Remove the repeated name.")
+        if ALL_LINEAR in value:
+            if len(value) > 1:
+                raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {quoted(value)}. Choose one.")
             return ALL_LINEAR
-        return tuple(sorted(names))
+        return tuple(sorted(value))
+
+    @field_validator("init_lora_weights", mode="before")
+    @classmethod
+    def _name_the_init(cls, value: Any) -> Any:
+        if value is True:
+            return "default"
+        if value is False:
+            raise UnsupportedError(
+                "init_lora_weights: expected 'default' or 'gaussian', found false: with A and B both random, training "
+                "would not start from the base model. Remove the key."
+            )
+        if isinstance(value, str):
+            value = value.lower()
+            if value.startswith(_OTHER_INITS):
+                raise UnsupportedError(
+                    f"init_lora_weights: expected 'default' or 'gaussian', found {quoted(value)}, which is not "
+                    f"supported. Write one of the two."
+                )
+        return value
 
     @field_validator("num_train_epochs", mode="before")
     @classmethod
@@ -129,8 +165,8 @@ class JobConfig(SpecModel):
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by: ``lora_alpha / r``."""
-        return self.lora_alpha / self.r
+        """What the adapter's output is multiplied by: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one pass over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
@@ -167,6 +203,32 @@ class JobConfig(SpecModel):
                 return max(0.0, (total_steps - step) / decay_steps)
             case "cosine":
                 return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / decay_steps))))
+
+
+def _checked_pattern(text: str) -> str:
+    """``text`` if it can be a regular expression over module names.
+
+    Raises:
+        ValueError: It cannot, or is a list of names that has lost its brackets.
+    """
+    if not text.strip():
+        raise ValueError(
+            f"should be {ALL_LINEAR!r}, names or a pattern, found {quoted(text)}. Remove the key for the default."
+        )
+    names = re.split(r"[\s,;]+", text.strip())
+    if all(re.fullmatch(_MODULE_NAME, name) for name in names):
+        listed = textwrap.shorten(", ".join(names), 80, placeholder=" ...")
+        raise ValueError(f"should be a list to hold several names, found {quoted(text)}. Write [{listed}].")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what the pattern may mean in a later Python
+            re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"should be a name, a list of names or a regular expression, found {quoted(text)}: {error}. "
+            f"Write for example '.*\\.(q|v)_proj'."
+        ) from None
+    return text
 
 
 JOB_FIELDS: tuple[str, ...] = tuple(JobConfig.model_fields)

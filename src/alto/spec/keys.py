@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from alto.errors import ConflictingKeysError, UnknownKeyError, UnsupportedError
+from alto.spec.quoting import quoted
 
-__all__ = ["JOB_ALIASES", "TASK_ALIASES", "UNSUPPORTED_KEYS", "canonical_keys"]
+__all__ = ["JOB_ALIASES", "OFF_VALUES", "TASK_ALIASES", "UNSUPPORTED_KEYS", "canonical_keys"]
 
 JOB_ALIASES: Mapping[str, str] = {
     "lr": "learning_rate",
@@ -21,6 +22,8 @@ JOB_ALIASES: Mapping[str, str] = {
     "dropout": "lora_dropout",
     "lora_target": "target_modules",
     "lora_target_modules": "target_modules",
+    "peft_use_rslora": "use_rslora",
+    "peft_init_lora_weights": "init_lora_weights",
     "epochs": "num_train_epochs",
     "num_epochs": "num_train_epochs",
     "lr_scheduler": "lr_scheduler_type",
@@ -31,6 +34,8 @@ JOB_ALIASES: Mapping[str, str] = {
 TASK_ALIASES: Mapping[str, str] = {
     "base_model": "model",
     "model_name_or_path": "model",
+    "dataset_name": "dataset",
+    "dataset_config_name": "dataset_config",
     "eval_dataset": "validation_dataset",
     "val_size": "validation_split",
     "val_set_size": "validation_split",
@@ -42,7 +47,7 @@ TASK_ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a task's own fields."""
 
-_ONLY_PLAIN_LORA = "Only plain LoRA (y + alpha/r * x A B) is trained; remove the key."
+_ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
 _ONLY_ADAMW = "Every job is trained with AdamW; remove the key."
 _NO_QUANTISATION = "The base model is loaded unquantised; remove the key and choose the precision with 'dtype'."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
@@ -50,25 +55,44 @@ _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
         (
+            "additional_target",
+            "alora_invocation_tokens",
             "alpha_pattern",
+            "arrow_config",
             "bias",
             "corda_config",
+            "ensure_weight_tying",
             "eva_config",
-            "init_lora_weights",
+            "fan_in_fan_out",
+            "kasa_config",
             "layer_replication",
             "layers_pattern",
             "loftq_config",
             "lora_bias",
+            "lora_ga_config",
+            "lora_modules_to_save",
+            "megatron_config",
             "modules_to_save",
+            "monteclora_config",
+            "peft_use_dora",
+            "pissa_init",
             "rank_pattern",
             "target_parameters",
             "trainable_token_indices",
+            "use_bdlora",
             "use_dora",
             "use_qalora",
-            "use_rslora",
+            "velora_config",
         ),
         _ONLY_PLAIN_LORA,
     ),
+    **dict.fromkeys(
+        ("adapter", "finetuning_type", "peft_type"),
+        "Every job trains a LoRA adapter (DoRA, VeRA and the like do not exist here); remove the key.",
+    ),
+    "base_model_name_or_path": "Name the base model in the task's 'model'.",
+    "revision": "A hub model is loaded as it stands; download the revision and give its folder in 'model'.",
+    "task_type": "Every job trains a causal language model; remove the key.",
     "exclude_modules": "Name the modules to train in 'target_modules' instead.",
     "layers_to_transform": "Adapters are trained in every layer; remove the key.",
     "optim": _ONLY_ADAMW,
@@ -89,11 +113,47 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
 }
 """Well-known keys this version refuses, with the remedy: a user who writes one is not misspelling another."""
 
+OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "adapter": ("lora",),
+    "bf16": (False,),
+    "bias": ("none",),
+    "finetuning_type": ("lora",),
+    "fp16": (False,),
+    "gradient_accumulation_steps": (1,),
+    "label_smoothing_factor": (0,),
+    "load_in_4bit": (False,),
+    "load_in_8bit": (False,),
+    "optim": ("adamw_torch", "adamw_torch_fused"),
+    "optimizer": ("adamw_torch", "adamw_torch_fused"),
+    "packing": (False,),
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    **dict.fromkeys(("alpha_pattern", "loftq_config", "lr_scheduler_kwargs", "rank_pattern"), ({},)),
+    **dict.fromkeys(
+        (
+            "ensure_weight_tying",
+            "fan_in_fan_out",
+            "lora_bias",
+            "peft_use_dora",
+            "pissa_init",
+            "use_dora",
+            "use_qalora",
+        ),
+        (False,),
+    ),
+}
+"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` asks for nothing, such as PEFT's own default."""
+
+_NOTES = frozenset({"auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"})
+"""What else PEFT writes into every configuration; alone it asks for nothing."""
+
 
 def canonical_keys(
     given: Mapping[Any, Any], *, fields: Collection[str], aliases: Mapping[str, str], where: str
 ) -> dict[str, Any]:
     """Rename every key to its canonical spelling; order and values stay.
+
+    A key that is known, not supported and switched off is left out: a pasted configuration means what it says.
 
     Args:
         given: Keys as the user wrote them.
@@ -106,6 +166,7 @@ def canonical_keys(
         ConflictingKeysError: Two spellings of one field.
         UnsupportedError: A key that is known from PEFT or a trainer, and that this version cannot honour.
     """
+    given = {key: value for key, value in given.items() if not _asks_for_nothing(key, value)}
     spellings = {name: name for name in fields} | {a: name for a, name in aliases.items() if name in fields}
     written: dict[str, str] = {}
     for key in given:
@@ -120,13 +181,22 @@ def canonical_keys(
     return {name: given[key] for name, key in written.items()}
 
 
+def _asks_for_nothing(key: object, value: object) -> bool:
+    if key in UNSUPPORTED_KEYS:
+        return value is None or value in OFF_VALUES.get(str(key), ())
+    return key in _NOTES
+
+
 def _refusal(key: object, spellings: Mapping[str, str], where: str) -> UnknownKeyError | UnsupportedError:
     if not isinstance(key, str):
         return UnknownKeyError(
-            f"{where} has the key {key!r} ({type(key).__name__}); expected text. Put the key in quotes if it is meant."
+            f"{where} has the key {quoted(key)} ({type(key).__name__}); expected text. Put the key in quotes if it is "
+            f"meant."
         )
     if key in UNSUPPORTED_KEYS:
         return UnsupportedError(f"{where} asks for {key!r}, which is not supported. {UNSUPPORTED_KEYS[key]}")
     near = difflib.get_close_matches(key.lower(), spellings, n=1, cutoff=0.6)
     remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys are {', '.join(sorted(set(spellings.values())))}."
-    return UnknownKeyError(f"{where} has the unknown key {key!r}. {remedy}")
+    # A letter of another alphabet may look like the right one.
+    written = quoted(key) if quoted(key).isascii() else f"{quoted(key)} ({ascii(quoted(key))[1:-1]})"
+    return UnknownKeyError(f"{where} has the unknown key {written}. {remedy}")

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from alto.errors import SpecError, UnsupportedError
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.quoting import quoted
+from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import Task
 
-__all__ = ["load_task"]
+__all__ = ["build_task", "load_task", "parse_override"]
 
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES}
 
-# PyYAML lets Python's own errors through for what looks like a date or a number and is none: 2024-13-45.
-_NOT_YAML = (yaml.YAMLError, ValueError)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error instead of a loss."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-                continue
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-class _OverrideLoader(_StrictLoader):
-    """As above, and ``1e-4`` is a number, as on every other command line."""
-
-
-_OverrideLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_MAX_BYTES = 2 * 1024**2
+_MAX_OVERRIDE_KEYS = 8
 
 
 def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Task:
@@ -65,28 +39,38 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
         UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
     """
     path = Path(path)
-    values = _resolve_paths(_read(path), path.parent)
-    for override in overrides:
-        values = _override(values, override)
+    values = _overridden(_resolve_paths(_read(path), path.parent), overrides)
     for key in values:
         if not isinstance(key, str):
-            raise SpecError(f"{path} should have text for keys, found {key!r}. Put the key in quotes.")
+            raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")
     try:
         return Task(**values)
     except (SpecError, UnsupportedError) as error:
         raise type(error)(f"In {path}: {error}") from None
 
 
+def build_task(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Task:
+    """The task of ``values`` with ``overrides`` applied; arguments and errors as of :func:`load_task`."""
+    return Task(**_overridden(values, overrides))
+
+
 def _read(path: Path) -> dict[Any, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:  # which may be a pipe, and may never end
+            data = file.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8-sig") if len(data) <= _MAX_BYTES else None
     except FileNotFoundError:
         raise SpecError(f"{path} should be a task file, found no such file. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} should be a readable YAML file in UTF-8, found: {error}. Check the file.") from None
+    if text is None:
+        raise SpecError(
+            f"{path} should be a task file of at most {_MAX_BYTES} bytes, found more. Is it the right file? Rows "
+            f"belong in a dataset of their own, and many values of a search space are sampled: {{min, max, num}}."
+        )
     try:
-        values = yaml.load(text, Loader=_StrictLoader)
-    except _NOT_YAML as error:
+        values = read_yaml(text)
+    except NotYamlError as error:
         raise SpecError(f"{path} should be valid YAML, found: {error}. Correct the file at that place.") from None
     if values is None:
         raise SpecError(f"{path} should describe a task, found an empty file. Give at least 'model' and 'dataset'.")
@@ -108,20 +92,45 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
     if field == "model":
         return os.path.abspath(folder / value) if value.startswith(("./", "../")) else value
     candidate = folder / value
-    return os.path.abspath(candidate) if candidate.exists() else value
+    try:
+        return os.path.abspath(candidate) if candidate.exists() else value
+    except OSError:  # too long for a name, or in a folder that may not be read
+        return value
+
+
+def _overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:
+    for override in overrides:
+        values = _override(values, override)
+    return values
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``; the value is YAML in which ``1e-4`` is a number.
+
+    Raises:
+        SpecError: It is not of that form.
+    """
+    dotted, equals, text = override.partition("=")
+    if not equals or not all(key.strip() for key in dotted.split(".")):
+        raise SpecError(
+            f"An override should be key=value, found {quoted(override)}. Write for example early_exit=false."
+        )
+    try:
+        return dotted.strip(), read_yaml(text, is_override=True)
+    except NotYamlError as error:
+        raise SpecError(
+            f"The value of the override {quoted(override)} should be valid YAML, found: {error}. Put text in quotes."
+        ) from None
 
 
 def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
-    dotted, equals, text = override.partition("=")
+    dotted, value = parse_override(override)
     keys = [key.strip() for key in dotted.split(".")]
-    if not equals or not all(keys):
-        raise SpecError(f"An override should be key=value, found {override!r}. Write for example early_exit=false.")
-    try:
-        value = yaml.load(text, Loader=_OverrideLoader)
-    except _NOT_YAML as error:
+    if len(keys) > _MAX_OVERRIDE_KEYS:
         raise SpecError(
-            f"The value of the override {override!r} should be valid YAML, found: {error}. Put text in quotes."
-        ) from None
+            f"The override {quoted(override)} should lead to a key, found {len(keys)} keys in each other. No setting "
+            f"lies that deep; correct it."
+        )
     return _with_value(values, keys, value, override)
 
 
@@ -135,8 +144,8 @@ def _with_value(values: Mapping[Any, Any], keys: list[str], value: Any, override
         inner = {} if inner is True or inner is None else inner
         if not isinstance(inner, Mapping):
             raise SpecError(
-                f"The override {override!r} reaches into {keys[0]!r}, expected a mapping there, found {inner!r}. "
-                f"Override {keys[0]!r} as a whole."
+                f"The override {quoted(override)} reaches into {keys[0]!r}, expected a mapping there, found "
+                f"{quoted(inner)}. Override {keys[0]!r} as a whole."
             )
         value = _with_value(inner, keys[1:], value, override)
     return {**values, written: value}

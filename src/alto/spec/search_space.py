@@ -13,6 +13,7 @@ from typing import Any, get_args
 from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.quoting import quoted
 from alto.spec.validation import plain
 
 __all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace"]
@@ -175,7 +176,7 @@ class SearchSpace:
 def _mapping(value: object, path: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise SpecError(
-            f"{path} should map fields to their values, found {value!r} ({type(value).__name__}). "
+            f"{path} should map fields to their values, found {quoted(value)} ({type(value).__name__}). "
             f"Write for example {{learning_rate: [1.0e-4, 2.0e-4]}}."
         )
     return value
@@ -193,7 +194,7 @@ def _pairing(value: object, path: str) -> tuple[Axis, ...]:
     for key, values in fields.items():
         if not isinstance(values, list | tuple | Mapping):
             raise SpecError(
-                f"{path}.{key} should be a list as long as those it is paired with, found {values!r}. "
+                f"{path}.{key} should be a list as long as those it is paired with, found {quoted(values)}. "
                 f"Move a fixed value out of 'paired'."
             )
     axes = tuple(_axis(key, values, f"{path}.{key}", may_repeat=True) for key, values in fields.items())
@@ -216,7 +217,7 @@ def _axis(key: str, value: object, path: str, *, may_repeat: bool = False) -> Ax
         _check_value(key, item, f"{path}[{index}]" if isinstance(value, list | tuple) else path)
     repeated = [item for item, count in Counter(values).items() if count > 1]
     if repeated and not may_repeat:
-        raise SpecError(f"{path} should hold different values, found {repeated[0]!r} twice. Remove one.")
+        raise SpecError(f"{path} should hold different values, found {quoted(repeated[0])} twice. Remove one.")
     return Axis(key=key, values=values)
 
 
@@ -231,7 +232,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str) -> Sampled:
     kinds = get_args(JobConfig.model_fields[key].annotation) or (JobConfig.model_fields[key].annotation,)
     if not {int, float} & set(kinds):
         raise SpecError(
-            f"{path} is no number and cannot be sampled; expected a value or a list, found {dict(given)!r}."
+            f"{path} is no number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."
         )
     form = canonical_keys(given, fields=_SAMPLED_FIELDS, aliases={}, where=path)
     missing = [name for name in ("min", "max", "num") if name not in form]
@@ -244,17 +245,21 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str) -> Sampled:
     for name in ("min", "max"):
         _check_value(key, form[name], f"{path}.{name}")
         if not isinstance(form[name], int | float):
-            raise SpecError(f"{path}.{name} should be a number, found {form[name]!r}. Write a number.")
+            raise SpecError(f"{path}.{name} should be a number, found {quoted(form[name])}. Write a number.")
     if not isinstance(log, bool):
-        raise SpecError(f"{path}.log should be true or false, found {log!r}. Write one of them.")
+        raise SpecError(f"{path}.log should be true or false, found {quoted(log)}. Write one of them.")
     if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= MAX_JOBS:
         raise SpecError(
-            f"{path}.num should be a whole number from 1 to {MAX_JOBS}, found {num!r}. Choose one in that range."
+            f"{path}.num should be a whole number from 1 to {MAX_JOBS}, found {quoted(num)}. Choose one in that range."
         )
     if not low < high:
-        raise SpecError(f"{path} should have min < max, found min={low!r} and max={high!r}. Exchange or correct them.")
+        raise SpecError(
+            f"{path} should have min < max, found min={quoted(low)} and max={quoted(high)}. Exchange or correct them."
+        )
     if log and low <= 0:
-        raise SpecError(f"{path} needs min > 0 to be sampled in the logarithm, found {low!r}. Raise it, or drop 'log'.")
+        raise SpecError(
+            f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
+        )
     is_integer = int in kinds
     if is_integer and num > high - low + 1:
         raise SpecError(

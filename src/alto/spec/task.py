@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
@@ -16,12 +16,21 @@ from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, Unsupp
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
+from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
+from alto.spec.strict_yaml import MAX_VALUES, num_values
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["Dtype", "Job", "Task"]
+__all__ = ["Dtype", "Job", "RowFormName", "Task"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+RowFormName = Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference"]
+
+TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
+"""Experiment trackers that a task can report to."""
+
+_COLUMN_ROLES = ("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text")
+"""What a column of a dataset can be to ALTO: the names on the left of ``columns``."""
 
 _MAX_NAME_CHARS = 100
 _MAX_SEED = 2**32 - 1
@@ -45,16 +54,28 @@ class Task(SpecModel):
     Attributes:
         name: A safe file name; by default the dataset's file name without its endings.
         model: A model shipped with ALTO, a hub id, or a local folder.
-        dataset: A file of training rows, or a dataset's name.
-        validation_dataset: Rows to validate on. Without it ``validation_split`` of the dataset's rows is set aside.
+        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``.
+        dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
+        dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
+            preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
+        dataset_format: The form of the rows; ``auto`` tells it by their columns.
+        columns: Which column plays which role (``prompt``, ``completion``, ``messages``, …), where the names are
+            not the usual ones.
+        validation_dataset: Rows to validate on, named as ``dataset`` is.
+        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset with
+            validation rows of its own brings them, and any other gives a tenth of its rows.
         max_samples: Use only this many rows of the dataset.
         data_seed: Decides the split and the sampled values of the search space.
-        max_length: Tokens of a row; what happens to longer ones is the data room's business.
+        max_length: Tokens at which a row is cut; how many were is said before training starts.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
-        early_exit: Settings, a mapping of them, or True / False for the defaults / none.
+        early_exit: A mapping of settings; true for the defaults, false for none.
+        report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
+            it is installed. Their settings come from their own environment variables.
         max_slots: Jobs resident at a time.
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split between jobs. None leaves
             it to the engine, which knows the device.
+        checkpoint_interval_s: What a killed run loses at most; checkpoints come less often where writing them would
+            take more than a twentieth of the time.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
@@ -68,8 +89,15 @@ class Task(SpecModel):
     name: str = Field(description="of the task and its run")
     model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
     dataset: str = Field(min_length=1, description="training rows")
+    dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
+    dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
+    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
+    columns: Mapping[str, str] = Field(default={}, description="which column plays which role")
     validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
-    validation_split: float = Field(default=0.1, gt=0, lt=1, description="share of the rows set aside to validate on")
+    validation_split: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
+    )
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: Literal["sft"] = Field(default="sft", description="what is learned from a row")
@@ -82,7 +110,11 @@ class Task(SpecModel):
         default=None, ge=1, le=2**24, description="tokens of one forward and backward"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations instead of keeping them")
+    checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
+    trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")
+    use_safetensors: bool = Field(default=True, description="read safetensors weights; false reads pickle files")
+    report_to: str | tuple[str, ...] = Field(default="auto", description="experiment trackers")
     search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
 
     _fixed: dict[str, Any] = PrivateAttr()
@@ -99,6 +131,7 @@ class Task(SpecModel):
         JobConfig(**fixed)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         self._jobs = _expand(fixed, self.search_space, self.data_seed)
+        _check_size(self)
 
     @field_validator("name")
     @classmethod
@@ -106,7 +139,7 @@ class Task(SpecModel):
         if _SAFE_NAME.fullmatch(name) is None or len(name) > _MAX_NAME_CHARS:
             raise ValueError(
                 f"should be a file name of at most {_MAX_NAME_CHARS} letters, digits, '.', '_' and '-', the first a "
-                f"letter or digit, found {name!r}. Choose another name."
+                f"letter or digit, found {quoted(name)}. Choose another name."
             )
         return name
 
@@ -114,6 +147,47 @@ class Task(SpecModel):
     @classmethod
     def _accept_paths(cls, value: object) -> object:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("model", "dataset", "validation_dataset")
+    @classmethod
+    def _check_can_be_a_path(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check_path(value)
+        return value
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _check_columns(cls, columns: object) -> object:
+        if not isinstance(columns, Mapping) or not all(
+            isinstance(item, str) and item for pair in columns.items() for item in pair
+        ):
+            raise ValueError(
+                f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
+                "Write for example {prompt: question, completion: solution}."
+            )
+        unknown = [role for role in columns if role not in _COLUMN_ROLES]
+        if unknown:
+            raise ValueError(
+                f"should have roles for keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. "
+                "The dataset's own name of the column goes on the right."
+            )
+        if len(set(columns.values())) < len(columns):
+            raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
+        return dict(columns)
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _check_report_to(cls, value: Any) -> Any:
+        if value in ("auto", "all", "none"):
+            return value
+        names = (value,) if isinstance(value, str) else value
+        is_list = isinstance(names, list | tuple) and bool(names)
+        if not is_list or not all(name in TRACKERS for name in names) or len(set(names)) < len(names):
+            raise ValueError(
+                f"should be 'auto', 'all', 'none', or one or more of {', '.join(TRACKERS)}, found {quoted(value)}. "
+                "Write for example [tensorboard, wandb]."
+            )
+        return tuple(names)
 
     @field_validator("method", mode="before")
     @classmethod
@@ -135,8 +209,6 @@ class Task(SpecModel):
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
         own = self.model_dump(mode="json", exclude={"early_exit", "search_space"})
-        if self.validation_dataset is not None:
-            del own["validation_split"]
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
         return {**own, **fixed, "early_exit": early_exit, "search_space": self.search_space.to_dict()}
@@ -155,8 +227,8 @@ class Task(SpecModel):
         changes = _canonical(changes)
         kept = self.to_dict()
         if changes.get("validation_dataset") is not None:
-            kept.pop("validation_split", None)
-        if "validation_split" in changes:
+            kept.pop("validation_split")
+        if changes.get("validation_split") is not None:
             kept.pop("validation_dataset")
         return type(self)(**(kept | changes))
 
@@ -178,7 +250,9 @@ def _early_exit(value: object) -> object:
         return EarlyExit(enabled=value)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise SpecError(f"early_exit should have text for keys, found {list(value)!r}. Put the keys in quotes.")
+            raise SpecError(
+                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
+            )
         try:
             return EarlyExit(**value)
         except SpecError as error:
@@ -188,7 +262,7 @@ def _early_exit(value: object) -> object:
     if isinstance(value, EarlyExit):
         return value
     raise SpecError(
-        f"early_exit should be true, false or a mapping of settings, found {value!r}. "
+        f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
         f"Write for example {{policy: paper}}, or remove the key for the defaults."
     )
 
@@ -221,10 +295,35 @@ def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Non
         raise ConflictingKeysError(
             f"{twice[0]!r} is given both at the top level of the task and in search_space; expected one. Remove one."
         )
-    if given.get("validation_dataset") is not None and "validation_split" in given:
+    if given.get("validation_dataset") is not None and given.get("validation_split") is not None:
         raise ConflictingKeysError(
             "validation_dataset and validation_split are both given; expected one: the rows to validate on, or the "
             "share of the dataset to set aside for it. Remove one."
+        )
+
+
+def _check_path(text: str) -> None:
+    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
+    reason = "a NUL character" if "\0" in text else None
+    try:
+        Path(text).expanduser().exists()
+    except RuntimeError:
+        reason = f"no home folder for {text.split('/')[0]}"
+    except OSError as error:  # too long, or in a folder that may not be entered
+        reason = error.strerror
+    if reason is not None:
+        raise ValueError(
+            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
+        )
+
+
+def _check_size(task: Task) -> None:
+    """What is written into a run's folder has to be read again when the run is resumed."""
+    found = num_values(task.to_dict())
+    if found > MAX_VALUES:
+        raise SpecError(
+            f"a task should hold at most {MAX_VALUES} values, found {found}. Sample them with {{min, max, num}}, or "
+            f"make several tasks of it."
         )
 
 

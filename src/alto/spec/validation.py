@@ -13,16 +13,19 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from alto.errors import SpecError
+from alto.spec.quoting import quoted
 
-__all__ = ["SpecModel", "plain", "spec_error", "yaml_number"]
+__all__ = ["MAX_CHARS", "SpecModel", "plain", "spec_error", "yaml_number"]
 
-_MAX_FOUND_CHARS = 80
+
+MAX_CHARS = 4095
+"""Characters of a text; no path is longer."""
 
 
 class SpecModel(BaseModel):
     """A frozen, keyword-only part of a task in which nothing is coerced: text is no number, true is not 1."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MAX_CHARS)
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -88,6 +91,9 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
     field = model.model_fields.get(str(details["loc"][0])) if details["loc"] else None
     if field is None:
         return f"{path}: {details['msg']}, found {_found(details['input'])}."
+    if details["type"] == "string_too_long":
+        limit = details["ctx"]["max_length"]
+        return f"{path} should be text of at most {limit} characters, found {quoted(details['input'])}. Shorten it."
     meaning = f"{path} ({field.description})" if field.description else path
     if details["type"] == "missing":
         return f"{meaning} is missing: expected {_expected(field)}, found nothing. Add the key {path!r}."
@@ -125,10 +131,7 @@ def _expected(field: FieldInfo) -> str:
 
 def _found(value: object) -> str:
     names: dict[type, str] = {str: "text", bool: "a truth value", int: "a whole number", float: "a number"}
-    shown = repr(value)
-    if len(shown) > _MAX_FOUND_CHARS:
-        shown = shown[: _MAX_FOUND_CHARS - 3] + "..."
-    return f"{shown} ({names.get(type(value), type(value).__name__)})" if value is not None else "null"
+    return f"{quoted(value)} ({names.get(type(value), type(value).__name__)})" if value is not None else "null"
 
 
 def _remedy(value: object, field: FieldInfo) -> str:

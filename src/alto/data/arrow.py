@@ -1,0 +1,149 @@
+"""Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
+
+Rows stay in Arrow's memory until they are asked for, so a large dataset of which a few rows are drawn costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from alto.data.rows import RawRow, quoted
+from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
+
+__all__ = ["load_hub_dataset", "read_parquet"]
+
+_REACH_SECONDS = 10.0
+
+
+class _ArrowRows(Sequence[RawRow]):
+    """Rows of an Arrow table, each made when it is asked for."""
+
+    def __init__(self, num_rows: int, row: Callable[[int], Mapping[str, Any]], name: str) -> None:
+        self._num_rows = num_rows
+        self._row = row
+        self._name = name
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> RawRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RawRow]: ...
+
+    def __getitem__(self, index: int | slice) -> RawRow | list[RawRow]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not 0 <= index < self._num_rows:
+            raise IndexError(index)
+        where = f"{self._name}: row {index + 1}"
+        try:
+            return RawRow(where, self._row(index))
+        except UnicodeDecodeError as error:
+            raise DataFormatError(f"{where}: expected UTF-8 text, found {error}; write it anew") from None
+        except (ValueError, OverflowError) as error:  # a date beyond the year 9999, a time zone that nobody knows
+            raise DataFormatError(
+                f"{where}: expected values that Python can hold, found one that it cannot ({quoted(str(error))}); "
+                "leave its column out"
+            ) from None
+
+
+def read_parquet(path: Path) -> Sequence[RawRow]:
+    """Rows of one Parquet file.
+
+    Raises:
+        DataFormatError: It is no Parquet file, or has two columns of one name.
+        UnsupportedError: ``pyarrow`` is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise _missing(f"{path.name}: Parquet files") from None
+    try:
+        table = parquet.ParquetFile(path).read()
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataFormatError(
+            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write it anew"
+        ) from None
+    names = table.column_names
+    if len(set(names)) < len(names):
+        raise DataFormatError(f"{path}: expected every column once, found {quoted(names)}; rename one")
+    columns = [table.column(name) for name in names]
+
+    def row(index: int) -> dict[str, Any]:
+        return {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
+
+    return _ArrowRows(table.num_rows, row, str(path))
+
+
+def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Sequence[RawRow]]:
+    """All splits of a hub dataset, downloaded where they are not in the cache.
+
+    Args:
+        name: ``owner/name``.
+        config: One of its configurations; None where it has one only.
+        key: The task's key that names the dataset, for messages.
+
+    Raises:
+        DataFileNotFoundError: The hub has no such dataset, or does not show it.
+        DataError: The hub cannot be reached, or the configuration is missing or unknown.
+        UnsupportedError: ``datasets`` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise _missing(f"{key}: {name} is read from the hub, and hub datasets") from None
+    _check_hub(name, key)
+    try:
+        splits = datasets.load_dataset(name, config)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise _unknown(name, key, error) from None
+    except (ConnectionError, TimeoutError) as error:
+        raise _unreachable(name, key, error) from None
+    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise DataError(
+            f"{key}: expected a dataset that can be loaded, found {name} ({_first_line(error)}); "
+            "check dataset_config and the dataset's page"
+        ) from error
+    return {str(split): _ArrowRows(len(rows), rows.__getitem__, f"{name} ({split})") for split, rows in splits.items()}
+
+
+def _check_hub(name: str, key: str) -> None:
+    """Ask the hub for the dataset once; loading it would try for half a minute before it says that there is no net."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if huggingface_hub.constants.is_offline_mode():
+        return  # what the cache holds will do
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=_REACH_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise _unknown(name, key, error) from None
+    except Exception as error:  # the hub's and those of its HTTP client, which share no root
+        raise _unreachable(name, key, error) from None
+
+
+def _missing(what: str) -> UnsupportedError:
+    return UnsupportedError(f'{what} need the package datasets, found none; pip install "alto-lora[data]"')
+
+
+def _unknown(name: str, key: str, error: Exception) -> DataFileNotFoundError:
+    return DataFileNotFoundError(
+        f"{key}: expected a dataset of the hub, found none under {name} ({_first_line(error)}); check the spelling, "
+        "and log in with `hf auth login` where it is private or gated"
+    )
+
+
+def _unreachable(name: str, key: str, error: Exception) -> DataError:
+    return DataError(
+        f"{key}: expected to reach the hub for {name}, found no connection ({_first_line(error)}); go online, set "
+        "HF_HUB_OFFLINE=1 to use what was downloaded before, or name a file"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]

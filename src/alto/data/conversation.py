@@ -1,0 +1,29 @@
+"""What a row becomes, whatever its form: turns in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Conversation", "Message"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: ``system``, ``user`` or ``assistant``; ``text`` for a row that is plain text, trained whole.
+        is_context: Whether a turn of the assistant is only shown to the model, not trained.
+    """
+
+    role: str
+    content: str
+    is_context: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.role == "text" or (self.role == "assistant" and not self.is_context)
+
+
+Conversation = tuple[Message, ...]
+"""Turns in order."""

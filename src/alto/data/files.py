@@ -1,0 +1,225 @@
+"""Rows of local files, by their ending: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from alto.data.arrow import read_parquet
+from alto.data.rows import RawRow, listed, quoted
+from alto.errors import DataError, DataFormatError
+
+__all__ = ["FILE_ENDINGS", "read_file"]
+
+_MAX_GROWTH = 50
+_MIN_UNPACKED_BYTES = 256 * 1024**2
+
+
+def read_file(path: Path, key: str) -> Sequence[RawRow]:
+    """Every row of ``path``, in order.
+
+    Args:
+        key: The task's key that names the file, for messages.
+
+    Raises:
+        DataFormatError: The ending is not known, or what is there is not what it says; names file and line or row.
+        DataError: There are no rows, or the file cannot be read.
+        UnsupportedError: Parquet, without the package that reads it.
+    """
+    name = path.name.lower()
+    ending = next((ending for ending in _READERS if name.endswith((ending, f"{ending}.gz"))), None)
+    try:
+        if name.endswith(".parquet"):
+            rows: Sequence[RawRow] = read_parquet(path)
+        elif ending is None:
+            raise DataFormatError(
+                f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (or in .gz after one of the first ones), "
+                f"found {path.name}; convert or rename it"
+            )
+        else:
+            with _open(path) as lines:
+                rows = list(_READERS[ending](lines, str(path)))
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
+            raise DataFormatError(
+                f"{path}: expected UTF-8 text packed by gzip, found something else ({error}); fetch the file again"
+            ) from error
+        raise DataError(
+            f"{key}: expected a readable file, found {path} ({error.strerror or quoted(str(error))}); check it"
+        ) from error
+    if not rows:
+        raise DataError(f"{key}: expected at least one row, found none in {path}; is it the right file?")
+    return rows
+
+
+def _open(path: Path) -> IO[str]:
+    # Bytes that are no UTF-8 are carried along as surrogates, so that the reader can name their line.
+    how: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    return io.TextIOWrapper(_Unpacked(path), **how) if path.name.lower().endswith(".gz") else path.open("r", **how)
+
+
+class _Unpacked(gzip.GzipFile):
+    """Reads what is packed, unless it grows as only a bomb does: ten megabytes can hold ten gigabytes of zeros."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._path = path
+        self._max_bytes = max(_MIN_UNPACKED_BYTES, _MAX_GROWTH * path.stat().st_size)
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._checked(super().read(self._max_bytes + 1 if size is None or size < 0 else size))
+
+    def read1(self, size: int = -1) -> bytes:
+        return self._checked(super().read1(size))
+
+    def _checked(self, data: bytes) -> bytes:
+        if self.tell() > self._max_bytes:
+            raise DataError(
+                f"{self._path}: expected at most {_MAX_GROWTH} times the file's own size when it is unpacked, found more; "
+                "unpack it with gunzip, look at it, and name the unpacked file"
+            )
+        return data
+
+
+def _check_text(line: str, where: str) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        place = quoted(line[max(0, error.start - 20) : error.start + 20])
+        raise DataFormatError(f"{where}: expected UTF-8 text, found other bytes in {place}; save it as UTF-8") from None
+
+
+def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        _check_text(line, where)
+        if line.strip():
+            yield _row(_parse(line, where, "one JSON object a line", "write every row on one line"), where)
+
+
+def _json(lines: IO[str], path: str) -> Iterator[RawRow]:
+    text = lines.read()
+    _check_text(text, path)
+    if not text.strip():
+        return
+    value = _parse(text, path, "a JSON list of rows", "correct the file; rows on lines of their own belong in a .jsonl")
+    if isinstance(value, Mapping):
+        tables = [item for item in value.values() if isinstance(item, list)]
+        if len(tables) != 1:
+            raise DataFormatError(
+                f"{path}: expected a JSON list of rows, or an object with one such list, found an object with "
+                f"{len(tables)} lists; its keys are {listed(value)}; keep the list of rows only"
+            )
+        value = tables[0]
+    if not isinstance(value, list):
+        raise DataFormatError(f"{path}: expected a JSON list of rows, found {quoted(value)}; put the rows in a list")
+    for number, row in enumerate(value, start=1):
+        where = f"{path}: row {number}"
+        yield _row(row, where)
+
+
+def _row(value: Any, where: str) -> RawRow:
+    if not isinstance(value, Mapping):
+        raise DataFormatError(f"{where}: expected a JSON object, found {quoted(value)}; name its columns")
+    return RawRow(where, value)
+
+
+def _parse(text: str, where: str, expected: str, remedy: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        line = f" in line {error.lineno}" if error.lineno > 1 else ""
+        found = quoted(text[max(0, error.pos - 30) : error.pos + 30])
+        raise DataFormatError(f"{where}: expected {expected}, found {found} ({error.msg}{line}); {remedy}") from None
+    except RecursionError:
+        raise DataFormatError(f"{where}: expected {expected}, found one nested too deeply; flatten it") from None
+    except ValueError as error:  # a number with thousands of digits, a key given twice
+        raise DataFormatError(f"{where}: expected {expected}, found {error}; correct it") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {quoted(twice)} given twice")
+    return row
+
+
+def _csv(lines: IO[str], path: str) -> Iterator[RawRow]:
+    return _cells(lines, path, ",")
+
+
+def _tsv(lines: IO[str], path: str) -> Iterator[RawRow]:
+    return _cells(lines, path, "\t")
+
+
+def _cells(lines: IO[str], path: str, delimiter: str) -> Iterator[RawRow]:
+    """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
+    limit = csv.field_size_limit(sys.maxsize)  # the module's own is shorter than many a document
+    try:
+        table = csv.reader(_checked(lines, path), delimiter=delimiter, strict=True)
+        columns: list[str] = []
+        first_line = 1
+        while (cells := _next_cells(table, f"{path}:{first_line}")) is not None:
+            where, first_line = f"{path}:{first_line}", table.line_num + 1
+            if not cells:
+                continue
+            if not columns:
+                columns = cells
+                _check_columns(columns, delimiter, where)
+            elif len(cells) != len(columns):
+                raise DataFormatError(
+                    f"{where}: expected {len(columns)} cells ({listed(columns)}), found {len(cells)}; put a text with "
+                    "commas, tabs, quotes or line breaks in double quotes"
+                )
+            else:
+                yield RawRow(where, dict(zip(columns, cells, strict=True)))
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _checked(lines: IO[str], path: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        _check_text(line, f"{path}:{number}")
+        yield line
+
+
+def _next_cells(table: Iterator[list[str]], where: str) -> list[str] | None:
+    try:
+        return next(table, None)
+    except csv.Error as error:
+        raise DataFormatError(
+            f"{where}: expected cells between separators, found a row that breaks off or is quoted wrongly ({error}); "
+            "write a double quote inside a quoted text twice"
+        ) from None
+
+
+def _check_columns(columns: Sequence[str], delimiter: str, where: str) -> None:
+    ((twice, count),) = Counter(columns).most_common(1)
+    if count > 1:
+        raise DataFormatError(f"{where}: expected every column once, found {quoted(twice)} twice; rename one")
+    if len(columns) == 1 and ";" in columns[0]:
+        raise DataFormatError(
+            f"{where}: expected columns separated by {delimiter!r}, found semicolons; save the table with "
+            f"{'commas' if delimiter == ',' else 'tabs'}"
+        )
+
+
+_READERS: Mapping[str, Callable[[IO[str], str], Iterator[RawRow]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _tsv,
+}
+
+FILE_ENDINGS = (*_READERS, ".parquet")
+"""Endings of files that are read, without the ``.gz`` that may follow all but the last."""

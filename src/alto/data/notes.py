@@ -1,0 +1,97 @@
+"""What a user should know about the data before training, in sentences; and what is too bad to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from alto.data.conversation import Conversation
+from alto.data.encode import EncodedDataset, closing_text
+from alto.data.rows import quoted
+from alto.errors import DataError
+
+__all__ = ["encoding_notes", "reading_notes", "tokenizer_notes"]
+
+FEW_ROWS = 10
+"""Validation rows below which their loss is mostly chance."""
+
+MUCH_CUT = 0.5
+"""Share of truncated rows above which ``max_length`` is probably a mistake."""
+
+
+def reading_notes(train: Sequence[Conversation], validation: Sequence[Conversation], num_shared: int) -> list[str]:
+    """On the rows as they were read."""
+    notes = []
+    if num_shared:
+        notes.append(
+            f"{_rows(num_shared, 'validation')} of {len(validation)} also in the training data: the validation loss "
+            "looks better than it is, and overfitting is seen late."
+        )
+    if len(validation) < FEW_ROWS:
+        notes.append(
+            f"The validation data is only {_rows(len(validation))}: configurations are ranked by little more than "
+            "chance; raise validation_split or name a validation_dataset."
+        )
+    num_empty = sum(any(turn.is_trained and not turn.content.strip() for turn in row) for row in train)
+    if num_empty:
+        notes.append(
+            f"{_rows(num_empty, 'training')} of {len(train)} with an empty reply: they teach the model to say nothing."
+        )
+    return notes
+
+
+def tokenizer_notes(tokenizer: Any, rows: Sequence[Conversation]) -> list[str]:
+    """On what the tokenizer lacks.
+
+    Raises:
+        DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
+    """
+    notes = []
+    is_talk = any(turn.role != "text" for row in rows for turn in row)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if tokenizer.eos_token_id is None:
+        end = closing_text(tokenizer) if has_template and is_talk else ""
+        if not end:
+            raise DataError(
+                "model: expected a tokenizer with an EOS token or a chat template that ends a reply, found neither, so "
+                "that the model would never learn to stop; set eos_token in its tokenizer_config.json"
+            )
+        notes.append(
+            f"The tokenizer names no EOS token: replies end with the template's {quoted(end)}; name it as the stop "
+            "text where the adapter is served."
+        )
+    if is_talk and not has_template:
+        notes.append(
+            "The tokenizer has no chat template: a prompt is given as plain text with a line break behind it, and "
+            "the adapter expects the same where it is served."
+        )
+    return notes
+
+
+def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[str]:
+    """On what tokenising cut or left out of the ``what`` data."""
+    notes = []
+    total = len(dataset) + dataset.num_skipped
+    if dataset.num_unrolled:
+        notes.append(
+            f"{_rows(dataset.num_unrolled, what)} with several replies trained one reply at a time: the chat template "
+            f"rewrites earlier turns. So there are {total} examples."
+        )
+    if dataset.num_truncated:
+        share = dataset.num_truncated / total
+        advice = "; raise max_length" if share > MUCH_CUT else ""
+        notes.append(
+            f"{_rows(dataset.num_truncated, what)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
+        )
+    num_cut_off = dataset.num_skipped - dataset.num_masked
+    if num_cut_off:
+        notes.append(
+            f"{_rows(num_cut_off, what)} of {total} left out: no trained token within max_length {max_length}."
+        )
+    if dataset.num_masked:
+        notes.append(f"{_rows(dataset.num_masked, what)} of {total} left out: nothing in them is to be trained.")
+    return notes
+
+
+def _rows(count: int, what: str = "") -> str:
+    return f"{count:,} {what + ' ' if what else ''}{'row' if count == 1 else 'rows'}"

@@ -1,0 +1,72 @@
+"""Datasets known by a short name: where they lie on the hub, and how their rows are split."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from alto.spec import RowFormName
+
+__all__ = ["PRESETS", "Preset", "find_preset", "nearest_preset"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A hub dataset and its defaults; a task's own keys win over them.
+
+    Attributes:
+        names: How a task may call it, besides ``hub_id``.
+        config: Configuration on the hub; None where there is one only.
+        train_split, test_split: Splits on the hub; no test split where rows are held out of the training split.
+        row_counts: Training, validation and test rows drawn from the training split with the task's ``data_seed``;
+            None where its rows are used as they are.
+    """
+
+    names: tuple[str, ...]
+    hub_id: str
+    config: str | None = None
+    form: RowFormName
+    train_split: str = "train"
+    test_split: str | None = None
+    row_counts: tuple[int, int, int] | None = None
+
+
+PRESETS = (
+    Preset(
+        names=("gsm8k", "math/gsm8k"),
+        hub_id="openai/gsm8k",
+        config="main",
+        form="prompt_completion",
+        test_split="test",
+    ),
+    Preset(
+        names=("tulu-3", "tulu3"),
+        hub_id="allenai/tulu-3-sft-mixture",
+        form="messages",
+        row_counts=(9_000, 1_000, 1_000),
+    ),
+    Preset(
+        names=("openthoughts3", "openthoughts-3"),
+        hub_id="open-thoughts/OpenThoughts3-1.2M",
+        form="sharegpt",
+    ),
+    Preset(
+        names=("ultrafeedback",),
+        hub_id="HuggingFaceH4/ultrafeedback_binarized",
+        form="preference",
+        train_split="train_prefs",
+        test_split="test_prefs",
+    ),
+)
+
+
+def find_preset(name: str) -> Preset | None:
+    """The preset called ``name``, in any case of letters."""
+    wanted = name.lower()
+    return next((preset for preset in PRESETS if wanted in (*preset.names, preset.hub_id.lower())), None)
+
+
+def nearest_preset(name: str) -> str | None:
+    """The preset's name that ``name`` is probably meant for."""
+    near = difflib.get_close_matches(name.lower(), [name for preset in PRESETS for name in preset.names], n=1)
+    return near[0] if near else None

@@ -1,0 +1,129 @@
+"""From the name of a dataset to its rows: a local file, a preset, or a dataset of the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alto.data.arrow import load_hub_dataset
+from alto.data.files import FILE_ENDINGS, read_file
+from alto.data.presets import PRESETS, Preset, find_preset, nearest_preset
+from alto.data.rows import RawRow, listed
+from alto.data.split import carve_rows
+from alto.errors import DataError, DataFileNotFoundError
+from alto.spec import Task
+
+__all__ = ["Source", "open_source"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows of a dataset before their form is known.
+
+    Attributes:
+        train: A file's rows, or those of the split to train on.
+        validation, test: The dataset's own; None where it has none.
+        form: What a preset knows of the rows; ``auto`` elsewhere.
+    """
+
+    train: Sequence[RawRow]
+    validation: Sequence[RawRow] | None = None
+    test: Sequence[RawRow] | None = None
+    form: str = "auto"
+
+
+def open_source(name: str, key: str, task: Task) -> Source:
+    """The rows of the dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
+
+    Args:
+        key: Key of the task that holds ``name``, for messages. Where ``name`` is the task's own dataset, its
+            configuration and splits hold too.
+
+    Raises:
+        DataFileNotFoundError: There is no such file, preset or hub dataset.
+        DataError: It cannot be read or reached, or lacks a split.
+        DataFormatError: What is there is not what its ending says.
+        UnsupportedError: A package that reads it is not installed.
+    """
+    is_own = name == task.dataset
+    path = Path(name).expanduser()
+    if _exists(path):
+        return Source(train=_read_file(path, name, key, task if is_own else None))
+    preset = find_preset(name)
+    if preset is None:
+        if not _is_hub_id(name):
+            raise _not_found(name, path, key)
+        preset = Preset(names=(), hub_id=name, form="auto")
+    config = task.dataset_config if is_own else None
+    splits = load_hub_dataset(preset.hub_id, config or preset.config, key)
+    train_split = task.dataset_train_split if is_own else None
+    test_split = (task.dataset_test_split if is_own else None) or preset.test_split
+
+    train: Sequence[RawRow]
+    validation: Sequence[RawRow] | None
+    test: Sequence[RawRow] | None
+    if preset.row_counts is not None and train_split is None:
+        train, validation, test = carve_rows(
+            _split(splits, preset.train_split, "dataset_train_split", name), preset.row_counts, task.data_seed
+        )
+    else:
+        train_split = train_split or preset.train_split
+        train = _split(splits, train_split, "dataset_train_split", name)
+        validation, test = (splits.get(split) if split != train_split else None for split in ("validation", "test"))
+    if test_split is not None:
+        test = _split(splits, test_split, "dataset_test_split", name)
+    return Source(train=train, validation=validation, test=test, form=preset.form)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a file's name
+        return False
+
+
+def _read_file(path: Path, name: str, key: str, task: Task | None) -> Sequence[RawRow]:
+    """The rows of ``path``; ``task`` is given where its keys about splits speak of this file."""
+    if not path.is_file() and not path.is_dir():
+        raise DataFileNotFoundError(
+            f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
+        )
+    if not path.is_file():
+        raise DataFileNotFoundError(
+            f"{key}: expected a file, found the folder {path}; name a file in it, or, where a hub dataset is meant, "
+            "start ALTO in another folder"
+        )
+    for field in ("dataset_config", "dataset_train_split", "dataset_test_split"):
+        if task is not None and getattr(task, field) is not None:
+            raise DataError(
+                f"{field}: expected a hub dataset, which has configurations and splits, found the file {name}; remove "
+                "the key, and name the rows to validate on with validation_dataset"
+            )
+    return read_file(path, key)
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.lower().endswith((*FILE_ENDINGS, ".gz"))
+
+
+def _split(splits: Mapping[str, Sequence[RawRow]], split: str, key: str, name: str) -> Sequence[RawRow]:
+    if split not in splits:
+        raise DataError(
+            f"{key}: expected a split of {name} ({listed(splits)}), found {split!r}; set the key to one of them"
+        )
+    if not len(splits[split]):
+        raise DataError(f"{key}: expected at least one row, found none in the split {split} of {name}; name another")
+    return splits[split]
+
+
+def _not_found(name: str, path: Path, key: str) -> DataFileNotFoundError:
+    near = nearest_preset(name)
+    known = ", ".join(preset.names[0] for preset in PRESETS)
+    return DataFileNotFoundError(
+        f"{key}: expected a file, a hub dataset (owner/name) or one of {known}, found nothing at {path}; "
+        + (f"did you mean {near!r}?" if near else "check the path")
+    )

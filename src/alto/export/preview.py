@@ -1,0 +1,70 @@
+"""A task's data on the terminal, before anything is trained.
+
+The texts are a user's or a stranger's: control characters are written out, and rich reads no markup in them.
+"""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from alto.export.wording import clean, format_count
+from alto.records import DataPreview, PreviewExample
+
+__all__ = ["preview_text"]
+
+TRAINED_STYLE = "bold black on green"
+TRAINED_MARKS = ("⟦", "⟧")
+
+
+def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
+    """Everything in ``preview``, one fact a line, then the examples.
+
+    Args:
+        marked: Whether trained tokens stand between marks instead of in colour.
+    """
+    counts, (shortest, median, longest) = preview.counts, preview.row_tokens
+    columns = ", ".join(f"{role} from {clean(column)}" for role, column in preview.columns.items())
+    facts = [
+        f"dataset:     {clean(preview.dataset)}",
+        f"form:        {preview.form} ({columns})",
+        f"tokenizer:   {clean(preview.model)}",
+        f"training:    {_split_line(preview, 'train')}",
+        f"validation:  {_split_line(preview, 'validation')}",
+        f"row length:  {shortest} to {longest} tokens, median {median:g}; max_length is {preview.max_length}",
+        f"trained:     {counts['train_trained_tokens'] / counts['train_tokens']:.0%} of the training tokens",
+        *(f"note:        {clean(note)}" for note in preview.notes),
+    ]
+    shown = f"between {' and '.join(TRAINED_MARKS)}" if marked else "coloured"
+    examples = [_example(example, number, marked) for number, example in enumerate(preview.examples, start=1)]
+    return Group(
+        *(Text(fact) for fact in facts),
+        Text(f"\nThe first examples as the model sees them; what it is trained on is {shown}."),
+        *examples,
+    )
+
+
+def visible(text: str) -> str:
+    """``text`` with control, escape and bidirectional-override characters written out; lines and tabs stay."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def _split_line(preview: DataPreview, split: str) -> str:
+    rows, tokens, truncated, skipped = (
+        format_count(preview.counts[f"{split}_{what}"]) for what in ("rows", "tokens", "truncated_rows", "skipped_rows")
+    )
+    return f"{rows} rows, {tokens} tokens; {truncated} truncated, {skipped} left out"
+
+
+def _example(example: PreviewExample, number: int, marked: bool) -> Text:
+    text = Text(f"\n--- example {number}, {example.num_tokens} tokens\n")
+    opening, closing = TRAINED_MARKS
+    for part, is_trained in example.segments:
+        shown = visible(part)
+        if is_trained and marked:
+            text.append(f"{opening}{shown}{closing}")
+        else:
+            text.append(shown, style=TRAINED_STYLE if is_trained else "")
+    return text

@@ -1,0 +1,132 @@
+"""YAML as tasks are written in it: no key twice, and nothing that takes the machine down with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from alto.spec.quoting import quoted
+
+__all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml"]
+
+MAX_VALUES = 50_000
+"""Keys and values a task may hold; those that an alias repeats count each time."""
+
+_MAX_LEVELS = 32
+
+_NO_SUCH_VALUE = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
+"""What PyYAML lets through where a text looks like a date or number and is none (2024-13-45), or belies its tag."""
+
+
+class NotYamlError(Exception):
+    """A text is no YAML, or more of it than a task can be; says what was found."""
+
+
+def read_yaml(text: str, *, is_override: bool = False) -> Any:
+    """The value that ``text`` stands for.
+
+    Args:
+        is_override: Whether ``1e-4`` is a number, as on every other command line, and not text, as in YAML 1.1.
+
+    Raises:
+        NotYamlError: It is no YAML, gives a key twice, or has too many values or levels.
+    """
+    try:
+        return yaml.load(text, Loader=_OverrideLoader if is_override else _StrictLoader)
+    except yaml.YAMLError as error:
+        raise NotYamlError(str(error)) from None
+
+
+def num_values(value: object) -> int:
+    """Keys and values in ``value``, as :data:`MAX_VALUES` counts them."""
+    if isinstance(value, Mapping):
+        return 1 + len(value) + sum(map(num_values, value.values()))
+    return 1 + (sum(map(num_values, value)) if isinstance(value, list | tuple) else 0)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error instead of a loss.
+
+    Bounds are kept while the text is read, not after: a deep one would overflow the stack, and a few lines of aliases
+    of aliases can stand for more values than fit into memory.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._num_values += 1
+        self._level += 1
+        _check_bounds(self._num_values, self._level)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _measure(node, {})
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {quoted(key_node.value)} is given twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except _NO_SUCH_VALUE:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the {kind} {quoted(node.value)} is none", node.start_mark
+            ) from None
+
+
+class _OverrideLoader(_StrictLoader):
+    """As above, and ``1e-4`` is a number."""
+
+
+_OverrideLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Values and levels below and with ``node``, whatever stands in it by alias counted as if it were written out."""
+    if id(node) in known:
+        measured = known[id(node)]
+        if measured is None:
+            raise NotYamlError("an alias that stands inside of what it repeats")
+        return measured
+    known[id(node)] = None
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    values, levels = 1, 1
+    for part in parts:
+        part_values, part_levels = _measure(part, known)
+        values, levels = values + part_values, max(levels, 1 + part_levels)
+    _check_bounds(values, levels)
+    known[id(node)] = values, levels
+    return values, levels
+
+
+def _check_bounds(values: int, levels: int) -> None:
+    if values > MAX_VALUES:
+        raise NotYamlError(f"more than {MAX_VALUES} values (values by alias counted); sample them: {{min, max, num}}")
+    if levels > _MAX_LEVELS:
+        raise NotYamlError(f"more than {_MAX_LEVELS} levels of lists and mappings in each other")

@@ -1,0 +1,81 @@
+"""``alto preview``: a task file or a data file, on a terminal or in a pipe; no weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import make_task, write_rows
+from typer.testing import CliRunner, Result
+
+from alto.cli import app
+from alto.errors import AltoError, DataFormatError
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["preview", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights"))
+
+
+def test_a_data_file_with_marks(tmp_path: Path) -> None:
+    done = invoke(write_rows(tmp_path / "rows.jsonl"), "--rows", 2)
+    assert done.exit_code == 0, done.output
+    assert "form:        prompt_completion (prompt from prompt, completion from completion)\n" in done.stdout
+    assert "<|user|>0 plus 0?<|end|><|assistant|>⟦ It is 0.<|end|>⟧\n" in done.stdout
+    assert done.stdout.count("--- example") == 2
+    assert "\x1b" not in done.stdout
+
+
+def test_what_is_marked_is_what_is_trained(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    turns = [("user", "q"), ("assistant", "first"), ("user", "r"), ("assistant", "second")]
+    path.write_text(
+        json.dumps([{"messages": [{"role": role, "content": text} for role, text in turns]}] * 4), encoding="utf-8"
+    )
+    facts = json.loads(invoke(path, "--json").stdout)
+    trained = [text for text, is_trained in facts["examples"][0]["segments"] if is_trained]
+    assert trained == ["first<|end|>", "second<|end|>"]
+    assert facts["form"] == "messages"
+    assert facts["counts"]["shared_rows"] == 1
+
+
+def test_a_task_file_with_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text(make_task(tmp_path, max_length=64).to_yaml(), encoding="utf-8")
+    facts = json.loads(invoke(path, "--json", "--rows", 1, "--set", "max_samples=10").stdout)
+    assert (facts["counts"]["train_rows"], facts["max_length"], len(facts["examples"])) == (10, 64, 1)
+
+
+def test_overrides_and_form_of_a_data_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("task,reply\n" + "".join(f"q{n},a{n}\n" for n in range(20)), encoding="utf-8")
+    with pytest.raises(DataFormatError, match="found task, reply"):
+        raise invoke(path).exception or AssertionError
+    done = invoke(path, "--set", "columns={prompt: task, completion: reply}", "--format", "prompt_completion")
+    assert "prompt from task, completion from reply" in done.stdout
+    assert "⟦a" in done.stdout
+
+
+def test_escapes_in_the_data_are_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"prompt": "\x1b[31m<b>", "completion": "[bold]\u202e"})
+    path.write_text(f"{row}\n{row}\n", encoding="utf-8")
+    done = invoke(path)
+    assert r"<|user|>\x1b[31m<b><|end|><|assistant|>⟦[bold]\u202e<|end|>⟧" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["absent.jsonl"], ["absent.yaml"], ["gsm9k"], ["rows.jsonl", "--format", "tulu"]]
+)
+def test_errors_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl")
+    done = invoke(*arguments)
+    assert isinstance(done.exception, AltoError)
+    assert done.stdout == ""
