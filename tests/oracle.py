@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
@@ -66,6 +67,7 @@ class SoloJob:
             "lora_alpha": config.lora_alpha,
             "target_modules": targets if isinstance(targets, str) else list(targets),
             "lora_dropout": 0.0,
+            "use_rslora": config.use_rslora,
             "task_type": "CAUSAL_LM",
         }
         self.model = get_peft_model(copy.deepcopy(base), LoraConfig(**(settings | dict(tamper or {}))))
@@ -77,12 +79,15 @@ class SoloJob:
         self._parameters = {
             _plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
+        # With a ratio of 1 this is torch's AdamW over all parameters at one rate.
+        self._optimizer = create_loraplus_optimizer(
+            self.model,
+            torch.optim.AdamW,
             lr=config.learning_rate,
+            loraplus_lr_ratio=config.loraplus_lr_ratio,
+            loraplus_weight_decay=config.weight_decay,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
         )
         total = config.total_steps(len(dataset))
         self._scheduler = get_scheduler(

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -26,7 +29,6 @@ from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
 
 ModelFactory = Callable[..., PreTrainedModel]
-ARCHITECTURES = ["llama", "llama-bias", "qwen3", "gemma", "gemma2-plain-attention", "mistral", "phi3"]
 LENGTHS = [9, 1, 17, 4]
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -94,6 +96,19 @@ def test_packed_equals_the_models_own_forward(tiny_model: ModelFactory, architec
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi", "smollm3"])
+def test_heads_tied_and_untied(tiny_model: ModelFactory, architecture: str, tied: bool) -> None:
+    own = tiny_model(architecture, tie_word_embeddings=tied)
+    assert (own.get_output_embeddings().weight is own.get_input_embeddings().weight) == tied
+    batch = packed([9])
+    expected = F.cross_entropy(own(input_ids=batch.ids[None]).logits[0], batch.targets, reduction="none")
+    backbone = Backbone(own, None, "tiny")
+    found = backbone.token_losses(backbone.hidden_states(batch.ids, batch.positions, [9]), batch.targets)
+    assert relative(found, expected) < 1e-5
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 @pytest.mark.parametrize("mistake", ["one long sequence", "positions run on", "window off by one"])
 def test_the_comparison_bites(tiny_model: ModelFactory, architecture: str, mistake: str) -> None:
@@ -136,15 +151,14 @@ def test_no_token_sees_the_next(tiny_model: ModelFactory, architecture: str) -> 
     assert not torch.equal(before[16:], after[16:])
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3", "gemma2", "gemma3"])
 def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
     tiny_model: ModelFactory, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, results, passes = packed(), [], []
     for checkpointing in (False, True):
         # A dropout of the base's own, which has to stay asleep; Phi-3 has one as a module of each layer.
-        dropout = {"resid_pdrop": 0.5} if architecture == "phi3" else {"attention_dropout": 0.5}
+        dropout: dict[str, Any] = {"resid_pdrop": 0.5} if architecture == "phi3" else {"attention_dropout": 0.5}
         model = tiny_model(architecture, **dropout)
         modules = linear_modules(model)
         backbone = Backbone(model, None, "tiny", gradient_checkpointing=checkpointing)
@@ -231,9 +245,36 @@ class TestTheProbe:
         with pytest.raises(UnsupportedModelError):
             Backbone(model, None, "tiny")
 
-    def test_softcapped_attention_is_refused_by_name(self, tiny_model: ModelFactory) -> None:
-        with pytest.raises(UnsupportedModelError, match="attention asks for softcap"):
-            Backbone(tiny_model("gemma2"), None, "tiny")
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_attention_with_unknown_extras_is_refused_by_name(self) -> None:
+        sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        with pytest.raises(UnsupportedModelError, match="attention asks for s_aux"):
+            Backbone(GptOssForCausalLM(GptOssConfig(**SMALL, **sizes, rope_parameters=rope)), None, "tiny")
+
+    def test_a_model_without_a_linear_head_is_refused_by_name(self, tiny_model: ModelFactory) -> None:
+        model = tiny_model("llama")
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+        with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM: expected .* head .* found Sequential"):
+            Backbone(model, None, "tiny")
+
+    def test_layers_that_cannot_be_recomputed_are_refused_by_name(self, tiny_model: ModelFactory) -> None:
+        class Layer(torch.nn.Module):
+            def __init__(self, inner: torch.nn.Module) -> None:
+                super().__init__()
+                self.__dict__["inner"] = inner  # out of sight of modules()
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return self.inner(*args, **kwargs)
+
+        def build() -> PreTrainedModel:
+            model = tiny_model("llama")
+            model.model.layers = torch.nn.ModuleList(Layer(layer) for layer in model.model.layers)
+            return model
+
+        Backbone(build(), None, "tiny")
+        with pytest.raises(UnsupportedModelError, match=r"gradient_checkpointing: expected .* remove the key"):
+            Backbone(build(), None, "tiny", gradient_checkpointing=True)
 
     def test_a_model_that_keeps_its_own_attention_is_refused_by_name(self) -> None:
         sizes = {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4}

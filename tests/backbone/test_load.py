@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from architectures import ARCHITECTURES, SIZES
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    dynamic_module_utils,
+)
 
 from alto.backbone import load_backbone, resolve_model
 from alto.backbone.load import SHIPPED_MODELS
-from alto.errors import AltoError, ModelError, ModelNotFoundError
+from alto.errors import ModelError, ModelNotFoundError
 
 ASSET = Path(resolve_model("alto-tiny"))
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> Path:
+    """A small Llama with a tokenizer, as ``save_pretrained`` writes it."""
+    return save(tiny_model("llama"), tmp_path / "base")
+
+
+def save(model: PreTrainedModel, folder: Path, **settings: object) -> Path:
+    model.save_pretrained(folder, **settings)
+    AutoTokenizer.from_pretrained(ASSET).save_pretrained(folder)
+    return folder
+
+
+def assert_refused(folder: Path, *said: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_backbone(str(folder), **settings)
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert message.startswith("model: expected ")
+    assert "\n" not in message
+    for part in (repr(str(folder)), "; ", *said):
+        assert part in message
 
 
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
@@ -32,18 +69,31 @@ def test_the_dtype_is_what_was_asked_for() -> None:
     assert load_backbone("alto-tiny", dtype="bfloat16").dtype == torch.bfloat16
 
 
-def test_a_folder_is_loaded_whatever_the_working_directory(
-    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_is_loaded_whatever_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert load_backbone("base").path == str(folder.resolve())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_comes_back_as_it_was_saved(
+    tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, architecture: str, tied: bool
 ) -> None:
-    folder = tmp_path / "base"
-    model = tiny_model("llama")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ASSET).save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    backbone = load_backbone("base")
-    assert backbone.path == str(folder.resolve())
-    for name, parameter in model.named_parameters():
+    model = tiny_model(architecture, tie_word_embeddings=tied)
+    backbone = load_backbone(str(save(model, tmp_path)))
+    assert type(backbone.model) is type(model)
+    parameters = dict(model.named_parameters())
+    assert dict(backbone.model.named_parameters()).keys() == parameters.keys()
+    for name, parameter in parameters.items():
         assert torch.equal(parameter, backbone.model.get_parameter(name))
+
+
+def test_shards_are_loaded(tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    save(model, tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded = load_backbone(str(tmp_path)).model
+    assert all(torch.equal(parameter, loaded.get_parameter(name)) for name, parameter in model.named_parameters())
 
 
 def test_a_hub_id_is_left_as_it_is() -> None:
@@ -55,43 +105,187 @@ def test_an_unknown_name_says_what_would_do(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         load_backbone(name)
     message = str(caught.value)
-    assert "alto-tiny, a local folder or a hub id" in message
+    assert message.startswith("model: expected one of alto-tiny, a local folder or a hub id")
     assert repr(name) in message
     assert "check the spelling, or download it first" in message
     assert "\n" not in message
     assert isinstance(caught.value, FileNotFoundError)
 
 
-def test_an_empty_folder_is_not_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="empty") as caught:
-        load_backbone(str(tmp_path / "empty") if (tmp_path / "empty").mkdir() is None else "")
-    assert isinstance(caught.value, AltoError)
+class TestConfig:
+    def test_a_folder_without_one(self, tmp_path: Path) -> None:
+        assert_refused(tmp_path, "config.json", "no such file", kind=ModelNotFoundError)
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ("{}", "model_type"),
+            ('{"hidden_size": 8}', "model_type"),
+            ('{"model_type": "no-such-architecture"}', "no-such-architecture"),
+            ("[1]", "model_type"),
+            ("", "JSON"),
+            ("not json", "JSON"),
+            ('{"model_type": "llama", "hidden_size": "large"}', "expected int, got str"),
+            ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}', "not a multiple"),
+        ],
+    )
+    def test_that_is_none(self, folder: Path, config: str, said: str) -> None:
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        kind = ModelNotFoundError if said == "JSON" else ModelError  # transformers' own choice
+        assert_refused(folder, "config.json", said, kind=kind)
+
+    @pytest.mark.parametrize(
+        "model",
+        [
+            lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES)),
+            lambda: BertForMaskedLM(BertConfig(**SIZES)),
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=8, d_kv=4, d_ff=8, num_layers=1)),
+        ],
+        ids=["classifier", "encoder", "encoder-decoder"],
+    )
+    def test_of_another_kind_of_model(self, tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
+        built = model()
+        assert_refused(save(built, tmp_path), "config.json", type(built).__name__, "generates text")
 
 
-@pytest.mark.parametrize(
-    "config",
-    ["{}", '{"model_type": "no-such-architecture"}', '{"model_type": "clip"}', "not json"],
-    ids=["no type", "unknown type", "not a language model", "not json"],
-)
-def test_a_folder_with_another_config_is_not_a_model(tmp_path: Path, config: str) -> None:
-    if (ASSET / "tokenizer.json").is_file():
-        AutoTokenizer.from_pretrained(ASSET).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(config, encoding="utf-8")
-    with pytest.raises(ModelError, match="model: expected"):
-        load_backbone(str(tmp_path))
+class TestTokenizer:
+    @pytest.mark.parametrize("content", [None, "{", '{"version": "1.0"}'], ids=["missing", "torn", "empty"])
+    def test_that_is_none(self, folder: Path, content: str | None) -> None:
+        (folder / "tokenizer.json").unlink()
+        if content is not None:
+            (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+        assert_refused(folder, "tokenizer.json", "tokenizer.save_pretrained")
+
+    def test_no_file_of_one(self, folder: Path) -> None:
+        for path in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
+            path.unlink()
+        assert_refused(folder, "tokenizer.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x10\x00\x00\x00\x00\x00\x00\x00broken"], ids=["empty", "garbage"])
-def test_broken_weights_are_a_named_error(tmp_path: Path, content: bytes) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((ASSET / name).read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match="model: expected"):
-        load_backbone(str(tmp_path))
+class TestWeights:
+    def test_missing(self, folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        assert_refused(folder, WEIGHTS, "copy or download", kind=ModelNotFoundError)
+
+    @pytest.mark.parametrize("torn", [lambda b: b"", lambda b: b[:100], lambda b: b[: len(b) // 2], lambda b: b[:-1]])
+    def test_torn(self, folder: Path, torn: Callable[[bytes], bytes]) -> None:
+        (folder / WEIGHTS).write_bytes(torn((folder / WEIGHTS).read_bytes()))
+        assert_refused(folder, WEIGHTS, "copy or download the model again")
+
+    @pytest.mark.parametrize("lost", ["a shard", "the index"])
+    def test_shards_missing(self, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, lost: str) -> None:
+        save(tiny_model("llama"), tmp_path, max_shard_size="10KB")
+        path = sorted(tmp_path.glob("model-*.safetensors"))[1]
+        path = path if lost == "a shard" else tmp_path / "model.safetensors.index.json"
+        path.unlink()
+        said = path.name if lost == "a shard" else WEIGHTS
+        assert_refused(tmp_path, said, "copy or download", kind=ModelNotFoundError)
+
+    def test_a_matrix_missing(self, folder: Path) -> None:
+        """transformers would draw it at random and go on."""
+        names = [f"model.layers.{layer}.mlp.{leaf}_proj.weight" for layer in (0, 1) for leaf in ("up", "down")]
+        tensors = load_file(folder / WEIGHTS)
+        for name in names:
+            del tensors[name]
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        assert_refused(folder, f"no {min(names)}", "and 1 more", "copy or download the model again")
+
+    def test_an_untied_head_missing(self, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+        save(tiny_model("smollm"), tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
+        assert_refused(tmp_path, "no lm_head.weight", "config.json")
+
+    def test_a_matrix_of_another_shape(self, folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        tensors["model.norm.weight"] = torch.ones(7)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        assert_refused(folder, "model.norm.weight as (7,) instead of (32,)")
 
 
-def test_a_model_without_weights_is_a_named_error(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((ASSET / name).read_bytes())
-    with pytest.raises(ModelNotFoundError, match=r"no file named model\.safetensors"):
-        load_backbone(str(tmp_path))
+class TestPickles:
+    @pytest.fixture
+    def pickled(self, folder: Path) -> Path:
+        torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+        (folder / WEIGHTS).unlink()
+        return folder
+
+    def test_are_refused_with_the_risk_and_the_key(self, pickled: Path) -> None:
+        assert_refused(pickled, "pytorch_model.bin", "may run code", "'use_safetensors: false'")
+
+    def test_are_read_when_asked_for(self, pickled: Path) -> None:
+        model = load_backbone(str(pickled), use_safetensors=False).model
+        tensors = torch.load(pickled / "pytorch_model.bin")
+        assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
+
+    def test_are_not_opened_beside_safetensors(self, folder: Path) -> None:
+        (folder / "pytorch_model.bin").write_bytes(b"never read")
+        load_backbone(str(folder))
+
+    @pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04torn"])
+    def test_torn(self, pickled: Path, content: bytes) -> None:
+        (pickled / "pytorch_model.bin").write_bytes(content)
+        assert_refused(pickled, "pytorch_model.bin", "copy or download", use_safetensors=False)
+
+    def test_missing(self, folder: Path) -> None:
+        assert_refused(folder, "pytorch_model.bin", kind=ModelNotFoundError, use_safetensors=False)
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+class TestRemoteCode:
+    @pytest.fixture
+    def with_code(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The Llama as a model that only its own ``code.py`` knows."""
+        monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
+        (folder / "own_code.py").write_text(CODE, encoding="utf-8")
+        self.edit_config(
+            folder,
+            model_type="own",
+            architectures=["OwnForCausalLM"],
+            auto_map={"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"},
+        )
+        return folder
+
+    def edit_config(self, folder: Path, **changes: object) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+    def test_is_refused_with_the_risk_and_the_key(self, with_code: Path) -> None:
+        (with_code / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+        assert_refused(with_code, "config.json", "with all your rights", "'trust_remote_code: true'")
+
+    def test_runs_when_asked_for(self, with_code: Path) -> None:
+        backbone = load_backbone(str(with_code), trust_remote_code=True)
+        assert type(backbone.model).__name__ == "OwnForCausalLM"
+        tensors = load_file(with_code / WEIGHTS)
+        assert all(torch.equal(parameter, tensors[name]) for name, parameter in backbone.model.named_parameters())
+
+    def test_that_is_broken_is_a_named_error(self, with_code: Path) -> None:
+        (with_code / "own_code.py").write_text("import no_such_package_at_all", encoding="utf-8")
+        assert_refused(with_code, "no_such_package_at_all", trust_remote_code=True)
+
+    def test_is_left_alone_where_transformers_knows_the_architecture(self, folder: Path) -> None:
+        """As in Phi-3's repository: both are there, the reviewed one is taken."""
+        self.edit_config(folder, auto_map={"AutoModelForCausalLM": "own_code.OwnForCausalLM"})
+        (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+        assert type(load_backbone(str(folder)).model).__module__.startswith("transformers.")
+
+    def test_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_code.OwnTokenizer"]}}
+        path.write_text(json.dumps(config), encoding="utf-8")
+        (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
+        assert_refused(folder, "tokenizer", "'trust_remote_code: true'")

@@ -1,4 +1,4 @@
-"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings."""
+"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings, ``B`` with a rate of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SETTINGS = {
     2: {"lr": 5e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3},
     3: {"lr": 1e-1, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.01},
 }
+RATES_OF_B = {0: 1e-3, 2: 2e-1, 3: 2e-2}
 NUM_ROWS, ROW_SIZE, NUM_STEPS = 5, 37, 30
+B_SPANS = [(5, 12), (20, 37)]
+IS_B = torch.tensor([any(start <= column < end for start, end in B_SPANS) for column in range(ROW_SIZE)])
 
 
 class Bank:
@@ -40,7 +43,8 @@ class Bank:
             self.exp_avg_sq,
             slots,
             steps=steps,
-            learning_rates=[setting["lr"] for setting in settings],
+            learning_rates=[(SETTINGS[slot]["lr"], RATES_OF_B[slot]) for slot in slots],
+            b_spans=B_SPANS,
             betas=[setting["betas"] for setting in settings],
             epsilons=[setting["eps"] for setting in settings],
             weight_decays=[setting["weight_decay"] for setting in settings],
@@ -52,8 +56,13 @@ class Bank:
 def test_many_steps_equal_torch_and_leave_other_rows_alone(ops: ModuleType) -> None:
     bank = Bank()
     untouched = [tensor[[1, 4]].clone() for tensor in (bank.params, bank.grads)]
-    alone = {slot: torch.nn.Parameter(bank.params[slot].clone()) for slot in SETTINGS}
-    optimizers = {slot: torch.optim.AdamW([alone[slot]], **SETTINGS[slot]) for slot in SETTINGS}
+    alone = {
+        slot: [torch.nn.Parameter(bank.params[slot, columns].clone()) for columns in (~IS_B, IS_B)] for slot in SETTINGS
+    }
+    optimizers = {
+        slot: torch.optim.AdamW([{"params": [a]}, {"params": [b], "lr": RATES_OF_B[slot]}], **SETTINGS[slot])
+        for slot, (a, b) in alone.items()
+    }
     counts = dict.fromkeys(SETTINGS, 0)
     for step in range(NUM_STEPS):
         # Rows join late and rest in between, in a changing order, as jobs do that are admitted and parked.
@@ -65,11 +74,13 @@ def test_many_steps_equal_torch_and_leave_other_rows_alone(ops: ModuleType) -> N
         for slot, scale in zip(slots, scales, strict=True):
             counts[slot] += 1
             bank.grads[slot] = fresh[slot]
-            alone[slot].grad = fresh[slot] * scale
+            for parameter, columns in zip(alone[slot], (~IS_B, IS_B), strict=True):
+                parameter.grad = fresh[slot, columns] * scale
             optimizers[slot].step()
         bank.step(ops, slots, [counts[slot] for slot in slots], scales)
         for slot in SETTINGS:
-            torch.testing.assert_close(bank.params[slot], alone[slot].data, rtol=1e-12, atol=1e-12)
+            for parameter, columns in zip(alone[slot], (~IS_B, IS_B), strict=True):
+                torch.testing.assert_close(bank.params[slot, columns], parameter.data, rtol=1e-12, atol=1e-12)
     assert min(counts.values()) > 10
     assert len(set(counts.values())) > 1, "rows should be at different steps"
     assert all(
@@ -99,3 +110,14 @@ def test_a_wrong_step_or_scale_shows(ops: ModuleType, mistake: str) -> None:
     right.step(ops, [3], [3], [1.0])
     wrong.step(ops, [3], [2 if mistake == "step" else 3], [1.0 if mistake == "step" else 0.5])
     assert not torch.allclose(right.params[3], wrong.params[3], rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_with_one_rate_is_one_fused_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, fused = [], torch_backend.adamw
+    monkeypatch.setattr(
+        torch_backend,
+        "adamw",
+        lambda params, *rest, **settings: calls.append(len(params)) or fused(params, *rest, **settings),
+    )
+    Bank().step(torch_backend, [0, 2], [1, 1], [1.0, 1.0])
+    assert calls == [1, 2, 2], "row 0 whole; row 2 with its A and its B apart"

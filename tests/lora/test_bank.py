@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
 from alto.kernels import TokenSchedule, grouped_lora_linear, torch_backend
 from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, SlotAdamW, SlotUpdate, TargetModule
@@ -55,16 +56,26 @@ def test_modules_of_other_jobs_do_not_change_initial_weights() -> None:
     assert_equal(initialised(make_bank(), 0, 7, adapter), initialised(tight, 0, 7, adapter))
 
 
-def test_initial_weights_are_pefts_in_distribution() -> None:
-    module = TargetModule(name="big", in_features=400, out_features=9)
-    bank = make_bank(8, 1, (module,))
-    a, b = initialised(bank, 0, 0, AdapterShape(rank=8, targets=(module,)))["big"]
-    expected = torch.empty(8, 400)
-    torch.nn.init.kaiming_uniform_(expected, a=math.sqrt(5))
-    assert float(a.abs().max()) == pytest.approx(float(expected.abs().max()), rel=0.01)
-    assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.05)
-    assert float(a.mean()) == pytest.approx(0.0, abs=0.002)
+@pytest.mark.parametrize(("init", "peft_init"), [("default", True), ("gaussian", "gaussian")])
+@pytest.mark.parametrize("rank", [4, 16])
+def test_initial_weights_are_pefts_in_distribution(init: str, peft_init: bool | str, rank: int) -> None:
+    module = TargetModule(name="big", in_features=4000, out_features=20)
+    bank = make_bank(16, 1, (module,))
+    bank.occupy(0, AdapterShape(rank=rank, targets=(module,)))
+    bank.initialise(0, 0, init)
+    a, b = bank.read(0)["big"]
+    base = torch.nn.Sequential(OrderedDict(big=torch.nn.Linear(4000, 20)))
+    torch.manual_seed(0)
+    peft = get_peft_model(base, LoraConfig(r=rank, target_modules=["big"], init_lora_weights=peft_init))
+    layer = peft.get_submodule("base_model.model.big")
+    expected = layer.lora_A["default"].weight.detach()
+    assert a.shape == expected.T.shape
+    assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.03)
+    assert float(a.mean()) == pytest.approx(0.0, abs=0.03 * float(expected.std()))
+    # The largest value tells a uniform distribution from a normal one.
+    assert float(a.abs().max() / a.std()) == pytest.approx(float(expected.abs().max() / expected.std()), rel=0.2)
     assert not b.any()
+    assert not layer.lora_B["default"].weight.any()
 
 
 def test_initialising_leaves_the_global_generator_and_other_slots_alone() -> None:

@@ -44,7 +44,7 @@ def seated(
 
 
 def targets_of(model: PreTrainedModel, names: str | list[str]) -> tuple[TargetModule, ...]:
-    return find_targets(all_modules(model), names, 1)
+    return find_targets(model, names, 1)
 
 
 @torch.no_grad()

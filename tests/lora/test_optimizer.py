@@ -1,4 +1,7 @@
-"""``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone."""
+"""``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone.
+
+That LoRA+ rates are PEFT's is shown by ``tests/executor/test_isolation.py``, whose oracle is PEFT's own optimizer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MODULES = (
 CONFIGS = (
     JobConfig(r=3, max_grad_norm=0.5, weight_decay=0.1, learning_rate=0.02),
     JobConfig(r=4, max_grad_norm=None, learning_rate=0.1, adam_beta1=0.7, adam_beta2=0.9, adam_epsilon=1e-3),
-    JobConfig(r=1, max_grad_norm=1e6, learning_rate=0.01),
+    JobConfig(r=1, max_grad_norm=1e6, learning_rate=0.01, weight_decay=0.2, loraplus_lr_ratio=8.0),
 )
 
 
@@ -35,7 +38,7 @@ class Adapters:
             self.alone.append(parameters)
             self.alone_optimizers.append(
                 torch.optim.AdamW(
-                    parameters,
+                    [{"params": parameters[0::2]}, {"params": parameters[1::2]}],  # every A, every B
                     betas=(config.adam_beta1, config.adam_beta2),
                     eps=config.adam_epsilon,
                     weight_decay=config.weight_decay,
@@ -53,7 +56,9 @@ class Adapters:
                 parameter.grad = gradient.clone()
             limit = config.max_grad_norm or float("inf")
             expected.append(torch.nn.utils.clip_grad_norm_(self.alone[slot], limit))
-            self.alone_optimizers[slot].param_groups[0]["lr"] = config.learning_rate * rate
+            group_of_a, group_of_b = self.alone_optimizers[slot].param_groups
+            group_of_a["lr"] = config.learning_rate * rate
+            group_of_b["lr"] = config.learning_rate * rate * config.loraplus_lr_ratio
             self.alone_optimizers[slot].step()
         norms = self.optimizer.step(
             [

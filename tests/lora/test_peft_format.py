@@ -35,7 +35,7 @@ def random_weights(targets: tuple[TargetModule, ...], rank: int = 3) -> AdapterW
 
 def written(model: PreTrainedModel, folder: Path, names: str | list[str]) -> AdapterWeights:
     modules = linear_modules(model)
-    weights = random_weights(find_targets(modules, names, 3))
+    weights = random_weights(find_targets(model, names, 3))
     write_adapter(folder, weights, CONFIG, "some/base", modules)
     return weights
 
@@ -84,6 +84,35 @@ def test_targets_are_named_as_briefly_as_is_unambiguous(
 ) -> None:
     written(tiny_model("llama"), tmp_path, names)
     assert json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))["target_modules"] == targets
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [
+        JobConfig(r=3, lora_alpha=12, use_rslora=True),
+        JobConfig(r=3, lora_alpha=12, init_lora_weights="gaussian"),
+        JobConfig(r=3, lora_alpha=12, target_modules=r".*\.1\..*(k_proj|up_proj|fc1)", loraplus_lr_ratio=4.0),
+    ],
+    ids=["rslora", "gaussian", "pattern"],
+)
+@pytest.mark.parametrize("architecture", ["llama", "phi", "gemma3"])
+def test_options_go_through_peft(
+    tiny_model: ModelFactory, tmp_path: Path, architecture: str, config: JobConfig
+) -> None:
+    model = tiny_model(architecture)
+    weights = random_weights(find_targets(model, config.target_modules, config.r))
+    write_adapter(tmp_path, weights, config, "some/base", linear_modules(model))
+    expected = tiny_model(architecture)
+    for name, (a, b) in weights.items():
+        expected.get_submodule(name).weight += config.scale * (a @ b).T
+    peft = PeftModel.from_pretrained(model, tmp_path)
+    wrapped = [name.removeprefix("base_model.model.") for name, m in peft.named_modules() if hasattr(m, "lora_A")]
+    assert wrapped == list(weights)
+    torch.testing.assert_close(peft(input_ids=IDS).logits, expected(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    settings = peft.peft_config["default"]
+    assert settings.use_rslora == config.use_rslora
+    assert settings.init_lora_weights == ("gaussian" if config.init_lora_weights == "gaussian" else True)
 
 
 def test_read_is_the_inverse_of_write_and_later_files_replace_earlier(tiny_model: ModelFactory, tmp_path: Path) -> None:

@@ -24,7 +24,14 @@ _SUPPORTED_EXTRAS = {"position_ids", "cache_position", "use_cache", "is_causal",
 
 
 def varlen_attention(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, lengths: Sequence[int], *, scale: float, window: int | None = None
+    q_HTD: Tensor,
+    k_GTD: Tensor,
+    v_GTD: Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention within each of the sequences laid end to end.
 
@@ -35,6 +42,7 @@ def varlen_attention(
         lengths: Tokens of each sequence, summing to ``T``.
         scale: Factor on the scores.
         window: A token sees at most this many tokens back, itself included; None for all.
+        softcap: Scores are squeezed into ``±softcap`` by a tanh; None leaves them.
 
     Returns:
         ``[1, H, T, D]``.
@@ -43,7 +51,10 @@ def varlen_attention(
     outputs = []
     for q, k, v in zip(q_HTD.split(lengths, 2), k_GTD.split(lengths, 2), v_GTD.split(lengths, 2), strict=True):
         length = q.shape[2]
-        mask = _window_mask(length, window, q.device) if window is not None and length > window else None
+        if softcap is not None:
+            outputs.append(_softcapped(q, k, v, _mask(length, window or length, q.device), scale, softcap))
+            continue
+        mask = _mask(length, window, q.device) if window is not None and length > window else None
         outputs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -52,7 +63,17 @@ def varlen_attention(
     return torch.cat(outputs, dim=2)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """One sequence's attention with capped scores, which PyTorch's own does not have; Gemma 2's way, in float32."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.tanh(scale * (q @ k.transpose(-1, -2)) / softcap) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(q.dtype) @ v
+
+
+def _mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Which tokens (columns) each token (row) sees: itself and those up to ``window - 1`` back."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
@@ -69,6 +90,7 @@ def _attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention; extras that would change the result are refused."""
@@ -79,7 +101,7 @@ def _attention_forward(
             "expected plain causal attention (full or sliding window); use another base model"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = varlen_attention(query, key, value, sequence_lengths, scale=scale, window=sliding_window)
+    output = varlen_attention(query, key, value, sequence_lengths, scale=scale, window=sliding_window, softcap=softcap)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -33,7 +36,7 @@ class Backbone:
 
     Raises:
         UnsupportedModelError: The padding-free pass differs from the model's own, or the model does not let its
-            attention be replaced.
+            attention be replaced or its layers be recomputed, or has an unusual output head.
     """
 
     def __init__(
@@ -47,7 +50,13 @@ class Backbone:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.path = path
-        self._head: nn.Linear = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected an output head that is a torch.nn.Linear, found "
+                f"{type(head).__name__}; use another base model"
+            )
+        self._head = head
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._max_length = _max_length(model.config)
         probe = _Probe(model)
@@ -148,9 +157,19 @@ def _max_length(config: PreTrainedConfig) -> int | None:
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward pass. transformers does so only for layers in training mode, and the mode is
-    set on the layer alone, so that no dropout of the base wakes up inside it."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+    """Recompute layers in the backward pass.
+
+    The layers are told one by one: the model's own switch has another name from version to version, and would also ask
+    for the gradient of the embeddings. They recompute in training mode only, and the mode is set on the layer alone, so
+    that no dropout of the base wakes up inside it.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedModelError(
+            f"gradient_checkpointing: expected a model built of transformers' checkpointing layers, found "
+            f"{type(model).__name__} without any; remove the key"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.reading import has_pickle_weights, reading
 from alto.errors import ModelError, ModelNotFoundError
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
@@ -21,6 +21,7 @@ __all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", 
 SHIPPED_MODELS = ("alto-tiny",)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MAX_SHOWN = 3
 
 
 def resolve_model(model: str) -> str:
@@ -32,7 +33,13 @@ def resolve_model(model: str) -> str:
 
 
 def load_backbone(
-    model: str, *, dtype: str = "auto", device: torch.device | str = "cpu", gradient_checkpointing: bool = False
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    use_safetensors: bool = True,
 ) -> Backbone:
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
@@ -40,63 +47,104 @@ def load_backbone(
         model: ``alto-tiny``, a local folder, or a Hugging Face hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on the CPU and the model's own on CUDA.
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
+        trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
+        use_safetensors: Read safetensors weights; False reads pickle files instead, which may run code.
 
     Raises:
-        ModelNotFoundError: Nothing is there under that name.
-        ModelError: What is there is not a causal LM with a tokenizer.
+        ModelNotFoundError: Nothing is there under that name, or a file is missing.
+        ModelError: What is there is not a whole causal LM with a tokenizer, or needs one of the two permissions.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
     """
-    tokenizer = load_tokenizer(model)
-    network = load_network(model, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    network = load_network(
+        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, use_safetensors=use_safetensors
+    )
     return Backbone(network, tokenizer, resolve_model(model), gradient_checkpointing=gradient_checkpointing)
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of ``model``; no weights are read. Raises as :func:`load_backbone` does."""
-    with _loading(model) as path:
-        return AutoTokenizer.from_pretrained(path)
+    config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+    remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
+    with reading(model, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
+        return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
 
 
-def load_network(model: str, *, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+def load_network(
+    model: str,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    use_safetensors: bool = True,
+) -> PreTrainedModel:
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
+    config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
     device = torch.device(device)
     wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
-    with _loading(model) as path:
-        network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, use_safetensors=True)
-    network.to(device)
-    loaded: PreTrainedModel = network
-    return loaded
+    what = "weights (model.safetensors)" if use_safetensors else "weights (pytorch_model.bin)"
+    with reading(model, path, what, "copy or download the model again"):
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=wanted,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=use_safetensors,
+                ignore_mismatched_sizes=True,  # said in better words by _check_complete
+                output_loading_info=True,
+            )
+        except OSError as error:
+            if use_safetensors and has_pickle_weights(path):
+                raise ModelError(
+                    f"model: expected {what} in {model!r}, found pytorch_model.bin alone, a pickle, which may run code "
+                    f"when it is read; convert it to safetensors, or, if you trust its maker, set "
+                    f"'use_safetensors: false'"
+                ) from error
+            raise
+    network, report = loaded
+    _check_complete(model, report)
+    on_device: PreTrainedModel = network.to(device)
+    return on_device
 
 
-@contextlib.contextmanager
-def _loading(model: str) -> Iterator[str]:
-    """What ``from_pretrained`` takes for ``model``; its errors are said in ALTO's words."""
+def _load_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = resolve_model(model)
-    try:
-        with _no_progress_bar() if Path(path).is_dir() else contextlib.nullcontext():
-            yield path
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"model: expected one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, found {model!r}, "
-            f"which could not be read ({_first_line(error)}); check the spelling, or download it first"
-        ) from error
-    except (ValueError, KeyError, SafetensorError) as error:
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"model: expected config.json of a causal language model in {model!r}, found no such file; "
+                f"name a folder that save_pretrained has written"
+            )
+        what = "config.json of a causal language model"
+    else:
+        what = f"one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, with a causal language model"
+    with reading(model, path, what, "use a base model that transformers knows"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    _check_is_causal(model, config)
+    return config
+
+
+def _check_is_causal(model: str, config: PreTrainedConfig) -> None:
+    """transformers would load the body of a classifier or an encoder and put a language model's head on it."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name) and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            raise ModelError(
+                f"model: expected config.json of {model!r} to name the architecture of a causal language model, found "
+                f"{name}; use a base model that generates text"
+            )
+
+
+def _check_complete(model: str, report: Mapping[str, Any]) -> None:
+    """transformers fills weights that are missing, or have another shape, with random numbers."""
+    wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
+    wrong += [
+        f"{name} as {tuple(found)} instead of {tuple(expected)}"
+        for name, found, expected in sorted(report["mismatched_keys"])
+    ]
+    if wrong:
+        shown = ", ".join(wrong[:_MAX_SHOWN]) + (f" and {len(wrong) - _MAX_SHOWN} more" * (len(wrong) > _MAX_SHOWN))
         raise ModelError(
-            f"model: expected a causal language model with a tokenizer, found {model!r} ({_first_line(error)})"
-        ) from error
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """For local models: read in a moment, their bar would stand between a program's own lines. Downloads show it."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+            f"model: expected every weight that config.json of {model!r} asks for in the files beside it, found "
+            f"{shown}; copy or download the model again, or correct its config.json"
+        )

@@ -93,7 +93,8 @@ def bank_adamw(
     slots: Sequence[int],
     *,
     steps: Sequence[int],
-    learning_rates: Sequence[float],
+    learning_rates: Sequence[tuple[float, float]],
+    b_spans: Sequence[tuple[int, int]],
     betas: Sequence[tuple[float, float]],
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
@@ -106,14 +107,20 @@ def bank_adamw(
     Args:
         slots: Rows to update.
         steps: Number of this step in each row's own count, 1 for the first.
+        learning_rates: Each row's rates for its ``A`` and its ``B`` matrices.
+        b_spans: Columns ``[start, end)`` that hold the ``B`` matrices of a row.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
     """
     for index, slot in enumerate(slots):
         beta1, beta2 = betas[index]
         gradient = grads_ZP[slot] * grad_scales[index]
-        params_ZP[slot] *= 1.0 - learning_rates[index] * weight_decays[index]
+        rate_of_a, rate_of_b = learning_rates[index]
+        rate_P = torch.full_like(params_ZP[slot], rate_of_a)
+        for start, end in b_spans:
+            rate_P[start:end] = rate_of_b
+        params_ZP[slot] *= 1.0 - rate_P * weight_decays[index]
         exp_avg_ZP[slot] = beta1 * exp_avg_ZP[slot] + (1.0 - beta1) * gradient
         exp_avg_sq_ZP[slot] = beta2 * exp_avg_sq_ZP[slot] + (1.0 - beta2) * gradient * gradient
         mean = exp_avg_ZP[slot] / (1.0 - beta1 ** steps[index])
         deviation = torch.sqrt(exp_avg_sq_ZP[slot] / (1.0 - beta2 ** steps[index]))
-        params_ZP[slot] -= learning_rates[index] * mean / (deviation + epsilons[index])
+        params_ZP[slot] -= rate_P * mean / (deviation + epsilons[index])

@@ -105,34 +105,53 @@ def bank_adamw(
     slots: Sequence[int],
     *,
     steps: Sequence[int],
-    learning_rates: Sequence[float],
+    learning_rates: Sequence[tuple[float, float]],
+    b_spans: Sequence[tuple[int, int]],
     betas: Sequence[tuple[float, float]],
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
     grad_scales: Tensor,
 ) -> None:
-    """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row.
+    """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row, or one for each
+    of its two rates.
 
     A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
     """
     for index, slot in enumerate(slots):
-        gradient = grads_ZP[slot].mul_(grad_scales[index])
-        adamw(
-            [params_ZP[slot]],
-            [gradient],
-            [exp_avg_ZP[slot]],
-            [exp_avg_sq_ZP[slot]],
-            [],
-            [torch.tensor(float(steps[index] - 1), device=params_ZP.device)],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=learning_rates[index],
-            beta1=betas[index][0],
-            beta2=betas[index][1],
-            eps=epsilons[index],
-            weight_decay=weight_decays[index],
-        )
+        grads_ZP[slot].mul_(grad_scales[index])
+        for rate, spans in _spans_by_rate(learning_rates[index], b_spans, params_ZP.shape[1]):
+            params, grads, exp_avg, exp_avg_sq = (
+                [tensor_ZP[slot, start:end] for start, end in spans]
+                for tensor_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
+            )
+            adamw(
+                params,
+                grads,
+                exp_avg,
+                exp_avg_sq,
+                [],
+                [torch.tensor(float(steps[index] - 1), device=params_ZP.device) for _ in spans],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                lr=rate,
+                beta1=betas[index][0],
+                beta2=betas[index][1],
+                eps=epsilons[index],
+                weight_decay=weight_decays[index],
+            )
+
+
+def _spans_by_rate(
+    rates: tuple[float, float], b_spans: Sequence[tuple[int, int]], row_size: int
+) -> list[tuple[float, Sequence[tuple[int, int]]]]:
+    """The columns each rate is for; the whole row where the rates of ``A`` and ``B`` are one."""
+    rate_of_a, rate_of_b = rates
+    if rate_of_a == rate_of_b:
+        return [(rate_of_a, [(0, row_size)])]
+    borders = [0, *(border for span in b_spans for border in span), row_size]
+    a_spans = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
+    return [(rate_of_a, a_spans), (rate_of_b, b_spans)]
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:

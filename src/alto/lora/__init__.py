@@ -1,10 +1,12 @@
 """Adapters: the bank that owns them, the layers that serve them, their optimizer, their files."""
 
 from alto.lora.bank import AdapterBank, AdapterShape, AdapterWeights
-from alto.lora.layout import BankLayout, TargetModule, find_targets, linear_modules
-from alto.lora.linear import MultiLoraLinear, PassContext, inject
+from alto.lora.injection import eject, inject
+from alto.lora.layout import BankLayout, TargetModule
+from alto.lora.linear import MultiLoraLinear, PassContext
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
 from alto.lora.peft_format import read_adapter, write_adapter
+from alto.lora.targets import find_targets, linear_modules
 
 __all__ = [
     "AdapterBank",
@@ -17,6 +19,7 @@ __all__ = [
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
+    "eject",
     "find_targets",
     "inject",
     "linear_modules",

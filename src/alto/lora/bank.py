@@ -15,6 +15,7 @@ from torch import Tensor
 
 from alto.kernels import LoraOperands
 from alto.lora.layout import BankLayout, TargetModule
+from alto.spec.job_config import InitLoraWeights
 
 __all__ = ["AdapterBank", "AdapterShape", "AdapterWeights"]
 
@@ -102,15 +103,20 @@ class AdapterBank:
         for slot in slots:
             self.grads_ZP[slot].zero_()
 
-    def initialise(self, slot: int, seed: int) -> None:
-        """Fill ``slot`` as PEFT does by default: ``A`` Kaiming-uniform (a = √5), ``B`` zero.
+    def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
+        """Fill ``slot`` as PEFT does: ``B`` zero, ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
+        where ``init`` is ``gaussian``.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
-            bound = 1.0 / math.sqrt(module.in_features)
-            drawn = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
+            drawn = torch.empty(a.shape)
+            if init == "gaussian":
+                drawn.normal_(std=1.0 / a.shape[1], generator=generator)
+            else:
+                bound = 1.0 / math.sqrt(module.in_features)
+                drawn.uniform_(-bound, bound, generator=generator)
             a.copy_(drawn)
             b.zero_()
 

@@ -1,18 +1,10 @@
-"""Which linear modules of a model adapters may sit on, and where each lies in a row of the bank."""
+"""Where each linear module's adapter lies in a row of the bank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
-from transformers import PreTrainedModel
-
-from alto.errors import TargetModuleError
-
-__all__ = ["BankLayout", "TargetModule", "find_targets", "linear_modules"]
-
-ALL_LINEAR = "all-linear"
+__all__ = ["BankLayout", "TargetModule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,57 +44,7 @@ class BankLayout:
             start = b_start + self.max_rank * module.out_features
         return result
 
-
-def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``)."""
-    head = model.get_output_embeddings()
-    return tuple(
-        TargetModule(name=name, in_features=module.in_features, out_features=module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    )
-
-
-def find_targets(
-    modules: Sequence[TargetModule], target_modules: str | Sequence[str], rank: int
-) -> tuple[TargetModule, ...]:
-    """The modules that ``target_modules`` means.
-
-    Args:
-        modules: All candidates, from :func:`linear_modules`.
-        target_modules: ``"all-linear"``, or module names: full, or an ending such as ``q_proj`` (PEFT's rule).
-        rank: Rank the adapter is to have.
-
-    Raises:
-        TargetModuleError: The model has no linear modules, a name matches nothing, or the rank exceeds the smaller side
-            of a matched module.
-    """
-    if not modules:
-        raise TargetModuleError(
-            "target_modules: expected a base model built of torch.nn.Linear modules, found none besides its output "
-            "head; use another base model"
-        )
-    names = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
-    if names == (ALL_LINEAR,):
-        found = tuple(modules)
-    else:
-        for name in names:
-            if not any(_matches(module, name) for module in modules):
-                leaves = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
-                raise TargetModuleError(
-                    f"target_modules: expected names of linear modules of the model, found {name!r}; "
-                    f"the model has {', '.join(leaves)} (or write {ALL_LINEAR!r})"
-                )
-        found = tuple(module for module in modules if any(_matches(module, name) for name in names))
-    for module in found:
-        limit = min(module.in_features, module.out_features)
-        if rank > limit:
-            raise TargetModuleError(
-                f"r: expected at most {limit}, the smaller side of {module.name} "
-                f"({module.in_features} × {module.out_features}), found {rank}; lower r or leave the module out"
-            )
-    return found
-
-
-def _matches(module: TargetModule, name: str) -> bool:
-    return module.name == name or module.name.endswith("." + name)
+    def b_spans(self) -> list[tuple[int, int]]:
+        """Columns ``[start, end)`` of a row that hold the modules' ``B``."""
+        sizes = (self.max_rank * module.out_features for module in self.modules)
+        return [(start, start + size) for (_, start), size in zip(self.offsets(), sizes, strict=True)]

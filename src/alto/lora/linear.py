@@ -1,4 +1,4 @@
-"""Injection: the base model's linear modules learn to serve every slot of a bank at once."""
+"""A frozen linear layer that serves every slot of a bank at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from alto.kernels import LoraOperands, TokenSchedule, choose_backend, grouped_lora_linear
+from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.bank import AdapterBank
-from alto.lora.layout import linear_modules
 
-__all__ = ["MultiLoraLinear", "PassContext", "inject"]
+__all__ = ["MultiLoraLinear", "PassContext"]
 
 
 class PassContext:
@@ -61,16 +59,3 @@ class MultiLoraLinear(nn.Module):
             self._ops,
         )
         return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
-
-
-def inject(model: PreTrainedModel, bank: AdapterBank) -> PassContext:
-    """Wrap every module of the bank's layout in place; returns the context that feeds them."""
-    context, ops = PassContext(), choose_backend()
-    numbers = {module.name: number for number, module in enumerate(linear_modules(model))}
-    for index, target in enumerate(bank.layout.modules):
-        parent_name, _, leaf = target.name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        base = getattr(parent, leaf)
-        assert isinstance(base, nn.Linear)
-        setattr(parent, leaf, MultiLoraLinear(base, bank, bank.operands(index, numbers[target.name]), context, ops))
-    return context

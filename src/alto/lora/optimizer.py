@@ -17,7 +17,7 @@ __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """What one slot's next step needs: its settings and the learning rate of this step."""
+    """What one slot's next step needs: its settings and the learning rate of this step (of ``A``, with LoRA+)."""
 
     slot: int
     config: JobConfig
@@ -38,6 +38,7 @@ class SlotAdamW:
 
     def __init__(self, bank: AdapterBank) -> None:
         self._bank = bank
+        self._b_spans = bank.layout.b_spans()
         self._ops = choose_backend()
         self.exp_avg_ZP = torch.zeros_like(bank.params_ZP)
         self.exp_avg_sq_ZP = torch.zeros_like(bank.params_ZP)
@@ -63,7 +64,10 @@ class SlotAdamW:
             self.exp_avg_sq_ZP,
             slots,
             steps=[self.steps[slot] for slot in slots],
-            learning_rates=[update.learning_rate for update in updates],
+            learning_rates=[
+                (update.learning_rate, update.learning_rate * update.config.loraplus_lr_ratio) for update in updates
+            ],
+            b_spans=self._b_spans,
             betas=[(update.config.adam_beta1, update.config.adam_beta2) for update in updates],
             epsilons=[update.config.adam_epsilon for update in updates],
             weight_decays=[update.config.weight_decay for update in updates],

@@ -63,10 +63,11 @@ def _adapter_config(config: JobConfig, base_model: str, target_modules: list[str
         "r": config.r,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
         "target_modules": target_modules,
         "bias": "none",
         "fan_in_fan_out": False,
-        "init_lora_weights": True,
+        "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "inference_mode": True,
     }
 

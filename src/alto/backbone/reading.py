@@ -1,0 +1,93 @@
+"""What goes wrong when a model is read, said in ALTO's words: which file, what was expected, what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import has_file
+
+from alto.errors import ModelError, ModelNotFoundError
+
+__all__ = ["has_pickle_weights", "reading"]
+
+_MAX_REASON_CHARS = 240
+
+_NOT_READABLE = (
+    ValueError,  # JSON that is none among them
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    SyntaxError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+@contextlib.contextmanager
+def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
+    """Translate the errors of ``from_pretrained``.
+
+    Args:
+        model: As the user wrote it.
+        path: What ``from_pretrained`` takes for it.
+        what: What is read, and from which files.
+        remedy: What to do where that is there and cannot be used.
+
+    Raises:
+        ModelNotFoundError: A file, or everything under that name, is missing.
+        ModelError: What is there is no such thing.
+    """
+    is_local = Path(path).is_dir()
+    try:
+        with _no_progress_bar() if is_local else contextlib.nullcontext():
+            yield
+    except ModelError:
+        raise
+    except OSError as error:
+        remedy = remedy if is_local else "check the spelling, or download it first"
+        raise ModelNotFoundError(
+            f"model: expected {what} in {model!r}, found that it cannot be read ({_short(error)}); {remedy}"
+        ) from error
+    except _NOT_READABLE as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"model: expected {what} that transformers itself can read, found that {model!r} brings Python code of "
+                f"its own; that code would run with all your rights: read it, then set 'trust_remote_code: true', or "
+                f"use another base model"
+            ) from error
+        raise ModelError(
+            f"model: expected {what} in {model!r}, found something else ({_short(error)}); {remedy}"
+        ) from error
+
+
+def has_pickle_weights(path: str) -> bool:
+    """Whether there are weights in PyTorch's own format, a pickle."""
+    return any(has_file(path, name) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """For local models: read in a moment, their bar would stand between a program's own lines. Downloads show it."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), _MAX_REASON_CHARS)}"

@@ -1,0 +1,110 @@
+"""Which modules of a model adapters may sit on, and which of them ``target_modules`` means: PEFT's rules."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from alto.errors import TargetModuleError
+from alto.lora.layout import TargetModule
+from alto.lora.linear import MultiLoraLinear
+from alto.spec.job_config import ALL_LINEAR
+
+__all__ = ["find_targets", "linear_modules"]
+
+
+def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
+
+    The same whether or not adapters have been injected.
+    """
+    head = model.get_output_embeddings()
+    return tuple(
+        TargetModule(name=name, in_features=module.in_features, out_features=module.out_features)
+        for name, module in _modules(model).items()
+        if isinstance(module, nn.Linear) and module is not head
+    )
+
+
+def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], rank: int) -> tuple[TargetModule, ...]:
+    """The modules that ``target_modules`` means, in the model's order.
+
+    Args:
+        target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
+            string, a regular expression that has to match full names as a whole.
+        rank: Rank the adapter is to have.
+
+    Raises:
+        TargetModuleError: The model has no linear modules, a name or the expression means none of them or other
+            modules too, or the rank exceeds the smaller side of a module.
+    """
+    linear = {module.name: module for module in linear_modules(model)}
+    if not linear:
+        raise TargetModuleError(
+            "target_modules: expected a base model built of torch.nn.Linear modules, found none besides its output "
+            "head; use another base model"
+        )
+    if target_modules == ALL_LINEAR:
+        found = set(linear)
+    elif isinstance(target_modules, str):
+        found = _meant(model, linear, target_modules, _fullmatch)
+    else:
+        found = set().union(*(_meant(model, linear, name, _is_name_or_ending) for name in target_modules))
+    targets = tuple(module for name, module in linear.items() if name in found)
+    _check_rank(targets, rank)
+    return targets
+
+
+def _meant(
+    model: PreTrainedModel, linear: Mapping[str, TargetModule], text: str, matches: Callable[[str, str], bool]
+) -> set[str]:
+    modules = _modules(model)
+    found = {name for name in modules if matches(text, name)}
+    if not found & set(linear):
+        leaves = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        near = difflib.get_close_matches(text, leaves, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        example = next(iter(linear))
+        raise TargetModuleError(
+            f"target_modules: expected to find linear modules of the model, found none under {text!r}; {hint}"
+            f"the model has {', '.join(leaves)}, a full name is {example!r} (or write {ALL_LINEAR!r})"
+        )
+    for name in sorted(found - set(linear)):
+        is_head = modules[name] is model.get_output_embeddings()
+        kind = "its output head" if is_head else f"a {type(modules[name]).__name__}"
+        raise TargetModuleError(
+            f"target_modules: expected linear modules of the model's body alone, found that {text!r} also means "
+            f"{name!r}, {kind}; narrow it"
+        )
+    return found
+
+
+def _fullmatch(pattern: str, name: str) -> bool:
+    return re.fullmatch(pattern, name) is not None
+
+
+def _is_name_or_ending(text: str, name: str) -> bool:
+    return name == text or name.endswith("." + text)
+
+
+def _check_rank(targets: Sequence[TargetModule], rank: int) -> None:
+    for module in targets:
+        limit = min(module.in_features, module.out_features)
+        if rank > limit:
+            raise TargetModuleError(
+                f"r: expected at most {limit}, the smaller side of {module.name} "
+                f"({module.in_features} × {module.out_features}), found {rank}; lower r or leave the module out"
+            )
+
+
+def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """All modules below the model by name, as they are without injection."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if name:
+            names.setdefault(module.base if isinstance(module, MultiLoraLinear) else module, name)
+    return {name: module for module, name in names.items()}

@@ -1,0 +1,160 @@
+"""What ``target_modules`` means: PEFT's own choice, for every architecture and every way to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from alto.errors import TargetModuleError
+from alto.lora import AdapterBank, BankLayout, TargetModule, find_targets, inject, linear_modules
+from alto.spec import JobConfig
+
+# PEFT asks transformers for a property under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ModelFactory = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model: ModelFactory) -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def names_of(found: tuple[TargetModule, ...]) -> list[str]:
+    return [module.name for module in found]
+
+
+def leaves(found: tuple[TargetModule, ...]) -> list[str]:
+    return [name.rsplit(".", 1)[-1] for name in names_of(found)]
+
+
+def chosen_by_peft(model: PreTrainedModel, target_modules: str | list[str]) -> list[str]:
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=target_modules, task_type="CAUSAL_LM"))
+    return [
+        name.removeprefix("base_model.model.") for name, module in peft.named_modules() if hasattr(module, "lora_A")
+    ]
+
+
+def test_all_linear_is_every_linear_module_but_the_head(llama: PreTrainedModel) -> None:
+    found = find_targets(llama, "all-linear", 4)
+    assert found == linear_modules(llama)
+    assert leaves(found) == LEAVES * 2
+    sizes = {module.name.rsplit(".", 1)[-1]: (module.in_features, module.out_features) for module in found}
+    assert (sizes["k_proj"], sizes["up_proj"], sizes["down_proj"]) == ((32, 16), (32, 48), (48, 32))
+
+
+@pytest.mark.parametrize(
+    "target_modules",
+    [
+        "all-linear",
+        "ALL-LINEAR",
+        ["q_proj", "v_proj"],
+        ["self_attn.k_proj", "model.layers.1.mlp.up_proj"],
+        r".*\.(q|v)_proj",
+        r"model\.layers\.1\..*_proj",
+        r".*[01]\.mlp\.(up|gate)_proj",
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "smollm3"])
+def test_the_choice_is_pefts(tiny_model: ModelFactory, architecture: str, target_modules: str | list[str]) -> None:
+    meant = JobConfig(target_modules=target_modules).target_modules
+    found = names_of(find_targets(tiny_model(architecture), meant, 2))
+    assert found == chosen_by_peft(tiny_model(architecture), target_modules)
+
+
+@pytest.mark.parametrize("target_modules", ["all-linear", ["dense", "fc1"], r".*(k|q)_proj", ["qkv_proj"]])
+@pytest.mark.parametrize("architecture", ["phi", "phi3"])
+def test_the_choice_is_pefts_where_modules_have_other_names(
+    tiny_model: ModelFactory, architecture: str, target_modules: str | list[str]
+) -> None:
+    config = JobConfig(target_modules=target_modules)
+    try:
+        expected = chosen_by_peft(tiny_model(architecture), target_modules)
+    except ValueError:  # PEFT found nothing
+        with pytest.raises(TargetModuleError):
+            find_targets(tiny_model(architecture), config.target_modules, 2)
+    else:
+        assert names_of(find_targets(tiny_model(architecture), config.target_modules, 2)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["q_proj"], ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]),
+        (["1.mlp.up_proj", "0.self_attn.v_proj"], ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"]),
+        (["v_proj", "model.layers.0.self_attn.v_proj"], [f"model.layers.{i}.self_attn.v_proj" for i in (0, 1)]),
+        (r".*1\.self_attn\.[kv]_proj", [f"model.layers.1.self_attn.{x}_proj" for x in "kv"]),
+    ],
+)
+def test_names_match_whole_or_from_a_dot_and_patterns_match_whole(
+    llama: PreTrainedModel, names: str | list[str], found: list[str]
+) -> None:
+    assert names_of(find_targets(llama, names, 4)) == found
+
+
+@pytest.mark.parametrize("name", ["proj", "query", "layers.2.mlp.up_proj", "self_attn", "all_linear"])
+def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTrainedModel, name: str) -> None:
+    with pytest.raises(TargetModuleError) as caught:
+        find_targets(llama, ["q_proj", name], 4)
+    assert repr(name) in str(caught.value)
+    assert ", ".join(sorted(LEAVES)) in str(caught.value)
+    assert "'model.layers.0.self_attn.q_proj'" in str(caught.value)
+    assert "'all-linear'" in str(caught.value)
+
+
+def test_a_misspelt_name_is_told_the_nearest(llama: PreTrainedModel) -> None:
+    with pytest.raises(TargetModuleError, match=r"found none under 'qproj'; did you mean 'q_proj'\?"):
+        find_targets(llama, ["qproj"], 4)
+
+
+@pytest.mark.parametrize("pattern", ["_proj", r"model\.layers\.0\.self_attn\.q", r"layers\.0.*_proj", r"(q|v)_proj"])
+def test_a_pattern_has_to_match_the_whole_name(llama: PreTrainedModel, pattern: str) -> None:
+    with pytest.raises(TargetModuleError, match="found none under"):
+        find_targets(llama, pattern, 4)
+    with pytest.raises(ValueError, match="not found"):
+        chosen_by_peft(llama, pattern)
+
+
+@pytest.mark.parametrize(
+    ("meant", "also"),
+    [
+        (["q_proj", "lm_head"], "none under 'lm_head'"),
+        (r".*(_proj|lm_head)", "also means 'lm_head', its output head"),
+        (r".*self_attn.*", r"also means 'model\.layers\.0\.self_attn', a LlamaAttention"),
+    ],
+)
+def test_what_is_not_a_linear_module_of_the_body_is_refused(
+    llama: PreTrainedModel, meant: str | list[str], also: str
+) -> None:
+    with pytest.raises(TargetModuleError, match=also):
+        find_targets(llama, meant, 4)
+
+
+def test_a_rank_above_the_smaller_side_names_the_module(llama: PreTrainedModel) -> None:
+    assert find_targets(llama, "all-linear", 16)
+    assert find_targets(llama, ["q_proj"], 32)
+    with pytest.raises(TargetModuleError, match=r"at most 16.*layers\.0\.self_attn\.k_proj \(32 × 16\), found 17"):
+        find_targets(llama, "all-linear", 17)
+
+
+def test_a_model_without_linear_modules_is_refused() -> None:
+    """GPT-2 is built of ``Conv1D``; an adapter on none of its modules would train nothing."""
+    sizes = {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    for names in ("all-linear", ["c_attn"]):
+        with pytest.raises(TargetModuleError, match="found none"):
+            find_targets(model, names, 4)
+
+
+def test_injection_changes_no_choice(tiny_model: ModelFactory) -> None:
+    model = tiny_model("llama")
+    modules = linear_modules(model)
+    choices = ("all-linear", ["up_proj"], r".*\.0\..*(q|down)_proj")
+    before = [find_targets(model, choice, 4) for choice in choices]
+    inject(model, AdapterBank(BankLayout(modules=modules[::2], max_rank=2), 1))
+    assert linear_modules(model) == modules
+    assert [find_targets(model, choice, 4) for choice in choices] == before
