@@ -1,0 +1,192 @@
+"""A LoRA adapter in a folder, and a model with that adapter in effect: unmerged, with PEFT's own arithmetic.
+
+Nothing of the trainer's bank is used, so that what is measured is what a user of the folder gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
+from alto.lora import AdapterWeights, linear_modules, read_adapter
+
+__all__ = ["SavedAdapter", "in_effect", "read_saved_adapter"]
+
+_CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+
+_HARMLESS_KEYS = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+"""Keys that do not change what the two matrices of a module do: they are known here, or say how training began."""
+
+_HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "revision": ("main",),
+    # The others start from a changed base model, which the folder does not hold.
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """An adapter as it was read.
+
+    Attributes:
+        folder: Where it lies.
+        base_model: What its ``adapter_config.json`` names as base.
+        scale: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``.
+        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
+    """
+
+    folder: Path
+    base_model: str
+    scale: float
+    weights: AdapterWeights
+
+
+def read_saved_adapter(folder: Path) -> SavedAdapter:
+    """Read an adapter that ALTO or PEFT wrote.
+
+    Raises:
+        RunNotFoundError: There is no adapter.
+        RunError: A file cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA on linear layers.
+    """
+    for name in (_CONFIG_FILE, _WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise RunNotFoundError(
+                f"expected an adapter in PEFT's format in {folder}, found no {name}; give a run directory, or the "
+                "folder of an adapter"
+            )
+    config = _read_config(folder / _CONFIG_FILE)
+    _check_config(config, folder / _CONFIG_FILE)
+    _check_tensors(folder / _WEIGHTS_FILE)
+    weights = {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read_adapter(folder).items()}
+    rank = config["r"]
+    for name, (a_KR, _) in weights.items():
+        if a_KR.shape[1] != rank:
+            raise RunError(
+                f"{folder}: expected matrices of rank {rank}, as its {_CONFIG_FILE} says, found rank "
+                f"{a_KR.shape[1]} on {name}; fetch the adapter again"
+            )
+    return SavedAdapter(
+        folder=folder,
+        base_model=config.get("base_model_name_or_path") or "",
+        scale=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        weights=weights,
+    )
+
+
+@contextlib.contextmanager
+def in_effect(network: PreTrainedModel, adapter: SavedAdapter | None, base: str) -> Iterator[None]:
+    """Add the adapter's part to every module it sits on while the context lasts; None adds nothing.
+
+    Args:
+        base: The name of ``network``, for messages.
+
+    Raises:
+        TargetModuleError: The adapter does not fit the model.
+    """
+    with contextlib.ExitStack() as hooks:
+        if adapter is not None:
+            _check_fit(network, adapter, base)
+            for name, (a_KR, b_RN) in adapter.weights.items():
+                hook = _AddLora(a_KR.to(network.device), b_RN.to(network.device), adapter.scale)
+                hooks.callback(network.get_submodule(name).register_forward_hook(hook).remove)
+        yield
+
+
+class _AddLora:
+    """``y + (x @ A @ B) * scale`` in the adapter's dtype, given back in the base layer's, as PEFT computes it."""
+
+    def __init__(self, a_KR: Tensor, b_RN: Tensor, scale: float) -> None:
+        self._a_KR, self._b_RN, self._scale = a_KR, b_RN, scale
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = inputs[0].to(self._a_KR.dtype)
+        return (output + (x @ self._a_KR @ self._b_RN) * self._scale).to(output.dtype)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path}: expected a JSON object, found something else ({error}); fetch it again") from error
+    if not isinstance(config, dict):
+        raise RunError(f"{path}: expected a JSON object, found {type(config).__name__}; fetch it again")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(
+            f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
+        )
+    for key, value in config.items():
+        if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
+            raise UnsupportedError(
+                f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version does not know how to "
+                "apply; evaluate it with PEFT itself, or merge it into its base model"
+            )
+    for key, kinds in (("r", int), ("lora_alpha", int | float)):
+        value = config.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+            raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; fetch the file again")
+
+
+def _check_tensors(path: Path) -> None:
+    """Every tensor is one half of a module's pair; read from the file's header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            keys = set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
+        ) from error
+    halves = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"}
+    for key in sorted(keys):
+        half = next((end for end in halves if key.endswith(end)), None)
+        if half is None:
+            raise UnsupportedError(
+                f"{path}: expected the matrices lora_A and lora_B of linear layers and nothing else, found {key}; "
+                "evaluate it with PEFT itself, or merge it into its base model"
+            )
+        other = key.removesuffix(half) + halves[half]
+        if other not in keys:
+            raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
+    if not keys:
+        raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")
+
+
+def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> None:
+    modules = {module.name: module for module in linear_modules(network)}
+    absent = sorted(set(adapter.weights) - set(modules))
+    if absent:
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise TargetModuleError(
+            f"{adapter.folder}: expected every module of the adapter to be a linear layer of the base model {base} "
+            f"(its output head aside), found that {absent[0]}{others} is not; name the model it was trained on with "
+            "--base"
+        )
+    for name, (a_KR, b_RN) in adapter.weights.items():
+        wanted, found = (modules[name].in_features, modules[name].out_features), (a_KR.shape[0], b_RN.shape[1])
+        if wanted != found or a_KR.shape[1] != b_RN.shape[0]:
+            raise TargetModuleError(
+                f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
+                f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; name the model it was "
+                "trained on with --base"
+            )

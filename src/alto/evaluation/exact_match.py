@@ -1,0 +1,82 @@
+"""Exact match: does the model, asked once and answering greedily, reach the reference's final answer?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from alto.data import Conversation, encode_prompt
+from alto.errors import DataError
+from alto.evaluation.answers import final_answer, reference_answers, reply_position
+from alto.evaluation.generate import complete
+from alto.records import Prediction
+
+__all__ = ["Question", "answer_questions", "make_questions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row: the prompt's token ids, the reference it stands for, and that reference's final answer."""
+
+    prompt_ids: tuple[int, ...]
+    reference: str
+    answer: str
+
+
+def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
+    """Zero-shot: every row is asked for its last reply, with nothing before it but its own turns.
+
+    Raises:
+        DataError: A row has no final answer, or nothing to answer to.
+    """
+    questions = []
+    answers = reference_answers(conversations)
+    for number, (conversation, answer) in enumerate(zip(conversations, answers, strict=True), start=1):
+        position = reply_position(conversation)
+        assert position is not None, "a row with a reference answer has a reply"
+        try:
+            ids = encode_prompt(conversation[:position], tokenizer)
+        except DataError as error:
+            raise DataError(f"exact_match: row {number}: {error}; or measure the loss with --metric loss") from error
+        reference = conversation[position].content
+        questions.append(Question(prompt_ids=tuple(ids), reference=reference, answer=answer))
+    return questions
+
+
+def answer_questions(
+    network: PreTrainedModel,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    weights: str,
+    max_new_tokens: int,
+    batch_size: int,
+    on_done: Callable[[int], None],
+) -> list[Prediction]:
+    """Let the model write, and compare. Arguments and errors as :func:`complete`."""
+    completions = complete(
+        network,
+        tokenizer,
+        [question.prompt_ids for question in questions],
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        on_done=on_done,
+    )
+    predictions = []
+    for question, completion in zip(questions, completions, strict=True):
+        generated = tokenizer.decode(completion, skip_special_tokens=True)
+        extracted = final_answer(generated)
+        predictions.append(
+            Prediction(
+                weights=weights,
+                prompt=tokenizer.decode(question.prompt_ids),
+                reference=question.reference,
+                generated=generated,
+                extracted=extracted,
+                correct=extracted == question.answer,
+            )
+        )
+    return predictions

@@ -1,0 +1,100 @@
+"""The seam: what every tracker is told, in the words of a run and not of any tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["JobOutcome", "Point", "TrackedRun", "Tracker", "plain_value"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What was measured of a job after one of its steps.
+
+    Attributes:
+        step: Optimizer steps done, from 1.
+        time: Unix seconds.
+        metrics: ``train/loss``, ``eval/loss`` and ``eval/train_ema`` in nats per token; may be NaN or infinite.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """How a job ended.
+
+    Attributes:
+        reason: ``completed``, or why it exited early.
+        step: Steps it did.
+        time: Unix seconds.
+        best_step: Step of its best validation loss, 0 if it never had a finite one.
+        best_loss: That loss, None if there is none.
+    """
+
+    reason: str
+    step: int
+    time: float
+    best_step: int
+    best_loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run as it is known when it starts.
+
+    Attributes:
+        name: Name of the run's folder.
+        run_dir: The folder.
+        settings: What holds for the whole task (model, dataset, early exit, ...), nested settings joined by dots.
+        jobs: Configuration by job; a job that is added later appears here before anything is told of it.
+    """
+
+    name: str
+    run_dir: Path
+    settings: Mapping[str, Any]
+    jobs: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The part of the configuration that all jobs share."""
+        first, *others = self.jobs.values()
+        return {key: value for key, value in first.items() if all(job.get(key) == value for job in others)}
+
+    def varying(self, job: str) -> dict[str, Any]:
+        """What sets a job apart from the others."""
+        fixed = self.fixed
+        return {key: value for key, value in self.jobs[job].items() if key not in fixed}
+
+
+class Tracker(Protocol):
+    """One tool. Called by one thread, in the order of the run; whatever it raises ends its part in the run.
+
+    The tool is imported by :meth:`start`. Where a run is resumed, everything since its beginning is told again: a
+    tracker starts its record anew, or goes on with it and leaves out what it holds already.
+    """
+
+    def start(self, run: TrackedRun) -> None:
+        """The task starts."""
+
+    def log(self, job: str, points: Sequence[Point]) -> None:
+        """A job has gone on; ``points`` are in the order of their steps."""
+
+    def end_job(self, job: str, outcome: JobOutcome) -> None:
+        """A job has ended; it may be reopened, and then ends again."""
+
+    def finish(self, best_job: str | None) -> None:
+        """Nothing more will come. ``best_job`` is None where the task was interrupted or has no result."""
+
+
+def plain_value(value: Any) -> str | bool | int | float:
+    """A setting as every tool takes it: numbers and truth values as they are, all else as text."""
+    if isinstance(value, str | bool | int | float):
+        return value
+    return json.dumps(value, sort_keys=True)

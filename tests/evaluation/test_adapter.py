@@ -1,0 +1,210 @@
+"""Adapters in folders: they act as PEFT lets them act, and what is more than plain LoRA is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
+from alto.evaluation.adapter import in_effect, read_saved_adapter
+from alto.lora import linear_modules, write_adapter
+from alto.spec import JobConfig
+
+# PEFT asks transformers for a property under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+ModelFactory = Callable[..., PreTrainedModel]
+IDS = torch.tensor([[3, 5, 8, 13, 21], [34, 55, 89, 1, 2]])
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def save_with_peft(model: PreTrainedModel, folder: Path, **changes: Any) -> Path:
+    """A random adapter, both of its matrices far from zero."""
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(**(PLAIN | {"init_lora_weights": False} | changes)))
+    adapted.save_pretrained(folder)
+    # With init_lora_weights False PEFT would draw the weights again before it reads them; what it then reads is equal.
+    edit_config(folder, init_lora_weights=True)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+@torch.no_grad()
+def logits_with(model: PreTrainedModel, folder: Path) -> Tensor:
+    with in_effect(model, read_saved_adapter(folder), "tiny"):
+        return logits(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-bias", "phi3"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_rslora": True}, {"target_modules": ["o_proj"]}], ids=["plain", "rslora", "one"]
+)
+def test_it_acts_as_peft_lets_it_act(
+    tiny_model: ModelFactory, tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    folder = save_with_peft(tiny_model(architecture), tmp_path, **changes)
+    expected = logits(PeftModel.from_pretrained(tiny_model(architecture), folder).eval())
+    model = tiny_model(architecture)
+    plain = logits(model)
+    assert (expected - plain).norm() / plain.norm() > 0.05  # the adapter matters
+    torch.testing.assert_close(logits_with(model, folder), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits(model), plain)  # and is gone afterwards
+
+
+def test_it_acts_as_peft_lets_it_act_on_a_16_bit_base(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    folder = save_with_peft(tiny_model("llama"), tmp_path)
+    expected = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16(), folder).eval())
+    found = logits_with(tiny_model("llama").bfloat16(), folder)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+
+
+def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    modules = linear_modules(model)
+    torch.manual_seed(2)
+    weights = {
+        target.name: (torch.randn(target.in_features, 3), torch.randn(3, target.out_features))
+        for target in modules
+        if target.name.endswith(("q_proj", "down_proj"))
+    }
+    write_adapter(tmp_path, weights, JobConfig(r=3, lora_alpha=6), "some/base", modules)
+    adapter = read_saved_adapter(tmp_path)
+    assert (adapter.base_model, adapter.scale) == ("some/base", 2.0)
+    assert adapter.weights.keys() == weights.keys()
+    assert all(torch.equal(adapter.weights[name][half], weights[name][half]) for name in weights for half in (0, 1))
+
+
+def test_a_hook_is_gone_after_an_error(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    folder = save_with_peft(tiny_model("llama"), tmp_path)
+    model = tiny_model("llama")
+    plain = logits(model)
+    with pytest.raises(KeyboardInterrupt), in_effect(model, read_saved_adapter(folder), "tiny"):
+        raise KeyboardInterrupt
+    assert torch.equal(logits(model), plain)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_with_peft(tiny_model("llama"), tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("lora_bias", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("fan_in_fan_out", True),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("trainable_token_indices", [3]),
+        ("an_option_of_the_future", True),
+    ],
+)
+def test_more_than_plain_lora_is_refused_by_name(folder: Path, key: str, value: Any) -> None:
+    edit_config(folder, **{key: value})
+    with pytest.raises(UnsupportedError, match=key):
+        read_saved_adapter(folder)
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["embed_tokens"]}])
+def test_what_peft_itself_writes_of_them_is_refused(
+    tiny_model: ModelFactory, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    folder = save_with_peft(tiny_model("llama-bias"), tmp_path, **changes)
+    with pytest.raises(UnsupportedError, match=next(iter(changes))):
+        read_saved_adapter(folder)
+    edit_config(folder, **dict.fromkeys(changes))  # nor is it taken for plain LoRA where the settings hide it
+    with pytest.raises(UnsupportedError, match=r"found base_model\.model"):
+        read_saved_adapter(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_folder_without_an_adapter_is_said(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(RunNotFoundError, match=f"found no {name}"):
+        read_saved_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_config.json", "{", "expected a JSON object"),
+        ("adapter_config.json", "[]", "found list"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 0, "lora_alpha": 1}', "expected r to be"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 4}', "expected lora_alpha to be .* found None"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 5, "lora_alpha": 1}', "rank 5, .* found rank 4"),
+        ("adapter_model.safetensors", "torn", "expected a safetensors file"),
+    ],
+)
+def test_a_broken_file_is_named(folder: Path, name: str, content: str, message: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(RunError, match=f"{name}.*{message}|{message}"):
+        read_saved_adapter(folder)
+
+
+def test_half_a_pair_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    del tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(RunError, match=r"expected base_model.*layers.1.mlp.up_proj.lora_B.weight beside"):
+        read_saved_adapter(folder)
+
+
+def test_another_base_model_is_refused(tiny_model: ModelFactory, saved: Path, tmp_path: Path) -> None:
+    adapter = read_saved_adapter(saved)
+    with (
+        pytest.raises(TargetModuleError, match=r"layers\.1\.mlp.down_proj and 6 more is not; .* --base"),
+        in_effect(tiny_model("llama", num_hidden_layers=1), adapter, "other"),
+    ):
+        pass
+    with (
+        pytest.raises(
+            TargetModuleError, match=r"base model other, 64 × 32, found one of shapes \(48, 4\) and \(4, 32\)"
+        ),
+        in_effect(tiny_model("llama", intermediate_size=64), adapter, "other"),
+    ):
+        pass
+
+
+def test_an_adapter_on_the_output_head_is_refused(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    """The loss head reads the head's weight itself, so that an adapter there would be left out without a word."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    adapted = get_peft_model(model, LoraConfig(**(PLAIN | {"target_modules": ["lm_head"]})))
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    with (
+        pytest.raises(TargetModuleError, match="its output head aside"),
+        in_effect(tiny_model("llama", tie_word_embeddings=False), read_saved_adapter(tmp_path), "tiny"),
+    ):
+        pass

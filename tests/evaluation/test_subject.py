@@ -1,0 +1,89 @@
+"""What a user points at: a run, a job of a run, an adapter, or nothing of the kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import make_task
+
+from alto.errors import RunNotFoundError, SpecError
+from alto.evaluation.subject import Subject, find_subject
+
+
+def find(target: Path, job: str | None = None, base: str | None = None, dataset: str | None = None) -> Subject:
+    return find_subject(target, job=job, base=base, dataset=dataset)
+
+
+def write_adapter(folder: Path, base_model: str | None = "its/base") -> None:
+    folder.mkdir(parents=True)
+    halves = {"A": torch.zeros(1, 4), "B": torch.zeros(4, 1)}
+    save_file(
+        {f"base_model.model.x.lora_{h}.weight": half for h, half in halves.items()},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": base_model}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "run"
+    for folder in ("best", "jobs/job-000/best", "jobs/job-001/best", "jobs/job-002/last"):
+        write_adapter(root / folder)
+    (root / "task.yaml").write_text(make_task(tmp_path).to_yaml())
+    return root
+
+
+def test_a_run_means_its_best_adapter(run: Path) -> None:
+    subject = find(run)
+    assert (subject.adapter.folder, subject.run_dir, subject.base_model) == (run / "best", run, "its/base")
+    assert subject.task.name == "tiny"
+
+
+def test_a_job_means_that_jobs_best(run: Path) -> None:
+    assert find(run, "job-001").adapter.folder == run / "jobs" / "job-001" / "best"
+
+
+@pytest.mark.parametrize("job", ["job-002", "job-999", "../job-001", "."])
+def test_a_job_without_a_best_adapter_is_refused(run: Path, job: str) -> None:
+    with pytest.raises(RunNotFoundError, match="jobs that have one: job-000, job-001"):
+        find(run, job)
+
+
+def test_a_run_without_a_result_says_what_to_do(run: Path) -> None:
+    (run / "best").rename(run / "worst")
+    with pytest.raises(RunNotFoundError, match=r"not finished, or no job gave a result; .*--job .*job-000, job-001"):
+        find(run)
+
+
+def test_an_adapter_folder_means_itself(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "mine")
+    subject = find(tmp_path / "mine", dataset="test.jsonl")
+    assert (subject.adapter.folder, subject.run_dir, subject.base_model) == (tmp_path / "mine", None, "its/base")
+    assert (subject.task.model, subject.task.dataset) == ("its/base", "test.jsonl")
+    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model == "other"
+
+
+def test_an_adapter_alone_knows_no_rows_and_no_jobs(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "mine")
+    with pytest.raises(SpecError, match="name them with --dataset"):
+        find(tmp_path / "mine")
+    with pytest.raises(RunNotFoundError, match="expected a run directory to look for 'job-000' in"):
+        find(tmp_path / "mine", "job-000")
+
+
+def test_an_adapter_that_names_no_base_asks_for_it(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "mine", base_model=None)
+    with pytest.raises(SpecError, match="name it with --base"):
+        find(tmp_path / "mine", dataset="test.jsonl")
+    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model == "other"
+
+
+@pytest.mark.parametrize(("name", "found"), [(".", "found neither"), ("absent", "found no such folder")])
+def test_anything_else_is_refused(tmp_path: Path, name: str, found: str) -> None:
+    with pytest.raises(RunNotFoundError, match=found):
+        find(tmp_path / name)

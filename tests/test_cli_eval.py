@@ -1,0 +1,182 @@
+"""``alto eval``: what it prints, what it writes, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny import make_task, read_journal, save_model, write_rows
+from typer.testing import CliRunner, Result
+
+import alto
+from alto.cli import app, main
+from alto.cli.evaluate import _progress
+
+FAST = ("--max-new-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two jobs; its rows end in ``#### N``."""
+    folder = tmp_path_factory.mktemp("tuned")
+    sums = folder / "sums.jsonl"
+    rows = [{"question": f"{n} plus 1?", "answer": f"#### {n + 1}"} for n in range(5)]
+    sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    model = save_model(folder / "model")
+    task = make_task(
+        folder,
+        **{"model": str(model), "dataset": str(sums), "validation_dataset": str(sums), "max_steps": 2},
+        search_space={"lr": [1e-3, 2e-3]},
+        early_exit=False,
+    )
+    return Path(alto.Engine(output_dir=folder / "runs").tune(task).run_dir)
+
+
+@pytest.fixture
+def run(tuned: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tuned, tmp_path / "run"))
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["eval", *(str(argument) for argument in arguments)])
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "metrics.json").read_text())["evaluations"]
+    return found
+
+
+def test_a_run_is_measured_on_its_own_held_out_rows(run: Path) -> None:
+    before = json.loads((run / "best" / "metrics.json").read_text())
+    done = invoke(run, "--baseline", *FAST)
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    found = evaluations(run / "best")
+    assert [(entry["settings"]["weights"], entry["num_rows"]) for entry in found] == [("base", 5), ("adapter", 5)]
+    for entry in found:
+        assert f"{entry['loss']:.4f}" in done.stdout
+        assert f"({entry['num_correct']} of 5)" in done.stdout
+    assert f"metrics: {run / 'best' / 'metrics.json'}\n" in done.stdout
+    after = json.loads((run / "best" / "metrics.json").read_text())
+    assert {key: value for key, value in after.items() if key != "evaluations"} == before
+    assert found[1]["loss"] == pytest.approx(before["validation_loss"], rel=1e-4)
+
+
+def test_the_report_of_the_run_shows_it(run: Path) -> None:
+    (run / "report.html").unlink()
+    done = invoke(run, "--metric", "loss")
+    assert done.exit_code == 0, done.output
+    assert f"{evaluations(run / 'best')[0]['loss']:.4f}" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_job_of_the_run_is_measured_by_name(run: Path) -> None:
+    losses = {event["job"]: event["validation_loss"] for event in read_journal(run) if event.get("is_best")}
+    assert len(set(losses.values())) == 2
+    for job, loss in losses.items():
+        done = invoke(run, "--job", job, "--metric", "loss", "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["adapter"]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert len(evaluations(run / "jobs" / job / "best")) == 1
+
+
+def test_an_adapter_alone_is_measured_on_named_rows(run: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(run / "best" / name, adapter)
+    rows = write_rows(tmp_path / "test.jsonl", 3)
+    for _ in range(2):
+        done = invoke(adapter, "--dataset", rows, "--json")
+        assert done.exit_code == 0, done.output
+    (entry,) = evaluations(adapter)  # measured twice, noted once
+    assert (entry["dataset"], entry["num_rows"], entry["exact_match"]) == (str(rows), 3, None)
+
+
+def test_json_is_strict_json_and_nothing_else(run: Path) -> None:
+    done = invoke(run, "--json", "--limit", "2", "--baseline", *FAST)
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert facts["adapter_dir"] == str(run / "best")
+    assert [facts["baseline"], facts["adapter"]] == evaluations(run / "best")
+    assert facts["adapter"]["num_rows"] == 2
+    assert "predictions" not in facts
+
+
+def test_predictions_are_saved_one_a_line(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    done = invoke(run, "--save-predictions", path, "--metric", "exact_match", *FAST)
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["reference"] for line in lines] == [f"#### {n}" for n in range(1, 6)]
+    assert set(lines[0]) == {"weights", "prompt", "reference", "generated", "extracted", "correct"}
+    assert sum(line["correct"] for line in lines) == evaluations(run / "best")[0]["num_correct"]
+
+
+@pytest.mark.parametrize("options", [("--metric", "loss"), ("--save-predictions", "no/such/folder/answers.jsonl")])
+def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(
+    run: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = invoke(run, "--save-predictions", tmp_path / "answers.jsonl", *options)
+    assert done.exit_code == 2
+    assert "expected" in done.stderr
+    assert "evaluations" not in (run / "best" / "metrics.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "RunNotFoundError: expected a run (task.yaml) or an adapter"),
+        (["run", "--job", "job-9"], "RunNotFoundError: job: expected a job of"),
+        (["run/best"], "SpecError: dataset: expected rows to evaluate the adapter in run/best on"),
+        (["run", "--dataset", "absent.jsonl"], "DataFileNotFoundError: "),
+        (["run", "--dataset", "plain.jsonl", "--metric", "exact_match"], "DataError: exact_match: expected every"),
+        (["run", "--base", "absent"], "ModelNotFoundError: "),
+        (["run", "--base", "alto-tiny"], "TargetModuleError: "),
+        (["run", "--limit", "0"], "SpecError: limit: expected at least 1, found 0"),
+    ],
+)
+def test_an_error_is_one_message_and_writes_nothing(
+    run: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(run.parent)
+    write_rows(run.parent / "plain.jsonl", 2)
+    before = (run / "best" / "metrics.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["alto", "eval", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    out, err = capfd.readouterr()
+    assert exit_.value.code == 1
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+    assert (run / "best" / "metrics.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["run", "--metric", "accuracy"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    done = invoke(*arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_progress_is_shown_on_a_terminal_only() -> None:
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        with _progress(console, silent=False) as show:
+            assert (show is not None) == is_terminal
+            if show is not None:
+                show("answers", 0, 8)
+                show("answers", 3, 8)
+        assert ("3/8" in console.file.getvalue()) == is_terminal  # type: ignore[attr-defined]
+    with _progress(Console(file=io.StringIO(), force_terminal=True), silent=True) as show:
+        assert show is None
