@@ -1,4 +1,4 @@
-"""Journals written by hand: a small run with every kind of exit, and a sweep of sixty jobs."""
+"""Journals written by hand: a small run with every kind of exit, one that was interrupted, and a sweep."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Journal:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def add(self, event: str, **fields: Any) -> None:
-        time = START + len(self.events)
+    def add(self, event: str, *, pause_s: float = 0.0, **fields: Any) -> None:
+        """``pause_s`` is what passes beyond that second; a clock that is set back has a negative one."""
+        time = self.events[-1]["time"] + 1 + pause_s if self.events else START
         self.events.append({"seq": len(self.events), "time": time, "event": event, **fields})
 
     def start(self, configs: dict[str, dict[str, Any]], **fields: Any) -> None:
@@ -106,6 +107,30 @@ def small_run() -> list[Event]:
         "task_completed", best_job="d", best_validation_loss=1.9, samples_trained=1700, samples_budgeted=4000,
         duration_s=61.5,
     )  # fmt: skip
+    return journal.events
+
+
+@pytest.fixture
+def interrupted_run() -> list[Event]:
+    """Two jobs in two slots, an hour without work after step 10; then a clone of ``b`` joins and ``a`` is reopened."""
+    journal = Journal()
+    journal.start(
+        {"a": config(1e-4, 8), "b": config(2e-4, 8)}, notes=["3 of 500 rows were cut"], early_exit={"policy": "alto"}
+    )
+    for slot, job in enumerate("ab"):
+        journal.add("job_admitted", job=job, slot=slot, step=0)
+    for job in "ab":
+        journal.train_to(job, 10, since=0, validation=2.0)
+    journal.end("job_exited", "a", 10, best=(10, 2.0), reason="stopped", evidence={})
+    journal.add("task_interrupted")
+    journal.add("task_resumed", pause_s=3599)
+    journal.add("job_resumed", job="b", slot=1, step=10)
+    journal.add(
+        "job_added", job="c", config=config(3e-4, 8), total_steps=100, samples_budgeted=SAMPLES, origin="b", warm=True
+    )
+    journal.add("job_admitted", job="c", slot=0, step=0)
+    journal.add("job_reopened", job="a")
+    journal.train_to("b", 50, since=10, validation=1.8)
     return journal.events
 
 

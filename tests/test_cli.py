@@ -153,3 +153,97 @@ def test_installed_program_keeps_streams_apart(task_file: Path, tmp_path: Path) 
     assert failed.stdout == ""
     assert failed.stderr.startswith("DataFileNotFoundError: ")
     assert "Traceback" not in failed.stderr
+
+
+@pytest.fixture
+def interrupted(task_file: Path, tmp_path: Path) -> Path:
+    """A run that was stopped cleanly in the middle."""
+    calls = iter(range(2))
+    engine = alto.Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(calls, None) is None)
+    with pytest.raises(alto.AltoError, match="alto resume"):
+        engine.tune(alto.load_task(task_file, ["early_exit=false"]))
+    return run_of(tmp_path / "runs")
+
+
+def test_resume_goes_on_and_tells_only_what_is_new(interrupted: Path) -> None:
+    done = invoke("resume", interrupted)
+    assert done.exit_code == 0, done.output
+    assert "resumed: 0 of 4 jobs have ended" in done.stdout
+    assert "task tiny: 4 jobs" not in done.stdout
+    assert read_journal(interrupted)[-1]["event"] == "task_completed"
+    again = invoke("resume", interrupted, "--quiet")
+    assert (again.exit_code, again.stdout) == (0, f"{interrupted / 'best'}\n")
+
+
+def test_show_tells_a_run_without_touching_it(interrupted: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in interrupted.rglob("*") if path.name != "run.lock"}
+    shown = invoke("show", interrupted)
+    assert shown.exit_code == 0, shown.output
+    assert all(f"job-{index:03d}" in shown.stdout for index in range(4))
+    facts = json.loads(invoke("show", interrupted, "--json").stdout)
+    assert facts["state"] == "interrupted"
+    assert [job["job"] for job in facts["jobs"]] == [f"job-{index:03d}" for index in range(4)]
+    assert facts["samples_budgeted"] > facts["samples_trained"] > 0
+    watched = invoke("show", interrupted, "--watch")
+    assert watched.stdout.count("job-000") == shown.stdout.count("job-000")
+    assert before == {path: path.stat().st_mtime_ns for path in interrupted.rglob("*") if path.name != "run.lock"}
+
+
+def test_commands_to_an_interrupted_run_are_carried_out_when_it_goes_on(interrupted: Path) -> None:
+    asked = invoke("job", "clone", interrupted, "job-000", "--set", "lr=5e-4", "--warm")
+    assert asked.exit_code == 0, asked.output
+    assert f"alto resume {interrupted}" in asked.stdout.replace("\n", " ")
+    assert invoke("job", "stop", interrupted, "job-001").exit_code == 0
+    assert invoke("resume", interrupted, "--quiet").exit_code == 0
+    events = read_journal(interrupted)
+    (added,) = [event for event in events if event["event"] == "job_added"]
+    assert (added["job"], added["origin"], added["config"]["learning_rate"]) == ("job-004", "job-000", 5e-4)
+    assert [event["job"] for event in events if event.get("reason") == "stopped"] == ["job-001"]
+    facts = json.loads(invoke("show", interrupted, "--json").stdout)
+    assert [job["stage"] for job in facts["jobs"]] == ["completed", "exited", "completed", "completed", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("job", "stop", "{run}", "job-009"), "expected a job of this run, found 'job-009'; it has job-000, job-001"),
+        (("job", "clone", "{run}", "job-000", "--set", "lr"), "An override should be key=value"),
+        (("job", "stop", "{tmp}", "job-000"), "found none of its files"),
+        (("show", "{tmp}"), "found none of its files"),
+        (("resume", "{tmp}"), "found none of its files"),
+    ],
+)
+def test_wrong_runs_and_jobs_are_named(
+    arguments: tuple[str, ...],
+    message: str,
+    interrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = {"run": interrupted, "tmp": tmp_path}
+    monkeypatch.setattr(sys, "argv", ["alto", *(argument.format(**names) for argument in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert message in capsys.readouterr().err
+    assert not (interrupted / "control").exists()
+
+
+def test_reading_a_run_does_not_load_torch(interrupted: Path) -> None:
+    code = (
+        "import sys; from alto.cli import app; from typer.testing import CliRunner;"
+        f"done = CliRunner().invoke(app, ['show', {str(interrupted)!r}]); assert done.exit_code == 0, done.output;"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_run_outlives_the_pipe_it_is_read_from(task_file: Path, tmp_path: Path) -> None:
+    alto_tune = f"{sys.executable} -c 'from alto.cli import main; main()' tune {task_file}"
+    command = f"{alto_tune} -o {tmp_path / 'runs'} | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert read_journal(run_of(tmp_path / "runs"))[-1]["event"] == "task_completed"
+    assert (run_of(tmp_path / "runs") / "best").is_dir()

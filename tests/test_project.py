@@ -22,16 +22,26 @@ TENSOR_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizer
 HEAVY_EXTRAS = (
     *("ortools", "ray", "bitsandbytes", "fastapi", "sqlalchemy"),
     *("trl", "peft", "datasets", "accelerate"),
+    *("tensorboard", "mlflow", "wandb", "trackio"),
 )
+
+SEAMS = {
+    "data/arrow": "datasets",
+    **{f"trackers/{tool}": tool for tool in ("tensorboard", "mlflow", "wandb", "trackio")},
+}
+"""The one module that may import a heavy extra."""
 
 OPEN_DOORS = {
     "spec": ("errors", "records"),
     "lora": ("kernels",),
     "objectives": ("backbone", "data"),
     "executor": ("early_exit", "scheduler", "data", "backbone", "lora", "objectives", "kernels"),
+    "evaluation": ("data", "backbone", "lora", "objectives", "runs"),
     "engine": (
         *("early_exit", "scheduler", "kernels", "lora", "data", "backbone", "objectives", "executor", "export"),
+        "trackers",
     ),
+    "trackers": ("runs", "spec", "errors"),
     "cli": ("engine", "spec", "runs", "export"),
     "export": ("errors", "records", "spec", "runs"),
 }
@@ -43,17 +53,23 @@ BREACHES = [
     ("pure", "records", "import alto.kernels"),
     ("light", "executor", "def save():\n    import peft"),
     ("light", "engine", "import ray"),
+    ("light", "engine", "import wandb"),
     ("kernels", "data", "import alto.kernels"),
     ("inputs", "lora", "from alto import data"),
     ("inputs", "backbone", "import alto.data"),
     ("inputs", "data", "import alto.backbone"),
     ("steps", "kernels", "import alto.lora"),
-    ("steps", "early_exit", "import alto.scheduler"),
-    ("steps", "cli", "from alto import early_exit"),
+    ("steps", "data", "import alto.objectives"),
+    ("decisions", "early_exit", "import alto.scheduler"),
+    ("decisions", "cli", "from alto import early_exit"),
+    ("decisions", "evaluation", "import alto.early_exit"),
     ("runs", "data", "import alto.runs"),
     ("pure", "runs", "import torch"),
     ("ends", "export", "import alto.executor"),
+    ("trackers", "executor", "import alto.trackers"),
+    ("trackers", "cli", "from alto import trackers"),
     ("ends", "executor", "import alto.export"),
+    ("ends", "executor", "import alto.evaluation"),
     ("engine", "executor", "import alto.engine"),
     ("cli", "engine", "import alto.cli"),
     ("front", "data", "import alto"),
@@ -147,6 +163,8 @@ def house(tmp_path: Path) -> Path:
     for room, others in {**OPEN_DOORS, "kernels": ()}.items():
         lines = [f"import alto.{other}" for other in others] or ["import torch"]
         (tmp_path / "alto" / room / "__init__.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for seam, extra in SEAMS.items():
+        (tmp_path / "alto" / seam).with_suffix(".py").write_text(f"import {extra}\n", encoding="utf-8")
     return tmp_path
 
 

@@ -97,7 +97,16 @@ class JobSettings:
 
 CONFIG_KEYS = tuple(item.name for item in fields(JobSettings))
 
-FIXED = {"max_steps": None, "warmup_ratio": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+FIXED = {
+    "max_steps": None,
+    "warmup_ratio": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "use_rslora": False,
+    "init_lora_weights": "default",
+    "loraplus_lr_ratio": 1.0,
+}
 """Keys of a configuration that the baselines take only at these values: their defaults in every system."""
 
 

@@ -76,8 +76,32 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
 
 def test_an_open_stay_lasts_until_now(small_run):
     history = RunHistory.of(small_run[:4])
-    bars, unit = occupancy_figure(history, job_table(history).rows)
-    assert unit == "seconds"
-    assert [bar["y"] for bar in bars] == [["slot 0", "slot 1"]]
-    assert bars[0]["base"] == [1.0, 2.0]
-    assert bars[0]["x"] == [2.0, 1.0]
+    figure = occupancy_figure(history, job_table(history).rows)
+    assert (figure.unit, figure.gaps) == ("seconds", [])
+    assert [bar["y"] for bar in figure.traces] == [["slot 0", "slot 1"]]
+    assert figure.traces[0]["base"] == [1.0, 2.0]
+    assert figure.traces[0]["x"] == [2.0, 1.0]
+
+
+def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
+    history = RunHistory.of(interrupted_run)
+    figure = occupancy_figure(history, job_table(history).rows)
+    assert figure.unit == "seconds"
+    assert figure.gaps == [(8.0, "interrupted for 1 h 00 min")]
+    stays = sorted(
+        (slot, start, length)
+        for bar in figure.traces
+        for slot, start, length in zip(bar["y"], bar["base"], bar["x"], strict=True)
+    )
+    # Job a from second 1 to 7 and the clone from 11 in slot 0; job b until the interruption and after it in slot 1.
+    assert stays == [("slot 0", 1.0, 6.0), ("slot 0", 11.0, 3.0), ("slot 1", 2.0, 6.0), ("slot 1", 9.0, 5.0)]
+
+
+def test_a_clock_set_back_makes_no_negative_bar(small_run):
+    for event in small_run[9:]:
+        event["time"] -= 7200
+    history = RunHistory.of(small_run)
+    figure = occupancy_figure(history, job_table(history).rows)
+    numbers = [number for bar in figure.traces for number in (*bar["x"], *bar["base"])]
+    assert len(numbers) == 8
+    assert min(numbers) >= 0

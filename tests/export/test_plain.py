@@ -33,7 +33,7 @@ def test_one_line_per_noteworthy_event(small_run):
         "(allowed: 10 %)",
         "best so far 1.9000: d (lr 2e-4 · r 8) at step 100 of 100",
         "d (lr 2e-4 · r 8) completed, best validation loss 1.9000",
-        "done in 1 min 02 s: best 1.9000: d (lr 2e-4 · r 8); 1,700 of 4,000 samples trained, 57.5 % saved",
+        "done in 24 s: best 1.9000: d (lr 2e-4 · r 8); 1,700 of 4,000 samples trained, 57.5 % saved",
     ]
 
 
@@ -53,6 +53,33 @@ def test_time_is_counted_from_the_start(small_run):
     lines = lines_of(small_run)
     assert lines[0].startswith("[        0 s] ")
     assert lines[-1].startswith(f"[{len(small_run) - 1:>9} s] ")
+
+
+def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
+    assert [line[14:] for line in lines_of(interrupted_run)] == [
+        "task maths: 2 jobs (sft) on alto-tiny, dataset train.jsonl, 500 rows to train and 50 to validate",
+        "note: 3 of 500 rows were cut",
+        "admitted a",
+        "admitted b",
+        "best so far 2.0000: a (lr 1e-4) at step 10 of 100",
+        "10 % settled: 200 of 2,000 samples trained, 0 % saved",
+        "a (lr 1e-4) ended at 10 %, stopped: stopped by the user",
+        "interrupted at 55 % settled",
+        "resumed: 1 of 2 jobs have ended, 55 % settled",
+        "resumed b",
+        "c (lr 3e-4) added as a clone of b, with its weights",
+        "admitted c",
+        "a (lr 1e-4) reopened, goes on after step 10 of 100",
+        "best so far 1.8000: b (lr 2e-4) at step 50 of 100",
+    ]
+
+
+def test_a_setting_that_only_a_clone_varies_is_told(interrupted_run):
+    for job in interrupted_run[0]["jobs"]:
+        job["config"]["learning_rate"] = 1e-4
+    lines = lines_of(interrupted_run)
+    assert any(line.endswith("admitted b") for line in lines)
+    assert any("c (lr 3e-4) added" in line for line in lines)
 
 
 def test_user_text_is_cleaned_and_kept_on_its_line(small_run):

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from alto.errors import RunNotFoundError
+from alto.errors import RunError, RunNotFoundError
 from alto.export.report import write_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
@@ -61,7 +61,7 @@ def page_of(write_run):
 def test_report_tells_the_result(small_run, page_of):
     text = page_of(small_run).text
     for expected in (
-        "maths", "lr 2e-4 · r 8", "1.9000", "57.5 %", "1,700 trained of 4,000", "1 min 02 s",
+        "maths", "lr 2e-4 · r 8", "1.9000", "57.5 %", "1,700 trained of 4,000", "24 s",
         "rank 3 of 3 at 10 %: 2 kept", "smoothed training loss became infinite", "2.13.0", "AutoPeftModelForCausalLM",
         "at 10 % keep 50 %",
     ):  # fmt: skip
@@ -109,7 +109,8 @@ def test_user_text_cannot_leave_its_place(small_run, page_of):
     assert HOSTILE in page.text
     assert "49" not in page.scripts[2]
     # plotly reads a little HTML in its texts; there the name arrives escaped.
-    texts = [trace["text"] for trace in page.figures["validation"]["traces"][1:]]
+    traces = page.figures["validation"]["traces"][1:] + page.figures["parallel"]["traces"]
+    texts = [trace["text"] for trace in traces]
     assert texts
     assert not any("<script" in text or "<img" in text for text in texts)
     assert all("&lt;/script&gt;" in text for text in texts)
@@ -150,6 +151,66 @@ def test_table_sorts_by_values_and_says_so(small_run, write_run):
     assert 'data-sort="0.0002">2e-4<' in html
     # Job a has no finite loss: its cell is empty for sorting, so that it stays last.
     assert '<td class="number" data-sort="">–</td>' in html
+
+
+def test_notes_on_the_data_are_told(small_run, page_of):
+    assert "Worth knowing" not in page_of(small_run).text
+    small_run[0]["notes"] = ["17 rows were cut", HOSTILE]
+    page = page_of(small_run)
+    assert "17 rows were cut" in page.text
+    assert HOSTILE in page.text
+    assert "img" not in page.tags
+
+
+def test_time_saved_is_called_an_estimate(small_run, page_of):
+    # 1,700 samples in 24 seconds; 2,300 were saved.
+    text = page_of(small_run).text
+    assert "About 32 s of training spared: an estimate from the 70.8 samples per second" in text
+    assert "spared" not in page_of(small_run[:4]).text
+
+
+def test_evaluations_of_the_best_adapter(small_run, write_run):
+    best = write_run(small_run) / "best"
+    best.mkdir()
+    found = {"dataset": "test.jsonl", "num_rows": 1319, "loss": 1.25, "exact_match": 0.0212, "num_correct": 28,
+             "date": "2026-11-21", "settings": {"batch_size": 16}}  # fmt: skip
+    empty = {**dict.fromkeys(found), "dataset": HOSTILE}
+    (best / "metrics.json").write_text(json.dumps({"evaluations": [found, empty]}))
+    page = Page(write_report(best.parent).read_text(encoding="utf-8"))
+    for expected in ("test.jsonl", "1,319", "1.2500", "2.1 % (28 of 1,319)", "batch_size 16", "2026-11-21", HOSTILE):
+        assert expected in page.text
+    assert "img" not in page.tags
+
+
+@pytest.mark.parametrize("metrics", ["{}", '{"evaluations": []}', None])
+def test_no_evaluation_no_table(small_run, write_run, metrics):
+    run_dir = write_run(small_run)
+    if metrics is not None:
+        (run_dir / "best").mkdir()
+        (run_dir / "best" / "metrics.json").write_text(metrics)
+    assert "Exact match" not in write_report(run_dir).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("metrics", ["{", "[]", ""])
+def test_damaged_metrics_are_an_error_that_names_the_file(small_run, write_run, metrics):
+    run_dir = write_run(small_run)
+    (run_dir / "best").mkdir()
+    (run_dir / "best" / "metrics.json").write_text(metrics)
+    with pytest.raises(RunError, match=r"metrics\.json: expected a JSON object"):
+        write_report(run_dir)
+
+
+def test_importance_needs_enough_jobs(small_run, sweep, page_of):
+    assert "at least 8 jobs with a finite loss" in page_of(small_run).text
+    text = page_of(sweep).text
+    assert "between 60 jobs each setting explains alone" in text
+    assert "1e-4 to 2e-3" in text
+
+
+def test_clones_are_marked(interrupted_run, page_of):
+    page = page_of(interrupted_run)
+    assert "clone of b" in page.text
+    assert "interruptions cut out" in page.figures["slots"]["xTitle"]
 
 
 def test_no_run_no_report(tmp_path):

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from alto.export.terminal import LiveView, final_summary
+from alto.export.plain import PlainView
+from alto.export.terminal import LiveView, final_summary, open_view
 from alto.runs import RunHistory
 
 NOW = 1_763_635_060.0
@@ -44,9 +47,100 @@ def test_live_screen_tells_the_state(small_run):
     assert "500 rows to train, 50 to validate" in text
     assert "200 of 4,000 samples trained, 22.5 % saved" in text
     assert "1 min 00 s" in text
-    assert "at most" in text
+    # 200 samples in 60 seconds; b waits for the rung with 900 to go, c and d have 1,000 each; half of them goes on.
+    assert "about 7 min 45 s left" in text
     assert "best so far: b with validation loss 3.0000 (lr 1e-5 · r 4)" in text
     assert "smoothed training loss became infinite" in text
+
+
+def test_before_any_progress_no_time_is_promised(small_run):
+    text = "\n".join(screen(small_run[:3]))
+    assert "time left: after the first evaluations" in text
+
+
+def test_jobs_tell_when_they_reach_what_comes_next(small_run):
+    lines = screen(small_run[:16])
+    # d has arrived at the rung, which nobody has held yet.
+    assert next(line for line in lines if "★ d" in line).rstrip().endswith("waits for the rung")
+    # After the rung, at second 16, c did 40 steps and has 50 to go; now is second 60.
+    after = screen(small_run[:19])
+    assert next(line for line in after if line.startswith("  c ")).rstrip().endswith("end in 55 s")
+
+
+def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
+    resumed = interrupted_run[-1]["time"]
+    view = LiveView(console(), clock=lambda: resumed)
+    for event in interrupted_run:
+        view.observe(event)
+    # 400 samples in 6 seconds; b has 500 to go, the clone 1,000, and a, reopened, 900.
+    target = console()
+    target.print(view._live.get_renderable())
+    assert "about 36 s left" in target.file.getvalue()
+
+
+def test_a_run_read_anew_is_measured_between_two_readings(small_run):
+    view = LiveView(console(), clock=lambda: small_run[12]["time"])
+    view.show(RunHistory.of(small_run[:8]))
+    view.show(RunHistory.of(small_run[:13]))
+    target = console()
+    target.print(view._live.get_renderable())
+    # From 200 samples to 300 in five seconds; b and c wait for the rung, d is to do it all: 1,450 to go.
+    assert "about 1 min 12 s left" in target.file.getvalue()
+
+
+def test_notes_on_the_data_stay_above_the_table(interrupted_run):
+    target = console()
+    interrupted_run[9]["notes"] = ["step 11 was lost\x1b[2J"]
+    with LiveView(target, clock=lambda: NOW) as view:
+        for event in interrupted_run:
+            view.observe(event)
+    assert target.file.getvalue().count("note: 3 of 500 rows were cut") == 1
+    assert "note: step 11 was lost[2J\n" in target.file.getvalue().replace("\r", "")
+
+
+def test_another_size_clears_what_was_drawn_for_the_last(small_run):
+    target = console()
+    view = LiveView(target, clock=lambda: NOW)
+    view._live.get_renderable()
+    assert "\x1b[2J" not in target.file.getvalue()
+    target.size = (80, 20)
+    view._live.get_renderable()
+    assert "\x1b[2J" in target.file.getvalue()
+
+
+class Screen(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "expected"),
+    [
+        (Screen(), {"TERM": "xterm"}, LiveView),
+        (Screen(), {"TERM": "xterm", "NO_COLOR": "1"}, LiveView),
+        (Screen(), {"TERM": "dumb"}, PlainView),
+        (io.StringIO(), {"TERM": "xterm"}, PlainView),
+        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, PlainView),
+    ],
+)
+def test_the_table_is_drawn_only_where_it_can_be_redrawn(file, environment, expected):
+    assert type(open_view(Console(file=file, _environ=environment))) is expected
+
+
+def test_a_screen_that_cannot_show_the_signs_gets_plain_lines():
+    class Narrow(Screen):
+        encoding = "ascii"
+
+    assert type(open_view(Console(file=Narrow(), _environ={"TERM": "xterm"}))) is PlainView
+
+
+def test_without_colours_nothing_is_coloured(small_run):
+    target = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={"NO_COLOR": "1", "TERM": "xterm"})
+    target.print(final_summary(RunHistory.of(small_run)))
+    assert "★ d" in target.file.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*[349][0-7]m", target.file.getvalue())
 
 
 def test_best_and_running_come_first(small_run):
@@ -61,14 +155,13 @@ def test_live_screen_fits_the_height(sweep, height):
     lines = screen(sweep, height=height)
     assert len(lines) <= height
     num_rows = sum("job-" in line and "best" not in line for line in lines)
-    assert f"… and {60 - num_rows} more" in lines[-1]
+    assert num_rows >= height - 11
+    assert f"… and {60 - num_rows} more" in "\n".join(lines) or num_rows == 60
 
 
-def test_narrow_terminal_leaves_the_reasons_out(small_run):
-    narrow = screen(small_run, width=80)
-    assert all(len(line) <= 80 for line in narrow)
-    assert not any("kept" in line for line in narrow)
-    assert any("1.9000" in line for line in narrow)
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_live_screen_fits_the_width(small_run, width):
+    assert all(cell_len(line) <= width for line in screen(small_run, width=width))
 
 
 def test_before_the_first_event():

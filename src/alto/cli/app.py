@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from alto.cli import report, tune
+from alto.cli import evaluate, job, preview, report, show, tune
+from alto.cli.output import print_error
 from alto.errors import AltoError
 
 __all__ = ["app", "main"]
@@ -21,7 +22,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(tune.tune)
+app.command()(tune.resume)
+app.command()(show.show)
+app.add_typer(job.app)
 app.command()(report.report)
+app.command()(preview.preview)
+app.command("eval")(evaluate.evaluate)
 
 
 def _show_version(wanted: bool) -> None:
@@ -43,8 +49,12 @@ def _root(
 
 def main() -> None:
     """Entry point: exit code 0 for success, 1 for an error ALTO names, 2 for wrong usage."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that has no star shows a question mark.
+            stream.reconfigure(errors="replace")
     try:
         app()
     except AltoError as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_error(error)
         sys.exit(1)

@@ -6,28 +6,53 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from alto.errors import AltoError
 from alto.records import TaskResult
+from alto.runs import Event, Observer
 
-__all__ = ["print_json", "progress", "result_facts"]
+__all__ = ["print_error", "print_json", "progress", "result_facts"]
 
 
 @contextlib.contextmanager
-def progress(console: Console, *, silent: bool) -> Iterator[Any]:
-    """The live table on a terminal, plain lines elsewhere, nothing when ``silent``."""
+def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
+    """Observers that show a run: the live table on a terminal, plain lines elsewhere, none when ``silent``."""
     if silent:
-        yield None
+        yield []
         return
-    from alto.export import LiveView, PlainView
+    from alto.export import open_view
 
-    with LiveView(console) if console.is_terminal else PlainView(sys.stdout) as view:
-        yield view
+    with open_view(console) as view:
+        yield [_until_nobody_reads(view.observe)]
+
+
+def _until_nobody_reads(observe: Observer) -> Observer:
+    """A run outlives the pipe its progress is read from (``alto tune FILE | head``)."""
+
+    def observe_if_read(event: Event) -> None:
+        try:
+            observe(event)
+        except BrokenPipeError:
+            # Whatever is printed from here on, by the interpreter's own farewell too, goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return observe_if_read
+
+
+def print_error(error: AltoError) -> None:
+    """Say on stderr what went wrong; what a stranger named a file or a column reaches no terminal as an escape."""
+    from alto.export.preview import visible
+
+    # Text, not markup: rich would make a sign of the place in rows.jsonl:100:.
+    Console(stderr=True).print(Text(visible(f"{type(error).__name__}: {error}")), soft_wrap=True)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
 from rich.console import Console
+
+from alto.cli.paths import Run
 
 __all__ = ["report"]
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    run: Run,
 ) -> None:
     """Show the jobs of RUN and write its report.html anew."""
     from alto.export import final_summary, write_report

@@ -1,42 +1,76 @@
-"""``alto tune``: train."""
+"""``alto tune`` and ``alto resume``: train."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from alto.cli.output import print_json, progress, result_facts
+from alto.cli.interrupt import catching_signals
+from alto.cli.output import print_error, print_json, progress, result_facts
+from alto.cli.paths import Run
+from alto.errors import TaskInterruptedError
+from alto.records import TaskResult
 from alto.spec import load_task
 
-__all__ = ["tune"]
+if TYPE_CHECKING:
+    from alto.engine import Engine
+
+__all__ = ["resume", "tune"]
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Folder in which run directories are made.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 def tune(
     file: Annotated[Path, typer.Argument(help="Task file (YAML).")],
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run the task in FILE and keep its best adapter."""
     task = load_task(file, overrides or ())
+    _train(lambda engine: engine.tune(task), output_dir=output_dir, as_json=as_json, quiet=quiet)
+
+
+def resume(
+    run: Run,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with an interrupted RUN from its last checkpoint."""
+    _train(lambda engine: engine.resume(run), output_dir=run.parent, as_json=as_json, quiet=quiet)
+
+
+def _train(work: Callable[[Engine], TaskResult], *, output_dir: Path, as_json: bool, quiet: bool) -> None:
     from alto.engine import Engine
     from alto.export import final_summary
+    from alto.runs import read_history
 
     console = Console()
-    with progress(console, silent=quiet or as_json) as view:
-        engine = Engine(output_dir=output_dir, observers=[view.observe] if view else [])
-        result = engine.tune(task)
+    with catching_signals() as interrupt:
+        try:
+            with progress(console, silent=quiet or as_json) as views:
+                observers = [interrupt.observe, *views]
+                result = work(Engine(output_dir=output_dir, observers=observers, is_interrupted=interrupt.requested))
+        except TaskInterruptedError as error:
+            print_error(error)
+            raise typer.Exit(interrupt.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo(
+                "Stopped at once; a run that had begun goes on from its last checkpoint: alto resume RUN", err=True
+            )
+            raise typer.Exit(interrupt.exit_code or 130) from None
     if as_json:
         print_json(result_facts(result))
-    elif view:
-        console.print(final_summary(view.history, result.run_dir))
-        console.print(f"report:  {Path(result.run_dir) / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
-    else:
+    elif quiet:
         typer.echo(result.adapter_dir)
+    else:
+        console.print(final_summary(read_history(result.run_dir), result.run_dir))
+        console.print(f"report:  {Path(result.run_dir) / 'report.html'}", soft_wrap=True, highlight=False, markup=False)

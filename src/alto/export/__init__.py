@@ -1,8 +1,21 @@
 """What is left of a run: the best adapter, the report, and how progress looks meanwhile."""
 
 from alto.export.adapter import export_best
+from alto.export.plain import PlainView
+from alto.export.preview import preview_text
 from alto.export.report import write_report
-from alto.export.terminal import LiveView, PlainView, final_summary
+from alto.export.terminal import LiveView, final_summary, open_view
+from alto.export.watch import watch_run
 from alto.runs import RunHistory
 
-__all__ = ["LiveView", "PlainView", "RunHistory", "export_best", "final_summary", "write_report"]
+__all__ = [
+    "LiveView",
+    "PlainView",
+    "RunHistory",
+    "export_best",
+    "final_summary",
+    "open_view",
+    "preview_text",
+    "watch_run",
+    "write_report",
+]

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from alto.records import TaskResult
+from alto.runs import replace_file, sync_folder, writing
 
 __all__ = ["export_best"]
+
+METRICS_NAME = "metrics.json"
 
 
 def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: str) -> Path:
@@ -24,12 +27,29 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
         The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
     """
     folder = Path(result.adapter_dir)
-    shutil.copytree(best_of_job, folder, dirs_exist_ok=True)
-    metrics = _metrics(result)
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-    base_model = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-    (folder / "README.md").write_text(_card(metrics, base_model, model, dataset), encoding="utf-8")
+    fresh = folder.with_name(f"{folder.name}.new")
+    metrics = {**_metrics(result), **_evaluations(folder, result)}
+    with writing(Path(result.run_dir), folder):
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
+        base_model = json.loads((fresh / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+        replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
+        replace_file(fresh / "README.md", _card(metrics, base_model, model, dataset))
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
+        sync_folder(folder.parent)
     return folder
+
+
+def _evaluations(folder: Path, result: TaskResult) -> dict[str, Any]:
+    """What `alto eval` has measured of this very adapter, if it lies there already."""
+    try:
+        metrics = json.loads((folder / METRICS_NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    now = _metrics(result)
+    is_same = isinstance(metrics, dict) and all(metrics.get(key) == now[key] for key in ("job", "step"))
+    return {"evaluations": metrics["evaluations"]} if is_same and "evaluations" in metrics else {}
 
 
 def _metrics(result: TaskResult) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from alto.export.tables import JobRow
-from alto.export.wording import format_count, format_loss, format_share
+from alto.export.wording import format_count, format_duration, format_loss, format_share
 from alto.records import LossPoint
 from alto.runs import JobHistory, RunHistory
 
-__all__ = ["LossFigure", "View", "choose_view", "loss_figure", "occupancy_figure"]
+__all__ = ["LossFigure", "OccupancyFigure", "View", "choose_view", "loss_figure", "occupancy_figure"]
 
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
@@ -113,26 +113,58 @@ def loss_figure(history: RunHistory, rows: Iterable[JobRow], loss_of: Callable[[
     return LossFigure(traces=traces, view=view)
 
 
-def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> tuple[list[dict[str, Any]], str]:
-    """Horizontal bars, one per stay of a job in a slot, grouped by outcome; and the unit of their time axis."""
-    if not history.occupancy or history.started_at is None:
-        return [], "seconds"
-    now = history.last_seen_at or history.started_at
-    seconds, unit = _time_unit(now - history.started_at)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OccupancyFigure:
+    """Bars of all stays over the time in which the run was worked on, and where that time has gaps.
+
+    Attributes:
+        unit: Unit of the time axis.
+        gaps: Where on the axis nobody worked on the run, and for how long, in words.
+    """
+
+    traces: list[dict[str, Any]]
+    unit: str
+    gaps: list[tuple[float, str]]
+
+
+def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFigure:
+    """Horizontal bars, one per stay of a job in a slot, grouped by outcome.
+
+    The time in which nobody worked on the run is cut out of the axis; a clock that was set back shortens bars, never
+    below nothing.
+    """
+    seconds, unit = _time_unit(history.duration_s)
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     bars: dict[str, dict[str, Any]] = {}
     for stay in history.occupancy:
         role = _role(history.jobs[stay.job], history.best)
         bar = bars.setdefault(role, _empty_bar(role))
-        length = ((now if stay.end is None else stay.end) - stay.start) / seconds
-        bar["base"].append((stay.start - history.started_at) / seconds)
+        start = _worked_s(history, stay.start) / seconds
+        end = history.last_seen_at if stay.end is None else stay.end
+        length = max(0.0, _worked_s(history, end) / seconds - start) if end is not None else 0.0
+        bar["base"].append(start)
         bar["x"].append(length)
         bar["y"].append(f"slot {stay.slot}")
         bar["text"].append(html.escape(stay.job))
         bar["customdata"].append(
             f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} in slot {stay.slot}"
         )
-    return [bars[role] for role in sorted(bars, key=_drawing_order)], unit
+    return OccupancyFigure(
+        traces=[bars[role] for role in sorted(bars, key=_drawing_order)],
+        unit=unit,
+        gaps=[
+            (_worked_s(history, start) / seconds, f"interrupted for {format_duration(end - start)}")
+            for start, end in history.interruptions
+        ],
+    )
+
+
+def _worked_s(history: RunHistory, time: float) -> float:
+    """Seconds of work on the run before ``time``."""
+    if history.started_at is None:
+        return 0.0
+    idle_s = sum(max(0.0, min(time, end) - start) for start, end in history.interruptions)
+    return max(0.0, time - history.started_at - idle_s)
 
 
 def _curve(

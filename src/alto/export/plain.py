@@ -7,7 +7,7 @@ waves, a new best must improve the more the oftener it was told, and progress is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import IO, Any
 
 from alto.export.tables import explain_exit
 from alto.export.wording import (
@@ -37,7 +37,7 @@ class PlainView:
         history: The run as far as it was observed.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self.history = RunHistory()
         self._stream = stream
         self._keys: tuple[str, ...] = ()
@@ -56,9 +56,25 @@ class PlainView:
     def observe(self, event: Mapping[str, Any]) -> None:
         """Fold in one event of the journal and say what is new."""
         self.history.apply(event)
+        if event.get("event") in ("task_started", "job_added"):
+            self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])
+        if event.get("replayed"):  # told when it happened
+            return
         match event.get("event"):
             case "task_started":
                 self._on_started()
+                self._tell_notes(event)
+            case "task_resumed":
+                self._on_resumed()
+                self._tell_notes(event)
+            case "task_interrupted":
+                self._tell_admitted()
+                self._say(f"interrupted at {format_share(self.history.settled_share)} settled")
+            case "job_added":
+                self._on_added(event)
+            case "job_reopened":
+                job = self.history.jobs[str(event["job"])]
+                self._say(f"{self._name(job)} reopened, goes on after step {job.step} of {job.total_steps}")
             case "job_admitted":
                 self._on_admitted(str(event["job"]), "admitted")
             case "job_resumed":
@@ -78,10 +94,8 @@ class PlainView:
 
     def _on_started(self) -> None:
         history, settings = self.history, self.history.settings
-        configs = [tidy_config(job.config) for job in history.jobs.values()]
-        self._keys = varying_keys(configs)
         self._say(
-            f"task {clean(history.name)}: {len(configs)} jobs ({clean(settings.get('method', 'sft'))}) on "
+            f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(settings.get('method', 'sft'))}) on "
             f"{clean(settings.get('model', 'the base model'))}, dataset {clean(settings.get('dataset', 'unnamed'))}, "
             f"{settings.get('num_train', 0)} rows to train and {settings.get('num_validation', 0)} to validate"
         )
@@ -89,6 +103,25 @@ class PlainView:
         if rungs:
             policy = clean((settings.get("early_exit") or {}).get("policy", "on"))
             self._say(f"early exit {policy}: {rungs}")
+
+    def _tell_notes(self, event: Mapping[str, Any]) -> None:
+        for note in event.get("notes") or ():
+            self._say(f"note: {clean(note)}")
+
+    def _on_resumed(self) -> None:
+        history = self.history
+        self._tenths_told = int(history.settled_share * 10)
+        self._best_told = history.best.best_validation_loss if history.best else None
+        num_ended = sum(job.has_ended for job in history.jobs.values())
+        self._say(
+            f"resumed: {num_ended} of {len(history.jobs)} jobs have ended, "
+            f"{format_share(history.settled_share)} settled"
+        )
+
+    def _on_added(self, event: Mapping[str, Any]) -> None:
+        job = self.history.jobs[str(event["job"])]
+        start = "with its weights" if event.get("warm") else "from fresh weights"
+        self._say(f"{self._name(job)} added as a clone of {clean(job.origin)}, {start}")
 
     def _on_admitted(self, job: str, admission: str) -> None:
         if admission != self._admission:

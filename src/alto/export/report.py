@@ -6,6 +6,7 @@ policy. Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are es
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from alto.export.figures import LossFigure, loss_figure, occupancy_figure
-from alto.export.tables import exit_totals, job_table
+from alto.errors import RunError
+from alto.export.figures import LossFigure, OccupancyFigure, loss_figure, occupancy_figure
+from alto.export.importance import MIN_JOBS, importance_of_settings
+from alto.export.parallel import parallel_figure
+from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
 from alto.export.wording import (
     clean,
     describe_rungs,
+    describe_task,
     format_count,
     format_duration,
     format_loss,
     format_setting,
     format_share,
+    short_name,
     tidy_config,
     varying_keys,
 )
@@ -39,10 +45,10 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.
-        RunError: The journal is damaged before its last line.
+        RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
     """
     run_dir = Path(run_dir)
-    page = render_report(read_history(run_dir), run_dir)
+    page = render_report(read_history(run_dir), run_dir, _read_evaluations(run_dir / "best" / "metrics.json"))
     path = run_dir / REPORT_NAME
     # A reader never sees half a page.
     unfinished = path.with_suffix(".html.partial")
@@ -51,8 +57,12 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def render_report(history: RunHistory, run_dir: Path) -> str:
-    """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie."""
+def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]]) -> str:
+    """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
+
+    Args:
+        evaluations: What ``alto eval`` found of the best adapter, as it is written in its metrics.
+    """
     environment = Environment(
         loader=PackageLoader("alto.export"),
         autoescape=True,
@@ -68,16 +78,18 @@ def render_report(history: RunHistory, run_dir: Path) -> str:
         "setting": format_setting,
         "share": format_share,
         "finite": _finite,
+        "short_name": short_name,
     }
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return environment.get_template("report.html.jinja").render(**_context(history, run_dir))
+    return environment.get_template("report.html.jinja").render(**_context(history, run_dir), evaluations=evaluations)
 
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     table = job_table(history)
     validation = loss_figure(history, table.rows, lambda point: point.validation_loss)
     train = loss_figure(history, table.rows, lambda point: point.train_ema)
-    stays, time_unit = occupancy_figure(history, table.rows)
+    parallel = parallel_figure(history)
+    slots = occupancy_figure(history, table.rows)
     return {
         "history": history,
         "table": table,
@@ -86,7 +98,12 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
         "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),
+        "subtitle": describe_task(history.settings),
+        "notes": run_notes(history),
         "totals": exit_totals(history),
+        "time_saved_s": time_saved_s(history),
+        "importance": importance_of_settings(history),
+        "min_jobs": MIN_JOBS,
         "settings": _settings(history),
         "shared": _shared_settings(history),
         "adapter_dir": str(run_dir / "best"),
@@ -94,10 +111,12 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "written_at": _timestamp(history.last_seen_at),
         "validation": validation,
         "train": train,
+        "parallel": parallel,
         "figures": {
+            "parallel": parallel,
             "validation": _loss_data(validation, "validation loss, nats per token"),
             "train": _loss_data(train, "smoothed training loss, nats per token"),
-            "slots": {"traces": stays, "xTitle": f"{time_unit} since the start", "numSlots": history.num_slots},
+            "slots": _slots_data(slots, history.num_slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
         "opens_logarithmic": any(rung.progress <= 0.2 for rung in history.rung_settings),
@@ -110,10 +129,29 @@ def _loss_data(figure: LossFigure, title: str) -> dict[str, Any]:
     return {"traces": figure.traces, "yTitle": title, "view": view}
 
 
+def _slots_data(figure: OccupancyFigure, num_slots: int) -> dict[str, Any]:
+    title = f"{figure.unit} since the start" + (", interruptions cut out" if figure.gaps else "")
+    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "numSlots": num_slots}
+
+
+def _read_evaluations(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ())
+    except (ValueError, AttributeError) as error:
+        raise RunError(
+            f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
+            "the run again to have its evaluations in the report."
+        ) from None
+
+
 def _settings(history: RunHistory) -> list[tuple[str, Any]]:
     """Name and value of every setting of the task, nested ones dotted, as the journal has them."""
     flat: list[tuple[str, Any]] = []
     for key, value in history.settings.items():
+        if key == "notes":
+            continue
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) != RUNGS]
             if key == RUNGS[0]:

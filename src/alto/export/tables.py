@@ -23,7 +23,7 @@ from alto.export.wording import (
 from alto.records import ExitReason
 from alto.runs import JobHistory, RunHistory, Stage
 
-__all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table"]
+__all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table", "run_notes", "time_saved_s"]
 
 # How a journal writes numbers that strict JSON has not.
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -35,6 +35,8 @@ class JobRow:
 
     Attributes:
         job: Job id, safe to print.
+        job_id: Job id as the run spells it.
+        origin: The job it is a clone of, safe to print; empty if it came with the task.
         settings: Value of every column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
         label: The varying configuration in one line.
@@ -43,6 +45,8 @@ class JobRow:
     """
 
     job: str
+    job_id: str
+    origin: str
     settings: tuple[str, ...]
     raw_settings: tuple[Any, ...]
     label: str
@@ -90,6 +94,18 @@ def job_table(history: RunHistory) -> JobTable:
         for job in history.ranked()
     )
     return JobTable(columns=tuple(clean(short_name(key)) for key in keys), rows=rows)
+
+
+def run_notes(history: RunHistory) -> list[str]:
+    """What the task's data gave reason to say (rows cut, skipped, …), safe to print."""
+    return [clean(note) for note in history.settings.get("notes") or ()]
+
+
+def time_saved_s(history: RunHistory) -> float | None:
+    """Seconds that the samples saved would have taken at the run's average pace; None if there is nothing to tell."""
+    if not history.samples_trained or not history.samples_saved or history.duration_s <= 0:
+        return None
+    return history.samples_saved * history.duration_s / history.samples_trained
 
 
 def exit_totals(history: RunHistory) -> list[ExitTotal]:
@@ -142,6 +158,8 @@ def _row(
 ) -> JobRow:
     return JobRow(
         job=clean(job.job),
+        job_id=job.job,
+        origin=clean(job.origin or ""),
         settings=tuple(format_setting(config.get(key)) for key in keys),
         raw_settings=tuple(config.get(key) for key in keys),
         label=describe_config(config, keys) or clean(job.job),

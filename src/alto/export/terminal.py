@@ -5,52 +5,46 @@ Names come from users: they are cleaned of escapes and drawn as rich ``Text``, w
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from alto.export.job_grid import GRID_LINES, JobGrid
+from alto.export.pace import Pace, expected_samples_left, next_stop
 from alto.export.plain import PlainView
-from alto.export.tables import JobRow, JobTable, exit_totals, job_table
-from alto.export.wording import clean, format_count, format_duration, format_loss, format_share
-from alto.runs import RunHistory
+from alto.export.tables import JobTable, exit_totals, job_table, run_notes
+from alto.export.wording import clean, describe_task, format_count, format_duration, format_loss, format_share
+from alto.runs import Event, JobHistory, RunHistory
 
-__all__ = ["LiveView", "PlainView", "final_summary"]
+__all__ = ["LiveView", "final_summary", "open_view"]
 
 REFRESHES_PER_SECOND = 2
-# Lines of the live view that are not rows of jobs: header, progress, best, blank lines, table head, "… and more".
-FIXED_LINES = 12
-WIDTH_FOR_REASONS = 110
-OUTCOME_STYLES = {
-    "training": "bold",
-    "completed": "cyan",
-    "overfitting": "yellow",
-    "diverging": "red",
-    "failed": "red",
-    "stopped": "magenta",
-    "underperforming": "dim",
-    "pending": "dim",
-}
+# Lines of the live view above the table, and the one below it on which the cursor rests.
+FRAME_LINES = 7
 # Jobs that matter most while the run goes on come first; exits have no stage of their own here.
 LIVE_ORDER = {"training": 0, "completed": 1, "parked": 2, "pending": 4}
 EXITED_ORDER = 3
 
 
+def open_view(console: Console) -> LiveView | PlainView:
+    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere."""
+    can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
+    return LiveView(console) if can_redraw else PlainView(console.file)
+
+
 class LiveView:
-    """Redraws the state of a run in place, as far as the terminal's height allows.
+    """Redraws the state of a run in place, as far as the terminal reaches.
 
     A context manager; ``observe`` may be called from any thread. What it drew disappears when it is left, so that
-    :func:`final_summary` can take its place.
+    :func:`final_summary` can take its place; notes on the data stay.
 
     Attributes:
         history: The run as far as it was observed.
@@ -61,6 +55,9 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
+        self._pace = Pace()  # of the task, in samples
+        self._paces: dict[str, Pace] = {}  # of every job in a slot, in steps
+        self._size = console.size
         self._live = Live(
             console=console,
             get_renderable=self._render,
@@ -75,14 +72,99 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def observe(self, event: Mapping[str, Any]) -> None:
+    def observe(self, event: Event) -> None:
         """Fold in one event of the journal; the next redraw shows it."""
         with self._lock:
             self.history.apply(event)
+            match event.get("event"):
+                case "task_resumed":
+                    self._pace = Pace()  # the time in which nothing ran does not count
+                case "job_admitted" | "job_resumed":
+                    self._paces[str(event["job"])] = Pace()
+                case "warmup_ended":
+                    # With the losers gone every other job goes faster.
+                    self._paces = {job: Pace() for job in self._paces}
+            self._measure()
+        if event.get("event") in ("task_started", "task_resumed") and not event.get("replayed"):
+            # Outside of the lock, which drawing takes too.
+            for note in event.get("notes") or ():
+                self._console.print(Text(f"note: {clean(note)}", style="yellow"))
+
+    def show(self, history: RunHistory) -> None:
+        """Show ``history``, the same run read anew, in place of what was known of it."""
+        with self._lock:
+            self.history = history
+            in_slots = (job.job for job in history.jobs.values() if job.slot is not None)
+            self._paces = {job: self._paces.get(job, Pace()) for job in in_slots}
+            self._measure()
+
+    def _measure(self) -> None:
+        now = self.history.last_seen_at
+        if now is None:
+            return
+        self._pace.note(now, self.history.samples_trained)
+        for job, pace in self._paces.items():
+            pace.note(now, self.history.jobs[job].step)
 
     def _render(self) -> RenderableType:
+        size = self._console.size
+        if size != self._size:
+            # What was drawn for another size has been folded by the terminal and cannot be drawn over.
+            self._console.control(Control.clear(), Control.home())
+            self._size = size
         with self._lock:
-            return _live_screen(self.history, now=self._clock(), height=self._console.size.height)
+            return self._screen(now=self._clock(), height=size.height)
+
+    def _screen(self, *, now: float, height: int) -> RenderableType:
+        history = self.history
+        if not history.jobs:
+            return Text("Preparing …", style="dim")
+        table = job_table(history)
+        rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
+        notes = [row.explanation or self._outlook(history.jobs[row.job_id], now) for row in rows]
+        return Group(
+            *_header(history),
+            *self._progress(now),
+            _best_line(table, history),
+            "",
+            JobGrid(
+                settings=table.columns,
+                rows=rows,
+                notes=notes,
+                note_name="next / why",
+                max_rows=max(1, height - FRAME_LINES - GRID_LINES),
+            ),
+        )
+
+    def _progress(self, now: float) -> list[RenderableType]:
+        history = self.history
+        left = expected_samples_left(history)
+        done = history.samples_trained / (history.samples_trained + left) if left else 1.0
+        line = Table.grid(padding=(0, 2), expand=True)
+        line.add_column(ratio=1)
+        line.add_column(justify="right")
+        line.add_row(
+            ProgressBar(total=1.0, completed=done, complete_style="cyan", finished_style="green"),
+            Text(format_share(done)),
+        )
+        elapsed_s = now - history.started_at if history.started_at is not None else 0.0
+        facts = [f"{format_duration(elapsed_s)} so far", _samples(history)]
+        if left:
+            rate = self._pace.per_second(now)
+            outlook = f"about {format_duration(left / rate)} left" if rate else "time left: after the first evaluations"
+            facts.insert(0, outlook)
+        return [line, Text(" · ".join(facts), style="dim", no_wrap=True, overflow="ellipsis")]
+
+    def _outlook(self, job: JobHistory, now: float) -> str:
+        """When a job in a slot reaches its next rung or its end; empty for one that has ended or not begun."""
+        if job.has_ended or not job.step:
+            return ""
+        stop, num_steps = next_stop(self.history, job)
+        if stop == "rung" and num_steps <= 0:
+            return "waits for the rung"
+        pace = self._paces.get(job.job)
+        rate = pace.per_second(now) if pace is not None and job.slot is not None else None
+        return f"{stop} in {format_duration(num_steps / rate)}" if rate and num_steps > 0 else ""
 
 
 def final_summary(
@@ -99,62 +181,35 @@ def final_summary(
     state = "finished" if history.result is not None else "not finished"
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {format_duration(history.duration_s)}"),
+        *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
         "",
-        _job_grid(table, table.rows, max_rows=max_rows),
+        JobGrid(
+            settings=table.columns,
+            rows=table.rows,
+            notes=[row.explanation for row in table.rows],
+            note_name="why",
+            max_rows=max_rows,
+        ),
         "",
         _best_line(table, history),
         Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
     ]
     if run_dir is not None:
-        lines += _places(history, Path(run_dir))
+        lines.append(_place(history, Path(run_dir)))
     return Group(*lines)
 
 
-def _live_screen(history: RunHistory, *, now: float, height: int) -> RenderableType:
-    if not history.jobs:
-        return Text("Preparing …", style="dim")
-    table = job_table(history)
-    rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
-    return Group(
-        _header(history),
-        _progress(history, now=now),
-        _best_line(table, history),
-        "",
-        _job_grid(table, rows, max_rows=max(1, height - FIXED_LINES)),
-    )
-
-
-def _header(history: RunHistory) -> RenderableType:
-    settings = history.settings
-    facts = [clean(settings[key]) for key in ("method", "model", "dataset") if key in settings]
-    if "num_train" in settings:
-        facts.append(f"{settings['num_train']} rows to train, {settings.get('num_validation', 0)} to validate")
-    text = Text.assemble((clean(history.name), "bold"), "\n", (" · ".join(facts), "dim"), overflow="ellipsis")
-    text.no_wrap = True
-    return text
-
-
-def _progress(history: RunHistory, *, now: float) -> RenderableType:
-    elapsed_s = max(0.0, now - history.started_at) if history.started_at is not None else 0.0
-    parts = [_samples(history), format_duration(elapsed_s)]
-    left = history.samples_budgeted - history.samples_trained - history.samples_saved
-    if history.samples_trained and left > 0:
-        # Jobs that will yet exit make it shorter, and how many nobody knows.
-        parts.append(f"at most {format_duration(elapsed_s * left / history.samples_trained)} left")
-    line = Table.grid(padding=(0, 2), expand=True)
-    line.add_column(ratio=1)
-    line.add_column(justify="right")
-    line.add_row(
-        ProgressBar(total=1.0, completed=history.settled_share, complete_style="cyan", finished_style="green"),
-        Text(format_share(history.settled_share)),
-    )
-    return Group(line, Text(" · ".join(parts), style="dim", no_wrap=True, overflow="ellipsis"))
+def _header(history: RunHistory) -> list[RenderableType]:
+    return [
+        Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
+        Text(" · ".join(describe_task(history.settings)), style="dim", no_wrap=True, overflow="ellipsis"),
+    ]
 
 
 def _best_line(table: JobTable, history: RunHistory) -> Text:
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
-        return Text("best: no job has a finite validation loss yet", style="dim")
+        return Text("best: no job has a finite validation loss yet", style="dim", no_wrap=True, overflow="ellipsis")
     label = "best" if history.result is not None else "best so far"
     return Text.assemble(
         f"{label}: ",
@@ -164,52 +219,6 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         no_wrap=True,
         overflow="ellipsis",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JobGrid:
-    """The job table, as wide as the console: where there is no room for reasons they are left out."""
-
-    columns: tuple[str, ...]
-    rows: tuple[JobRow, ...]
-    num_hidden: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        has_reasons = options.max_width >= WIDTH_FOR_REASONS
-        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="dim")
-        grid.add_column("job", no_wrap=True)
-        for column in self.columns:
-            grid.add_column(Text(column), justify="right", no_wrap=True)
-        grid.add_column("stage", no_wrap=True)
-        for column in ("done", "train", "val", "best val"):
-            grid.add_column(column, justify="right", no_wrap=True)
-        if has_reasons:
-            grid.add_column("why", ratio=1, no_wrap=True, overflow="ellipsis")
-        for row in self.rows:
-            cells = _cells(row)
-            grid.add_row(*(cells if has_reasons else cells[:-1]), style="bold green" if row.is_best else None)
-        yield grid
-        if self.num_hidden:
-            yield Text(f"… and {self.num_hidden} more", style="dim")
-
-
-def _job_grid(table: JobTable, rows: Sequence[JobRow], *, max_rows: int | None) -> _JobGrid:
-    shown = tuple(rows if max_rows is None else rows[:max_rows])
-    return _JobGrid(columns=table.columns, rows=shown, num_hidden=len(rows) - len(shown))
-
-
-def _cells(row: JobRow) -> list[Text]:
-    best = format_loss(row.best_validation_loss) if math.isfinite(row.best_validation_loss) else "–"
-    return [
-        Text(f"★ {row.job}" if row.is_best else f"  {row.job}"),
-        *(Text(setting) for setting in row.settings),
-        Text(row.outcome, style="" if row.is_best else OUTCOME_STYLES.get(row.outcome, "")),
-        Text(format_share(row.progress)),
-        Text(format_loss(row.train_loss)),
-        Text(format_loss(row.validation_loss)),
-        Text(best),
-        Text(row.explanation, style="dim"),
-    ]
 
 
 def _samples(history: RunHistory) -> str:
@@ -224,10 +233,7 @@ def _saved_by_reason(history: RunHistory) -> str:
     return ", ".join(f"{clean(total.outcome)} {format_share(total.share)}" for total in totals)
 
 
-def _places(history: RunHistory, run_dir: Path) -> list[RenderableType]:
-    places: list[RenderableType] = []
+def _place(history: RunHistory, run_dir: Path) -> Text:
     if history.result is not None and history.best is not None:
-        places.append(Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold"))
-    else:
-        places.append(Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold"))
-    return places
+        return Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold")
+    return Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from alto.records import Rung
@@ -17,12 +18,14 @@ __all__ = [
     "clean",
     "describe_config",
     "describe_rungs",
+    "describe_task",
     "format_count",
     "format_duration",
     "format_loss",
     "format_setting",
     "format_share",
     "short_name",
+    "short_path",
     "tidy_config",
     "varying_keys",
 ]
@@ -84,6 +87,21 @@ def varying_keys(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def describe_config(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The values of ``keys`` in one line: ``lr 2e-4 · bs 4 · r 16``."""
     return " · ".join(f"{clean(short_name(key))} {format_setting(config[key])}" for key in keys if key in config)
+
+
+def describe_task(settings: Mapping[str, Any]) -> list[str]:
+    """Method, model, dataset and row counts of a task, as far as its settings tell them."""
+    facts = [short_path(settings[key]) for key in ("method", "model", "dataset") if key in settings]
+    if "num_train" in settings:
+        facts.append(f"{settings['num_train']} rows to train, {settings.get('num_validation', 0)} to validate")
+    return facts
+
+
+def short_path(name: object) -> str:
+    """The last two parts of an absolute path; anything else as it is."""
+    text = clean(name)
+    parts = PurePath(text).parts
+    return str(PurePath("…", *parts[-2:])) if PurePath(text).is_absolute() and len(parts) > 3 else text
 
 
 def describe_rungs(rungs: Sequence[Rung]) -> str:

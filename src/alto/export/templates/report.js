@@ -53,12 +53,55 @@
     return Plotly.react(id, figure.traces.map(styledCurve), layout, config);
   }
 
+  // Between two axes a line eases from one height to the next, and can be pointed at on all its way.
+  function easedLine(heights) {
+    const line = { x: [0], y: [heights[0]] };
+    for (let axis = 1; axis < heights.length; axis += 1) {
+      for (let step = 1; step <= 16; step += 1) {
+        const t = step / 16;
+        line.x.push(axis - 1 + t);
+        line.y.push(heights[axis - 1] + (heights[axis] - heights[axis - 1]) * t * t * (3 - 2 * t));
+      }
+    }
+    return line;
+  }
+
+  function drawParallel() {
+    if (!document.getElementById("parallel")) return undefined;
+    const figure = figures.parallel;
+    const last = figure.axes.length - 1;
+    const top = Math.max(1, ...figure.axes[last].ticks.map(([height]) => height));
+    const layout = Object.assign(baseLayout(), { height: 470, margin: { l: 84, r: 104, t: 76, b: 24 }, dragmode: false });
+    document.getElementById("parallel").style.minWidth = 130 * figure.axes.length + "px";
+    Object.assign(layout.legend, { y: 1.12, traceorder: "normal" });
+    Object.assign(layout.xaxis, { visible: false, range: [0, last], fixedrange: true });
+    Object.assign(layout.yaxis, { visible: false, range: [-0.03, top + 0.03], fixedrange: true });
+    layout.shapes = figure.axes.map((_, axis) => ({
+      type: "line", layer: "below", x0: axis, x1: axis, y0: 0, y1: 1, line: { color: colour("rung"), width: 1 },
+    }));
+    layout.annotations = figure.axes.flatMap((axis, index) => [
+      {
+        x: index, y: 1, yref: "paper", yanchor: "bottom", yshift: 8, xanchor: "center", showarrow: false,
+        text: "<b>" + axis.name + "</b>", font: { color: colour("ink") },
+      },
+      ...axis.ticks.map(([height, text]) => ({
+        x: index, y: height, xanchor: index === last ? "left" : "right", xshift: index === last ? 7 : -7, showarrow: false,
+        text: text, font: { size: 12, color: colour("ink") }, bgcolor: colour("paper"), opacity: 0.85, borderpad: 1,
+      })),
+    ]);
+    const traces = figure.traces.map((trace) => Object.assign({}, trace, easedLine(trace.y), {
+      type: "scatter", mode: "lines", hovertemplate: "%{text}<extra></extra>",
+      line: { color: colour(trace.meta.role), width: trace.meta.role === "best" ? 3.5 : 1.4, dash: trace.meta.role === "not-finite" ? "dot" : "solid" },
+    }));
+    return Plotly.react("parallel", traces, layout, Object.assign({}, config, { displayModeBar: false }));
+  }
+
   function drawSlots() {
     if (!document.getElementById("slots")) return undefined;
     const figure = figures.slots;
     const rows = Math.max(1, figure.numSlots);
     const layout = Object.assign(baseLayout(), {
-      height: Math.min(900, 120 + rows * 34), margin: { l: 64, r: 32, t: 40, b: 52 }, barmode: "overlay", bargap: 0.18,
+      height: Math.min(900, 136 + rows * 34), margin: { l: 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
       uniformtext: { minsize: 10, mode: "hide" },
     });
     Object.assign(layout.xaxis, { title: { text: figure.xTitle, standoff: 12 }, rangemode: "tozero" });
@@ -66,16 +109,23 @@
       type: "category", autorange: "reversed", showgrid: false, ticks: "",
       categoryorder: "array", categoryarray: Array.from({ length: rows }, (_, slot) => "slot " + slot),
     });
-    const light = !matchMedia("(prefers-color-scheme: dark)").matches;
+    layout.shapes = figure.gaps.map(([x]) => ({
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("ink"), width: 1.5, dash: "4px,4px" },
+    }));
+    layout.annotations = figure.gaps.map(([x, text]) => ({
+      x: x, y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: text, font: { size: 12, color: colour("ink") },
+    }));
+    if (figure.gaps.length) layout.legend.y = 1 + 26 / (rows * 34); // above the words over a gap
     const traces = figure.traces.map((trace) => Object.assign({}, trace, {
       marker: { color: colour(trace.meta.role), line: { color: colour("paper"), width: 1 } },
-      textfont: { size: 11, color: light && ["underperforming", "pending"].includes(trace.meta.role) ? "#1b1d20" : colour("paper") },
+      textfont: { size: 11, color: ["underperforming", "pending"].includes(trace.meta.role) ? colour("ink") : colour("paper") },
     }));
     return Plotly.react("slots", traces, layout, config);
   }
 
   function draw() {
     lossFigures.forEach(drawLoss);
+    drawParallel();
     drawSlots();
   }
 

@@ -1,0 +1,74 @@
+"""``alto job``: stop, resume and clone jobs of a running task from another terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from alto.cli.paths import Run
+from alto.errors import JobCommandError
+from alto.runs import Action, Mailbox, RunDir, read_history
+from alto.spec import JobConfig, parse_override
+
+__all__ = ["app"]
+
+app = typer.Typer(name="job", help="Stop, resume and clone jobs of a running task.", no_args_is_help=True)
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Job, for example job-003; alto show lists them.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the task's answer.")]
+
+
+@app.command()
+def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
+    """End JOB now; its best adapter stays, and the job can be resumed while the task runs."""
+    _ask(run, Action.STOP, job, wait_s=wait_s)
+
+
+@app.command()
+def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
+    """Go on with JOB, which was stopped, by you or by early exit."""
+    _ask(run, Action.RESUME, job, wait_s=wait_s)
+
+
+@app.command()
+def clone(
+    run: Run,
+    job: JobName,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting that the clone has otherwise.")
+    ] = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Start from the job's best weights instead of new ones.")
+    ] = False,
+    wait_s: Wait = 60.0,
+) -> None:
+    """Add a job with the configuration of JOB and some settings changed."""
+    changed = dict(map(parse_override, changes or ()))
+    JobConfig(**changed)  # what no job can have is said here, whether or not the task runs
+    _ask(run, Action.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
+
+
+def _ask(
+    run: Path, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False, wait_s: float
+) -> None:
+    run_dir = RunDir.open(run)
+    history = read_history(run_dir.root)
+    if history.result is not None:
+        raise JobCommandError(f"expected a run that is not finished, found that {run_dir.root} is; start a new one")
+    if job not in history.jobs:
+        raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
+    mailbox = Mailbox(run_dir)
+    command = mailbox.send(action, job, changes=changes, warm=warm)
+    if not run_dir.is_locked():
+        typer.echo(f"Nobody works on this run; it is done as soon as you go on with it: alto resume {run_dir.root}")
+        return
+    answer = mailbox.wait_for_answer(command, wait_s)
+    if answer is None:
+        typer.echo(f"No answer within {wait_s:g} s; the task will do it before its next step, or when it is resumed.")
+    elif answer.done:
+        typer.echo(answer.message)
+    else:
+        raise JobCommandError(answer.message)

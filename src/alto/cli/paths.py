@@ -1,0 +1,30 @@
+"""Paths on the command line that the operating system cannot even look for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alto.errors import RunNotFoundError
+
+__all__ = ["Run", "reachable"]
+
+
+def reachable(path: Path | None) -> Path | None:
+    """``path`` as it is, whether or not there is something.
+
+    Raises:
+        RunNotFoundError: A name is too long, a link leads to itself, or a folder on the way is closed to the user.
+    """
+    try:
+        if path is not None:
+            path.resolve().exists()
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "a link that leads to itself"
+        raise RunNotFoundError(f"expected a path that can be looked for, found {path} ({reason}); correct it") from None
+    return path
+
+
+Run = Annotated[Path, typer.Argument(help="Run directory.", callback=reachable)]

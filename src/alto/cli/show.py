@@ -1,0 +1,78 @@
+"""``alto show``: how a run stands, live or long over."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from alto.cli.output import print_json
+from alto.cli.paths import Run
+from alto.runs import RunDir, RunHistory, read_history
+
+__all__ = ["show"]
+
+
+def show(
+    run: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the state as JSON and nothing else.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until the run stops.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.1, max=86400, help="Seconds between two looks with --watch.")
+    ] = 1.0,
+) -> None:
+    """Show the jobs of RUN and how far they are; never disturbs the run."""
+    from alto.export import final_summary, watch_run
+
+    run_dir = RunDir.open(run)
+    console = Console()
+    if watch and not as_json and console.is_terminal:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch_run(console, run_dir, every_s)
+        console.print(final_summary(read_history(run_dir.root), run_dir.root, max_rows=None))
+        return
+    while True:
+        is_live = run_dir.is_locked()
+        history = read_history(run_dir.root)
+        if as_json:
+            print_json(_facts(run_dir, history, is_live=is_live))
+        else:
+            console.print(final_summary(history, run_dir.root, max_rows=None))
+        if not (watch and is_live):
+            return
+        time.sleep(every_s)
+
+
+def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]:
+    best = history.best
+    return {
+        "run_dir": str(run.root),
+        "task": history.name,
+        "state": "finished" if history.result is not None else "running" if is_live else "interrupted",
+        "best_job": best.job if best else None,
+        "best_validation_loss": best.best_validation_loss if best else None,
+        "samples_trained": history.samples_trained,
+        "samples_saved": history.samples_saved,
+        "samples_budgeted": history.samples_budgeted,
+        "duration_s": round(history.duration_s, 3),
+        "jobs": [
+            {
+                "job": job.job,
+                "stage": job.stage.value,
+                "exit_reason": job.exit_reason,
+                "slot": job.slot,
+                "step": job.step,
+                "total_steps": job.total_steps,
+                "train_loss": job.train_loss,
+                "validation_loss": job.validation_loss,
+                "best_step": job.best_step,
+                "best_validation_loss": job.best_validation_loss,
+                "origin": job.origin,
+                "config": dict(job.config),
+            }
+            for job in history.jobs.values()
+        ],
+    }

@@ -1,0 +1,151 @@
+"""How much each setting alone decided about the loss, as far as the jobs of a run can tell.
+
+Jobs that were stopped early cannot be compared by their last losses, so all are compared at equal progress: at the
+first rung, or without rungs at the last progress that all have reached. Their losses are turned into ranks, which
+neither a diverging job nor the scale of the loss can distort; the share of the differences between ranks that a
+setting explains is epsilon squared of a one-way analysis of variance: eta squared less what chance would give it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from alto.export.wording import format_setting, tidy_config, varying_keys
+from alto.records import ExitReason
+from alto.runs import JobHistory, RunHistory
+
+__all__ = ["MIN_JOBS", "Importance", "SettingImportance", "importance_of_settings"]
+
+MIN_JOBS = 8
+"""Jobs with a finite loss below which chance would say more than the settings."""
+
+NUM_BINS = 3
+"""Groups of equal size into which a setting is cut that has its own value in most jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingImportance:
+    """What one setting alone explains.
+
+    Attributes:
+        key: Configuration key.
+        share: Part of the differences between the ranks of the jobs, in [0, 1].
+        best, worst: The value, or the range of values, whose jobs ranked best and worst on average.
+    """
+
+    key: str
+    share: float
+    best: str
+    worst: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """Settings, the most important first.
+
+    Attributes:
+        progress: Share of its steps after which every job is compared.
+        num_jobs: Jobs compared.
+        num_left_out: Jobs that have not reached that point or ended before it for a reason that says nothing of
+            their loss, and clones, which began with what another job had learned.
+    """
+
+    progress: float
+    num_jobs: int
+    num_left_out: int
+    settings: tuple[SettingImportance, ...]
+
+    @property
+    def rest(self) -> float:
+        """What no setting explains alone, in [0, 1]: settings that matter together, and chance."""
+        return max(0.0, 1.0 - sum(setting.share for setting in self.settings))
+
+
+def importance_of_settings(history: RunHistory) -> Importance | None:
+    """The importance of the settings that vary; None if there are too few jobs or settings to tell."""
+    progress, losses = _losses_at_equal_progress(history)
+    if sum(map(math.isfinite, losses.values())) < MIN_JOBS:
+        return None
+    ranks = _ranks(losses)
+    configs = {job: tidy_config(history.jobs[job].config) for job in losses}
+    settings = [
+        found
+        for key in varying_keys(list(configs.values()))
+        if (found := _judge(key, {job: config.get(key) for job, config in configs.items()}, ranks)) is not None
+    ]
+    if not settings:
+        return None
+    return Importance(
+        progress=progress,
+        num_jobs=len(losses),
+        num_left_out=len(history.jobs) - len(losses),
+        settings=tuple(sorted(settings, key=lambda setting: -setting.share)),
+    )
+
+
+def _losses_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, float]]:
+    """The progress at which jobs are compared, and the validation loss of every job there; infinite if it diverged."""
+    reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
+    if not reached:
+        return 0.0, {}
+    progress = min([rung.progress for rung in history.rung_settings] or reached)
+    losses = {name: _loss_at(job, progress) for name, job in history.jobs.items() if not job.origin}
+    return progress, {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def _loss_at(job: JobHistory, progress: float) -> float | None:
+    for point in job.evaluations:
+        if point.progress >= progress - 1e-9:
+            return point.validation_loss if math.isfinite(point.validation_loss) else math.inf
+    return math.inf if job.exit_reason == ExitReason.DIVERGING else None
+
+
+def _ranks(losses: Mapping[str, float]) -> dict[str, float]:
+    """Ranks from 1, best first; equal losses share the mean of their ranks."""
+    ordered = sorted(losses.values())
+    first = {loss: ordered.index(loss) for loss in set(ordered)}
+    return {job: first[loss] + (ordered.count(loss) + 1) / 2 for job, loss in losses.items()}
+
+
+def _judge(key: str, values: Mapping[str, Any], ranks: Mapping[str, float]) -> SettingImportance | None:
+    groups = _groups(values)
+    num_jobs = len(ranks)
+    if len(groups) < 2 or num_jobs < 2 * len(groups):
+        return None
+    mean = statistics.fmean(ranks.values())
+    means = {label: statistics.fmean(ranks[job] for job in jobs) for label, jobs in groups.items()}
+    total = sum((rank - mean) ** 2 for rank in ranks.values())
+    if total == 0:
+        return None
+    between = sum(len(jobs) * (means[label] - mean) ** 2 for label, jobs in groups.items())
+    by_chance = (len(groups) - 1) * (total - between) / (num_jobs - len(groups))
+    return SettingImportance(
+        key=key,
+        share=max(0.0, (between - by_chance) / total),
+        best=min(means, key=means.__getitem__),
+        worst=max(means, key=means.__getitem__),
+    )
+
+
+def _groups(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Jobs by the value of a setting, or by ranges of it where most jobs have a value of their own."""
+    by_value: dict[str, list[str]] = {}
+    for job, value in values.items():
+        by_value.setdefault(format_setting(value), []).append(job)
+    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    if 2 * len(by_value) <= len(values) or not is_number:
+        return by_value
+    ordered = sorted(values, key=lambda job: values[job])
+    cuts = [round(index * len(ordered) / NUM_BINS) for index in range(NUM_BINS + 1)]
+    bins = [ordered[start:end] for start, end in pairwise(cuts)]
+    return {_range(bin_, values): bin_ for bin_ in bins}
+
+
+def _range(jobs: Sequence[str], values: Mapping[str, float]) -> str:
+    low, high = (float(f"{values[job]:.3g}") for job in (jobs[0], jobs[-1]))
+    return f"{format_setting(low)} to {format_setting(high)}"

@@ -1,0 +1,170 @@
+"""The job table as wide and as high as the terminal is; what does not fit is left out and said."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from alto.export.tables import JobRow
+from alto.export.wording import format_loss, format_share
+
+__all__ = ["GRID_LINES", "JobGrid"]
+
+GRID_LINES = 3
+"""Lines beside the rows: the headings, the rule, what is left out."""
+
+GAP = 2  # the padding of a cell and the separator that the box draws
+BAR_WIDTH = 10
+WIDEST_JOB = 24
+WIDEST_SETTING = 20
+NARROWEST_NOTE = 20
+OUTCOME_STYLES = {
+    "training": "bold",
+    "completed": "cyan",
+    "overfitting": "yellow",
+    "diverging": "red",
+    "failed": "red",
+    "stopped": "magenta",
+    "underperforming": "dim",
+    "pending": "dim",
+}
+# What is given up first where the terminal is narrow; a column that is not named here stays. Settings go from the
+# last to the first, after the columns named before KEEP_SETTINGS.
+BAR, NOTE, BEST, SETTING, TRAIN, STAYS = range(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column as it would be drawn; ``worth`` orders what is given up, lowest first."""
+
+    name: str
+    cells: Sequence[RenderableType]
+    width: int
+    worth: tuple[int, int]
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobGrid:
+    """Rows of the job table, drawn into the width at hand.
+
+    Attributes:
+        settings: Short names of the configuration columns.
+        rows: Jobs, in the order in which they are drawn.
+        notes: What the last column says of every row.
+        note_name: Heading of the last column.
+        max_rows: Rows drawn at most; None draws all.
+    """
+
+    settings: tuple[str, ...]
+    rows: Sequence[JobRow]
+    notes: Sequence[str]
+    note_name: str
+    max_rows: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, left_out = _fit(self._columns(), options.max_width)
+        grid = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True
+        )
+        for column in columns:
+            is_note = column.worth[0] == NOTE
+            grid.add_column(
+                Text(column.name),
+                justify="right" if column.is_number else "left",
+                width=None if is_note else column.width,
+                ratio=1 if is_note else None,
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+        if not any(column.worth[0] == NOTE for column in columns):
+            grid.add_column("", ratio=1)
+        for index, row in enumerate(self._shown):
+            grid.add_row(*(column.cells[index] for column in columns), style="bold green" if row.is_best else None)
+        yield grid
+        if remainder := self._remainder(left_out):
+            yield Text(remainder, style="dim", no_wrap=True, overflow="ellipsis")
+
+    @property
+    def _shown(self) -> Sequence[JobRow]:
+        return self.rows if self.max_rows is None else self.rows[: self.max_rows]
+
+    def _columns(self) -> list[_Column]:
+        rows = self._shown
+        columns = [_text_column("job", [f"{'★' if row.is_best else ' '} {row.job}" for row in rows], widest=WIDEST_JOB)]
+        for index, name in enumerate(self.settings):
+            cells = [row.settings[index] for row in rows]
+            worth = (SETTING, len(self.settings) - index)
+            columns.append(_text_column(name, cells, worth=worth, widest=WIDEST_SETTING, is_number=True))
+        stages = [Text(row.outcome, style="" if row.is_best else OUTCOME_STYLES.get(row.outcome, "")) for row in rows]
+        # As wide as the longest outcome of all jobs, so that the columns keep their places when other rows come up.
+        stage_width = max((cell_len(row.outcome) for row in self.rows), default=0)
+        columns.append(_Column(name="stage", cells=stages, width=max(5, stage_width), worth=(STAYS, 0)))
+        bars = [_bar(row) for row in rows]
+        columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
+        losses = {
+            "done": ([format_share(row.progress) for row in rows], STAYS),
+            "train": ([_loss(row.train_loss) for row in rows], TRAIN),
+            "val": ([_loss(row.validation_loss) for row in rows], STAYS),
+            "best val": ([_loss(row.best_validation_loss if row.best_step else None) for row in rows], BEST),
+        }
+        for name, (cells, worth_of) in losses.items():
+            columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
+        if any(self.notes):
+            notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]
+            columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))
+        return columns
+
+    def _remainder(self, left_out: Sequence[str]) -> str:
+        parts = []
+        if hidden := self.rows[len(self._shown) :]:
+            counts = Counter(row.outcome for row in hidden)
+            kinds = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
+            parts.append(f"… and {len(hidden)} more ({kinds})")
+        if left_out:
+            parts.append(f"no room for: {', '.join(left_out)}")
+        return " · ".join(parts)
+
+
+def _text_column(
+    name: str,
+    cells: Sequence[str],
+    *,
+    worth: tuple[int, int] = (STAYS, 0),
+    narrowest: int = 0,
+    widest: int = WIDEST_SETTING,
+    is_number: bool = False,
+) -> _Column:
+    width = min(widest, max(map(cell_len, (name, *cells))))
+    return _Column(
+        name=name, cells=[Text(cell) for cell in cells], width=max(narrowest, width), worth=worth, is_number=is_number
+    )
+
+
+def _fit(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
+    """The columns that fit into ``width``, and the names of those that do not."""
+    kept = list(columns)
+    while sum(column.width for column in kept) + GAP * len(kept) > width:
+        least = min(kept, key=lambda column: column.worth)
+        if least.worth[0] == STAYS:
+            break
+        kept.remove(least)
+    return kept, [column.name for column in columns if column not in kept and column.name]
+
+
+def _bar(row: JobRow) -> ProgressBar:
+    style = "green" if row.is_best else "cyan"
+    return ProgressBar(total=1.0, completed=row.progress, width=BAR_WIDTH, complete_style=style, finished_style=style)
+
+
+def _loss(loss: float | None) -> str:
+    return format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"

@@ -1,0 +1,71 @@
+"""How fast a run goes and how long it will yet take: from what it did in the last minutes, and the rungs ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from alto.records import Rung
+from alto.runs import JobHistory, RunHistory
+
+__all__ = ["Pace", "expected_samples_left", "next_stop"]
+
+WINDOW_S = 180.0
+
+
+class Pace:
+    """Work per second over the last minutes, from a count that only grows while the clock goes forward."""
+
+    def __init__(self, *, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, float]] = deque()
+
+    def note(self, time: float, count: float) -> None:
+        """``count`` is the work done at ``time`` (Unix seconds); a step back of either starts the measurement anew."""
+        points = self._points
+        if points and (time < points[-1][0] or count < points[-1][1]):
+            points.clear()
+        points.append((time, count))
+        # The newest point before the window is its beginning.
+        while len(points) > 2 and points[1][0] <= time - self._window_s:
+            points.popleft()
+
+    def per_second(self, now: float) -> float | None:
+        """Work per second up to ``now``; None as long as no work was seen."""
+        if not self._points:
+            return None
+        (first_time, first_count), (last_time, last_count) = self._points[0], self._points[-1]
+        elapsed_s = max(now, last_time) - first_time
+        return (last_count - first_count) / elapsed_s if last_count > first_count and elapsed_s > 0 else None
+
+
+def expected_samples_left(history: RunHistory) -> float:
+    """Samples yet to be trained if every rung ahead keeps its share of the jobs.
+
+    Exits for other reasons only make it less.
+    """
+    ahead = _rungs_ahead(history)
+    samples = 0.0
+    for job in history.jobs.values():
+        if job.has_ended:
+            continue
+        share, at, survival = 0.0, job.progress, 1.0
+        for rung in ahead:
+            reached = max(at, rung.progress)
+            share += survival * (reached - at)
+            at, survival = reached, survival * rung.keep
+        samples += (share + survival * (1.0 - at)) * job.samples_budgeted
+    return samples
+
+
+def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
+    """What ``job`` trains towards, ``rung`` or ``end``, and the steps left until there: 0 or less if it has arrived."""
+    ahead = _rungs_ahead(history)
+    if ahead:
+        return "rung", ahead[0].progress * job.total_steps - job.step
+    return "end", job.total_steps - job.step
+
+
+def _rungs_ahead(history: RunHistory) -> list[Rung]:
+    """Rungs that have not been held."""
+    held = {outcome.rung for outcome in history.rungs}
+    return [rung for index, rung in enumerate(history.rung_settings) if index not in held]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+from journals import Journal, config
+
+from alto.export.importance import importance_of_settings
+from alto.runs import RunHistory
+
+GRID = list(product((1e-4, 1e-3, 1e-2), (4, 8, 16, 32)))
+
+
+def history_of(loss_of, configs, *, stop_at_rung=(), rungs=((0.1, 0.5),)) -> RunHistory:
+    """Jobs evaluated at 10 % with the loss of their configuration, and at their end with one that says nothing."""
+    journal = Journal()
+    jobs = {f"job-{index:02d}": config(*pair) for index, pair in enumerate(configs)}
+    journal.start(jobs, early_exit={"policy": "alto", "rungs": rungs})
+    for index, (job, pair) in enumerate(zip(jobs, configs, strict=True)):
+        journal.train_to(job, 10, since=0, validation=loss_of(*pair))
+        if index in stop_at_rung:
+            journal.end("job_exited", job, 10, best=(10, 1.0), reason="underperforming", evidence={})
+        else:
+            journal.train_to(job, 100, since=10, validation=0.5)
+    return RunHistory.of(journal.events)
+
+
+def shares(history) -> dict[str, float]:
+    return {setting.key: setting.share for setting in importance_of_settings(history).settings}
+
+
+def test_the_setting_that_decides_has_it_all():
+    found = importance_of_settings(history_of(lambda rate, rank: -math.log10(rate), GRID))
+    assert [setting.key for setting in found.settings] == ["learning_rate", "r"]
+    assert found.settings[0].share == pytest.approx(1.0)
+    assert found.settings[1].share == 0.0
+    assert (found.settings[0].best, found.settings[0].worst) == ("0.01", "1e-4")
+    assert (found.num_jobs, found.progress, found.rest) == (12, 0.1, 0.0)
+
+
+def test_settings_that_only_matter_together_are_the_rest():
+    found = importance_of_settings(history_of(lambda rate, rank: float((rate > 1e-3) == (rank > 8)), GRID))
+    assert found.rest > 0.8
+
+
+def test_stopped_jobs_are_compared_where_all_were_evaluated():
+    stopped = history_of(lambda rate, rank: float(rank), GRID, stop_at_rung=range(3, 12))
+    assert shares(stopped)["r"] == pytest.approx(1.0)
+
+
+def test_without_rungs_jobs_are_compared_at_the_last_progress_all_have_reached():
+    history = history_of(lambda rate, rank: float(rank), GRID, stop_at_rung=[0], rungs=())
+    assert importance_of_settings(history).progress == 0.1
+    assert shares(history)["r"] == pytest.approx(1.0)
+
+
+def test_a_diverging_job_ranks_last_and_distorts_nothing():
+    def loss(rate, rank):
+        return math.nan if rate == 1e-2 else rank + 1e-3 * rate
+
+    found = importance_of_settings(history_of(loss, GRID))
+    assert found.num_jobs == 12
+    assert found.settings[0].key == "learning_rate"
+    assert found.settings[0].worst == "0.01"
+
+
+def test_a_job_that_diverged_before_it_was_evaluated_ranks_last_too():
+    history = history_of(lambda rate, rank: float(rank), GRID)
+    diverged, stopped = history.jobs["job-00"], history.jobs["job-01"]
+    for job, reason in ((diverged, "diverging"), (stopped, "stopped")):
+        job.evaluations, job.exit_reason = [], reason
+    found = importance_of_settings(history)
+    # The user's stop says nothing of the loss.
+    assert (found.num_jobs, found.num_left_out) == (11, 1)
+
+
+def test_chance_explains_little():
+    # Losses without any pattern: eta squared of four groups among twelve jobs would still be 3/11 on average.
+    noise = [0.1, 0.9, 0.5, 0.3, 0.8, 0.2, 0.6, 1.0, 0.4, 0.7, 0.0, 1.1]
+    losses = dict(zip(GRID, noise, strict=True))
+    found = importance_of_settings(history_of(lambda *pair: losses[pair], GRID))
+    assert max(setting.share for setting in found.settings) < 0.15
+
+
+def test_sampled_numbers_are_compared_in_three_ranges():
+    sampled = [(1e-4 * 1.3**index, 8) for index in range(12)]
+    found = importance_of_settings(history_of(lambda rate, rank: -rate, sampled))
+    (setting,) = found.settings
+    assert setting.share > 0.8
+    assert setting.best == "8.16e-4 to 1.79e-3"
+
+
+@pytest.mark.parametrize("num_jobs", [0, 1, 7])
+def test_too_few_jobs_say_nothing(num_jobs):
+    assert importance_of_settings(history_of(lambda rate, rank: 1.0 + rank, GRID[:num_jobs])) is None
+
+
+def test_equal_losses_say_nothing():
+    assert importance_of_settings(history_of(lambda rate, rank: 1.0, GRID)) is None
+
+
+def test_clones_are_left_out():
+    history = history_of(lambda rate, rank: float(rank), GRID)
+    history.jobs["job-00"].origin = "job-01"
+    found = importance_of_settings(history)
+    assert (found.num_jobs, found.num_left_out) == (11, 1)

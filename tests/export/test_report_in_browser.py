@@ -1,0 +1,84 @@
+"""The report as a browser shows it: nothing fails, the curves and lines are drawn, the table sorts."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from alto.export.report import write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+
+CURVES = "#{} .scatterlayer .trace .js-line"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_report(browser, write_run):
+    """Opens the report of some events; a message on the console or an exception of a script fails the test."""
+    complaints = []
+
+    def open_page(events, *, scheme="light", width=1400):
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(write_report(write_run(events)).as_uri())
+        return page
+
+    yield open_page
+    assert complaints == []
+
+
+def column(page, index: int) -> list[str]:
+    return page.locator(f"#jobs tbody tr > :nth-child({index})").all_inner_texts()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 800)])
+def test_all_figures_are_drawn(sweep, open_report, scheme, width):
+    page = open_report(sweep, scheme=scheme, width=width)
+    for figure in ("validation", "parallel"):
+        assert page.locator(CURVES.format(figure)).count() >= 60
+    assert page.locator("#slots .barlayer .point").count() == 60
+    assert page.locator("#parallel .annotation").count() > 6
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    red = int(page.evaluate(BACKGROUND).removeprefix("rgb(").split(",")[0])
+    assert (red < 60) is (scheme == "dark")
+
+
+def test_the_table_sorts_with_missing_values_last_and_the_axis_can_be_switched(small_run, open_report):
+    page = open_report(small_run)
+    heading = page.get_by_role("button", name="best val")
+    assert column(page, 4) == ["1.9000", "2.2000", "3.0000", "–"]
+    heading.click()
+    assert column(page, 4) == ["3.0000", "2.2000", "1.9000", "–"]
+    heading.click()
+    assert column(page, 4) == ["1.9000", "2.2000", "3.0000", "–"]
+    page.locator("#jobs thead").get_by_role("button", name="lr").click()
+    assert column(page, 2) == ["1e-5", "2e-4", "2e-4", "0.01"]
+    assert page.locator("#jobs th[aria-sort=ascending]").inner_text().startswith("lr")
+
+    axis = "document.getElementById('validation').layout.xaxis.type"
+    assert page.evaluate(axis) == "log"
+    page.get_by_role("button", name="linear").click()
+    assert page.evaluate(axis) == "linear"
+
+
+def test_an_interruption_is_marked_and_hostile_text_does_nothing(interrupted_run, open_report):
+    interrupted_run[0]["task"] = "<img src=x onerror=console.log('ran')>"
+    for job in interrupted_run[0]["jobs"]:
+        job["config"]["<b onclick=alert(1)>"] = f"</script><script>console.log('ran')</script>{job['job']}"
+    page = open_report(interrupted_run)
+    assert page.locator("#slots .annotation").text_content() == "interrupted for 1 h 00 min"
+    assert page.locator("img").count() == 0
+    assert "<b onclick=alert(1)>" in page.locator("#parallel .annotation").all_text_contents()
