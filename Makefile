@@ -41,6 +41,11 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+.PHONY: docs
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/reference.md, docs/benchmarks.md
+	$(BIN)/python tools/make_reference.py
+	$(BIN)/python tools/make_benchmark_docs.py
+
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,11 +278,14 @@ class Engine:
                 with contextlib.suppress(AltoError, OSError):
                     write_report(run_dir.root)
                 raise
-        return self._conclude(task, run_dir)
+            shutil.rmtree(run_dir.best, ignore_errors=True)
+            return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
+        """Export what a finished run has not exported yet, and write its report."""
         result = task_result(read_history(run_dir.root), run_dir)
-        export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+        if not run_dir.best.is_dir():
+            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
         write_report(run_dir.root)
         return result
 

@@ -22,7 +22,7 @@ from alto.early_exit import audit
 from alto.early_exit.journal import curves_of
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import executor
-from alto.runs import Journal, RunDir, read_events, read_history
+from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 ROOT = Path(__file__).parents[2]
@@ -173,6 +173,67 @@ def test_other_data_are_not_gone_on_with(stopped: Path) -> None:
     with pytest.raises(RunError, match=r"other rows or tokens in .*train\.jsonl; put the files"):
         alto.Engine().resume(stopped)
     assert [event["event"] for event in read_journal(stopped)][-1] in ("checkpoint", before[-1]["event"])
+
+
+def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, tmp_path: Path) -> None:
+    """The task died after it had committed a clone, and before it could take the command out of the mailbox."""
+    sent: dict[Path, bytes] = {}
+
+    def send(event: Mapping[str, Any]) -> None:
+        if event["event"] == "eval" and not sent:
+            (root,) = (tmp_path / "runs").iterdir()
+            Mailbox(RunDir(root)).send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3})
+            sent.update({path: path.read_bytes() for path in (root / "control").iterdir()})
+
+    calls = iter(range(4))
+    engine = alto.Engine(
+        output_dir=tmp_path / "runs", observers=[send], is_interrupted=lambda: next(calls, None) is None
+    )
+    with pytest.raises(TaskInterruptedError):
+        engine.tune(task_in(tmp_path, model))
+    ((path, command),) = sent.items()
+    assert not path.exists()
+    path.write_bytes(command)
+    root = path.parents[1]
+    alto.Engine().resume(root)
+    assert [event["job"] for event in read_journal(root) if event["event"] == "job_added"] == ["job-004"]
+    answer = Mailbox(RunDir(root)).wait_for_answer(path.name.removesuffix(".command.json"), 0)
+    assert answer is not None
+    assert answer.done
+    assert not path.exists()
+
+
+def change_task(root: Path, **changes: Any) -> None:
+    (root / "task.yaml").write_text(alto.load_task(root / "task.yaml").replace(**changes).to_yaml())
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"search_space": {"lr": [2e-3, 1e-2], "batch_size": [4, 8]}}, "job-000, job-001"),
+        ({"early_exit": False}, "early_exit"),
+    ],
+)
+def test_other_jobs_or_rules_are_not_gone_on_with(changes: dict[str, Any], what: str, stopped: Path) -> None:
+    change_task(stopped, **changes)
+    with pytest.raises(RunError, match=f"found other settings of {what}; put it back"):
+        alto.Engine().resume(stopped)
+
+
+def test_a_run_may_go_on_with_fewer_slots(stopped: Path) -> None:
+    change_task(stopped, max_slots=1)
+    result = alto.Engine().resume(stopped)
+    assert audit(read_journal(stopped)) == ()
+    assert all(job.exit_reason or job.steps == job.total_steps for job in result.jobs)
+
+
+def test_a_finished_run_without_its_winner_says_so(model: Path, tmp_path: Path) -> None:
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task_in(tmp_path, model))
+    shutil.rmtree(Path(result.run_dir) / "jobs")
+    assert alto.Engine().resume(result.run_dir) == result
+    shutil.rmtree(result.adapter_dir)
+    with pytest.raises(RunNotFoundError, match="put the folder back"):
+        alto.Engine().resume(result.run_dir)
 
 
 def test_no_run_is_no_run(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ class _Unpacked(gzip.GzipFile):
     def _checked(self, data: bytes) -> bytes:
         if self.tell() > self._max_bytes:
             raise DataError(
-                f"{self._path}: expected at most {_MAX_GROWTH} times the file's own size when it is unpacked, found more; "
-                "unpack it with gunzip, look at it, and name the unpacked file"
+                f"{self._path}: expected at most {_MAX_GROWTH} times the file's own size when it is unpacked, found "
+                "more; unpack it with gunzip, look at it, and name the unpacked file"
             )
         return data
 

@@ -11,8 +11,9 @@ from alto.data import TaskData
 from alto.errors import RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
 from alto.runs import Event, RunDir, cut_journal, read_intact_events
+from alto.spec import JobConfig, Task
 
-__all__ = ["Past", "check_data", "data_fingerprint", "recover"]
+__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "recover"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,22 @@ def check_data(started: Event, data: TaskData) -> None:
         raise RunError(
             f"expected the data that the run began with, found other rows or tokens in {started['dataset']}; "
             "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
+        )
+
+
+def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> None:
+    """Make sure that a run goes on with the jobs and the early-exit settings it began with.
+
+    Raises:
+        RunError: ``task.yaml`` says something else now.
+    """
+    changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
+    if started["early_exit"] != task.early_exit.resolved().model_dump(mode="json"):
+        changed.append("early_exit")
+    if changed:
+        raise RunError(
+            f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "
+            "put it back, change single jobs with: alto job clone, or start a new run with: alto tune"
         )
 
 

@@ -10,7 +10,7 @@ from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.early_exit import Race, policy_from, race_of
 from alto.executor.job_run import JobPlanner, JobRun
-from alto.executor.recovery import Past, check_data, data_fingerprint
+from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint
 from alto.executor.roster import Roster
 from alto.records import ExitDecision
 from alto.runs import Journal, RunDir
@@ -79,16 +79,18 @@ class TaskRun:
         """Put every job where the checkpoint left it.
 
         Raises:
-            RunError: The data are other ones than the run began with.
+            RunError: The data, the jobs or the early-exit settings are other ones than the run began with.
         """
         check_data(past.events[0], self._data)
+        check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, self.task)
         self.journal.append("task_resumed", notes=list(past.notes), versions=_versions())
         assert past.checkpoint is not None
         for job, at in past.checkpoint["jobs"].items():
             run = self.runs[job]
             run.step = run.saved_step = at["step"]
             run.saved_best_step = at["best_step"]
-            if at["slot"] is not None:
+            # A task may go on with fewer slots than it began with; whoever finds none is parked.
+            if at["slot"] is not None and at["slot"] < self.roster.num_slots:
                 self.seat(run, at["slot"])
 
     def seat(self, run: JobRun, slot: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from alto.errors import RunNotFoundError
 from alto.records import TaskResult
 from alto.runs import replace_file, sync_folder, writing
 
@@ -23,12 +24,21 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
         best_of_job: The winner's own ``best/`` folder, PEFT format.
         model, dataset: As the task names them, for the card.
 
+    Raises:
+        RunNotFoundError: The winner's folder is gone.
+        RunWriteError: The disk is full or cannot be written.
+
     Returns:
         The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
     """
     folder = Path(result.adapter_dir)
     fresh = folder.with_name(f"{folder.name}.new")
-    metrics = {**_metrics(result), **_evaluations(folder, result)}
+    metrics = _metrics(result)
+    if not best_of_job.is_dir():
+        raise RunNotFoundError(
+            f"expected the best adapter of {result.best_job} in {best_of_job}, found none; without it the run has no "
+            "result any more: put the folder back, or start a new run"
+        )
     with writing(Path(result.run_dir), folder):
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
@@ -39,17 +49,6 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
         fresh.rename(folder)
         sync_folder(folder.parent)
     return folder
-
-
-def _evaluations(folder: Path, result: TaskResult) -> dict[str, Any]:
-    """What `alto eval` has measured of this very adapter, if it lies there already."""
-    try:
-        metrics = json.loads((folder / METRICS_NAME).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    now = _metrics(result)
-    is_same = isinstance(metrics, dict) and all(metrics.get(key) == now[key] for key in ("job", "step"))
-    return {"evaluations": metrics["evaluations"]} if is_same and "evaluations" in metrics else {}
 
 
 def _metrics(result: TaskResult) -> dict[str, Any]:

@@ -204,9 +204,7 @@ class PlainView:
         return f"{clean(job.job)} ({config})" if config else clean(job.job)
 
     def _say(self, line: str) -> None:
-        history = self.history
-        elapsed_s = (history.last_seen_at or 0.0) - (history.started_at or 0.0)
-        text = f"[{format_duration(elapsed_s):>11}] {line}\n"
+        text = f"[{format_duration(self.history.duration_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         # A log in a narrow encoding loses a dot, not the run.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))

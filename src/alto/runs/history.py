@@ -200,8 +200,10 @@ class RunHistory:
 
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
-        """The rungs the task was started with."""
-        pairs = (self.settings.get("early_exit") or {}).get("rungs") or ()
+        """The rungs the task was started with; none where early exit or its selection is switched off."""
+        early_exit = self.settings.get("early_exit") or {}
+        is_on = early_exit.get("enabled", True) and early_exit.get("select", True)
+        pairs = (early_exit.get("rungs") or ()) if is_on else ()
         return tuple(Rung(progress=progress, keep=keep) for progress, keep in pairs)
 
     @property

@@ -1,0 +1,123 @@
+"""The reference says what the code says; what it says of journals is true of a real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_task, save_model
+
+import alto
+from alto.errors import TaskInterruptedError
+from alto.runs import Action, Mailbox, RunDir
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_generator() -> Any:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "tools" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    return generator
+
+
+reference = load_generator()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run in which everything happened that a journal can tell."""
+
+    folder: Path
+    events: tuple[Mapping[str, Any], ...]
+
+
+class Meddler:
+    """Sees the events of a run, sends it every kind of command, and interrupts it once."""
+
+    def __init__(self, runs: Path) -> None:
+        self.events: list[Mapping[str, Any]] = []
+        self.wants_to_stop = False
+        self._runs = runs
+
+    def observe(self, event: Mapping[str, Any]) -> None:
+        if event.get("replayed"):
+            return
+        self.events.append(event)
+        kinds = [event["event"] for event in self.events]
+        if event["event"] == "eval" and kinds.count("eval") == 1:
+            (run,) = self._runs.iterdir()
+            mailbox = Mailbox(RunDir.open(run))
+            for action in (Action.STOP, Action.RESUME, Action.RESUME):
+                mailbox.send(action, event["job"])
+            mailbox.send(Action.CLONE, event["job"], changes={"seed": 1})
+        self.wants_to_stop = event["event"] == "job_added"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three jobs and a clone of the tiny model, told what to do, interrupted and resumed."""
+    folder = tmp_path_factory.mktemp("reference")
+    task = make_task(
+        folder,
+        model=str(save_model(folder / "model")),
+        search_space={"lr": [1e-3, 3e-3, 1e-2]},
+        early_exit={"rungs": [[0.4, 0.5]]},
+        max_slots=2,
+        report_to="none",
+    )
+    runs = folder / "runs"
+    meddler = Meddler(runs)
+    engine = alto.Engine(output_dir=runs, observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
+    with pytest.raises(TaskInterruptedError):
+        engine.tune(task)
+    (path,) = runs.iterdir()
+    engine.resume(path)
+    return Run(folder=path, events=tuple(meddler.events))
+
+
+def test_the_page_is_generated_from_the_code_as_it_is() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run python tools/make_reference.py"
+
+
+def test_every_key_has_a_meaning_in_plain_words() -> None:
+    for line in reference.page().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `") and len(cells) == 4 and cells[3]:
+            assert len(cells[1]) > 5, line
+        assert "``" not in line.replace("```", ""), line
+        assert ":class:" not in line
+
+
+def test_events_and_their_fields_are_those_of_a_real_journal(run: Run) -> None:
+    found: dict[str, set[str]] = {}
+    for event in run.events:
+        found.setdefault(event["event"], set()).update(event.keys() - {"seq", "time", "event"})
+    assert found == {name: set(fields) for name, (_, fields) in reference.EVENTS.items()}
+
+
+def test_no_event_in_the_source_is_missing() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "alto" / "executor").glob("*.py"))
+    pairs = re.findall(r'journal\.append\(\s*"(\w+)"(?: if [\w.]+ else "(\w+)")?', text)
+    names = {name for pair in pairs for name in pair if name}
+    assert len(names) > 10
+    assert names == set(reference.EVENTS)
+
+
+def test_every_number_of_an_exit_is_explained() -> None:
+    exits = reference.exits()
+    assert len(exits) == 6
+    assert {key for _, decision in exits for key in decision.evidence} == set(reference.EVIDENCE)
+
+
+def test_the_run_directory_is_drawn_as_it_is(run: Run) -> None:
+    drawn = reference.run_section()
+    for path in run.folder.iterdir():
+        assert re.search(rf"^    {re.escape(path.name)}\b", drawn, re.MULTILINE), path.name
