@@ -6,8 +6,8 @@ import math
 import pytest
 
 from alto.errors import RunError, RunNotFoundError
-from alto.runs import RunHistory, Stage, read_events, read_history
 from alto.records import Rung
+from alto.runs import RunHistory, Stage, read_events, read_history
 
 
 def test_fold_tells_every_job(small_run):

@@ -1,0 +1,90 @@
+"""Commands on runs: paths, jobs and changes that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TASK_STARTED = {
+    "seq": 0,
+    "time": 0.0,
+    "event": "task_started",
+    "task": "t",
+    "jobs": [{"job": "job-000", "config": {}, "total_steps": 1, "samples_budgeted": 1}],
+}
+
+
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """A run that nobody works on."""
+    root = folder / "run"
+    root.mkdir()
+    (root / "task.yaml").write_text((folder / "task.yaml").read_text())
+    (root / "journal.jsonl").write_text(json.dumps(TASK_STARTED) + "\n")
+    (root / "run.lock").touch()
+    return root
+
+
+@pytest.mark.parametrize("command", ["show", "report", "resume", "eval"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "absent",
+        "../../etc",
+        "/dev/null",
+        "task.yaml",
+        "task.yaml/x",
+        "loop",
+        "x" * 300,
+        "x/" * 300,
+        "\x1b[31m",
+    ],
+)
+def test_no_run(refusal: Any, folder: Path, command: str, path: str) -> None:
+    (folder / "loop").symlink_to(folder / "loop")
+    assert "RunNotFoundError: " in refusal(command, path)
+
+
+@pytest.mark.parametrize("job", ["", "..", "../../etc", "job-000/../job-000", "\x1b[31mjob", "x" * 300, "job-0000"])
+def test_no_job(refusal: Any, run: Path, job: str) -> None:
+    for action in ("stop", "resume", "clone"):
+        said = refusal("job", action, run, job)
+        assert "JobCommandError: expected a job of this run, found '" in said
+        assert "it has job-000" in said
+    assert "RunNotFoundError: job: expected a job of" in refusal("eval", run, "--job", job)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lr=2024-01-01", "learning_rate (the peak learning rate) should be a finite number > 0, found datetime.date"),
+        ("lr=.nan", "found nan"),
+        ("lr=!!set {a}", "found {'a'} (set)"),
+        ("lr=!!binary aGk=", "found b'hi' (bytes)"),
+        ("lr=[1]", "found [1] (list)"),
+        ("lr=0x" + "f" * 5000, "found a number of 20000 bits"),
+        ("lerning_rate=1", "unknown key 'lerning_rate'. Did you mean 'learning_rate'?"),
+        ("a.b=1", "unknown key 'a.b'"),
+        ("name=x", "unknown key 'name'"),
+        ("lr", "should be key=value, found 'lr'"),
+    ],
+)
+def test_no_change_of_a_clone(refusal: Any, run: Path, change: str, message: str) -> None:
+    assert message in refusal("job", "clone", run, "job-000", "--set", change)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "0"], "limit: expected at least 1, found 0"),
+        (["--batch-size", "-1"], "batch_size: expected at least 1, found -1"),
+        (["--save-predictions", "x" * 300], "File name too long"),
+    ],
+)
+def test_no_evaluation(refusal: Any, run: Path, options: list[str], message: str) -> None:
+    assert message in refusal("eval", run, *options)
