@@ -195,10 +195,12 @@ def test_a_job_that_is_done_can_only_be_cloned(tmp_path: Path) -> None:
 def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.run_dir.control.mkdir()
+    (commanded.run_dir.control / "5.command.json").mkdir()
+    (commanded.run_dir.control / "4.command.json").write_bytes(b"\xff\xfe")
     for name, text in {"1": "not json", "2": "[]", "3": json.dumps({"action": "delete", "job": "job-000"})}.items():
         (commanded.run_dir.control / f"{name}.command.json").write_text(text)
     commanded.run()
-    for name in "123":
+    for name in "12345":
         answer = commanded.mailbox.wait_for_answer(name, 0)
         assert answer is not None
         assert not answer.done

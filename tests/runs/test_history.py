@@ -130,3 +130,18 @@ def test_missing_journal_says_what_to_give(tmp_path):
         read_events(tmp_path / "journal.jsonl")
     with pytest.raises(FileNotFoundError):
         read_history(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "train", "losses": [1.0], "first_step": 1},
+        {"event": "train", "job": "a", "losses": "x", "first_step": 1},
+        {"event": "job_admitted", "job": "a", "slot": "x"},
+        {"event": "task_started", "jobs": "x"},
+    ],
+)
+def test_an_event_that_no_alto_writes_is_named(write_run, small_run, event):
+    folder = write_run([*small_run[:3], {"seq": 3, "time": 1.0, **event}])
+    with pytest.raises(RunError, match="Expected a journal as ALTO writes it"):
+        read_history(folder)

@@ -62,7 +62,7 @@ def race_of(events: Iterable[Event]) -> Race:
     for event in events:
         try:
             _feed(race, event)
-        except RunError as error:
+        except (RunError, KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"Journal, event {event.get('seq')} ({event['event']}): {error}"
                 " If the journal is whole, another version of ALTO wrote it."

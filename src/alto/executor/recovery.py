@@ -57,7 +57,7 @@ def recover(run: RunDir) -> Past:
         return past
     store = StateStore(run)
     ends = [index for index, event in enumerate(events, start=1) if event["event"] == "checkpoint"]
-    end = next((end for end in reversed(ends) if store.restore(_states(events[end - 1]))), 0)
+    end = next((end for end in reversed(ends) if _restored(store, events[end - 1])), 0)
     if not end:
         store.restore({})
     num_damaged = sum(other > end for other in ends)
@@ -83,9 +83,9 @@ def check_data(started: Event, data: TaskData) -> None:
     Raises:
         RunError: Rows, tokenizer, chat template or max_length are other ones.
     """
-    if started["data"].get("fingerprint") != data_fingerprint(data):
+    if (started.get("data") or {}).get("fingerprint") != data_fingerprint(data):
         raise RunError(
-            f"expected the data that the run began with, found other rows or tokens in {started['dataset']}; "
+            f"expected the data that the run began with, found other rows or tokens in {started.get('dataset')}; "
             "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
         )
 
@@ -104,6 +104,14 @@ def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> 
             f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "
             "put it back, change single jobs with: alto job clone, or start a new run with: alto tune"
         )
+
+
+def _restored(store: StateStore, checkpoint: Event) -> bool:
+    try:
+        states = _states(checkpoint)
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return store.restore(states)
 
 
 def _states(checkpoint: Event) -> dict[tuple[str, Kind], int]:

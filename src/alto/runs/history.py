@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from alto.errors import RunError
 from alto.records import LossPoint, Rung
 from alto.runs.journal import Event, read_events
 from alto.runs.run_dir import RunDir
@@ -367,8 +368,23 @@ class RunHistory:
 
 
 def read_history(run_dir: str | Path) -> RunHistory:
-    """The history of the run in ``run_dir``; raises as :func:`alto.runs.read_events` does."""
-    return RunHistory.of(read_events(RunDir(Path(run_dir)).journal_file))
+    """The history of the run in ``run_dir``.
+
+    Raises:
+        RunNotFoundError: It holds no journal.
+        RunError: The journal is damaged, or says what no ALTO writes.
+    """
+    path = RunDir(Path(run_dir)).journal_file
+    history = RunHistory()
+    for event in read_events(path):
+        try:
+            history.apply(event)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"Expected a journal as ALTO writes it, found another event in {path} ({event!r:.100}: {error!r}). "
+                "Put the file back as it was."
+            ) from error
+    return history
 
 
 def _number(value: Any) -> float:

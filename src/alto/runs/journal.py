@@ -104,7 +104,7 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for line in _lines(path):
         event = _parse(line)
-        if event is None or event.get("seq") != len(events) or not isinstance(event.get("time"), int | float):
+        if event is None or event.get("seq") != len(events) or not _is_told(event):
             break
         events.append(event)
     return events
@@ -131,6 +131,15 @@ def _lines(path: Path) -> list[bytes]:
             f"Expected the journal of a run at {path}, but there is no such file. "
             f"Give the folder of a run, for example runs/<name>-<id>; it must hold journal.jsonl."
         ) from None
+    except OSError as error:
+        raise RunError(
+            f"Expected the journal of a run at {path}, found what cannot be read ({error.strerror}). "
+            "Make it readable, or give the folder of another run."
+        ) from error
+
+
+def _is_told(event: Event) -> bool:
+    return isinstance(event.get("time"), int | float) and isinstance(event.get("event"), str)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

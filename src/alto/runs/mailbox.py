@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from alto.errors import JobCommandError
@@ -87,7 +89,7 @@ class Mailbox:
             return []
         for name in names:
             try:
-                commands.append(_command(name.removesuffix(_COMMAND), (self._folder / name).read_text("utf-8")))
+                commands.append(_command(name.removesuffix(_COMMAND), self._folder / name))
             except JobCommandError as error:
                 self.answer(name.removesuffix(_COMMAND), Answer(done=False, message=str(error)))
         return commands
@@ -96,7 +98,8 @@ class Mailbox:
         """Answer a command and forget it."""
         with writing(self._run.root, self._folder):
             replace_file(self._folder / (command_id + _ANSWER), json.dumps(asdict(answer)) + "\n")
-            (self._folder / (command_id + _COMMAND)).unlink(missing_ok=True)
+            command = self._folder / (command_id + _COMMAND)
+            shutil.rmtree(command) if command.is_dir() else command.unlink(missing_ok=True)
 
     def wait_for_answer(self, command_id: str, timeout_s: float) -> Answer | None:
         """The answer, taken out of the mailbox; None if there is none within ``timeout_s``."""
@@ -111,13 +114,13 @@ class Mailbox:
         return answer
 
 
-def _command(command_id: str, text: str) -> Command:
+def _command(command_id: str, path: Path) -> Command:
     try:
-        facts = json.loads(text)
+        facts = json.loads(path.read_text("utf-8"))
         command = Command(**{**facts, "id": command_id, "action": Action(facts["action"])})
         if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
             raise TypeError("a field of another type")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise JobCommandError(
             f"expected a command as `alto job` writes it, found another file ({error}); use `alto job`"
         ) from None
