@@ -94,7 +94,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     base_path = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     base = AutoModelForCausalLM.from_pretrained(base_path)
     peft_model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_path), folder).eval()
-    data = read_task_rows(task).encode(load_tokenizer(), task.max_length)
+    data = read_task_rows(task).encode(load_tokenizer())
 
     batch = padded_batch(data.validation, range(len(data.validation)))
     with torch.no_grad():

@@ -74,9 +74,7 @@ def make_task(folder: Path, **changes: Any) -> Task:
 def load_tiny(task: Task) -> tuple[Backbone, TaskData]:
     """The random Llama, instead of the model that ``task`` names, and the task's data."""
     tokenizer = load_tokenizer()
-    return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), read_task_rows(task).encode(
-        tokenizer, task.max_length
-    )
+    return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), read_task_rows(task).encode(tokenizer)
 
 
 def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) -> TaskResult:

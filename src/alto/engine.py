@@ -160,9 +160,10 @@ class Engine:
         )
         subject = find_subject(Path(target), job=job, base=base, dataset=dataset)
         task = subject.task
+        rows = read_heldout_rows(task, dataset)
         result = measure(
             subject.adapter,
-            read_heldout_rows(task, dataset),
+            rows,
             settings,
             base=BaseModel(
                 model=subject.base_model,
@@ -172,7 +173,7 @@ class Engine:
                 use_safetensors=task.use_safetensors,
             ),
             max_tokens_per_pass=task.max_tokens_per_pass or TOKENS_PER_PASS[self._device.type],
-            max_length=task.max_length if subject.run_dir is not None else None,
+            max_length=rows.max_length if subject.run_dir is not None else None,
             on_progress=on_progress,
         )
         for evaluation in result.evaluations:
@@ -249,7 +250,7 @@ class Engine:
             trust_remote_code=task.trust_remote_code,
             use_safetensors=task.use_safetensors,
         )
-        data = rows.encode(backbone.tokenizer, task.max_length)
+        data = rows.encode(backbone.tokenizer)
         return _Prepared(
             task=task, trackers=trackers, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data)
         )

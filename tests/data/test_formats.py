@@ -245,4 +245,4 @@ def test_any_json_rows_are_encoded_or_refused_by_name(tmp_path: Path, rows: list
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(path), max_length=32)
     with contextlib.suppress(AltoError):
-        read_task_rows(task).encode(TOKENIZER, task.max_length)
+        read_task_rows(task).encode(TOKENIZER)

@@ -294,3 +294,13 @@ def test_no_name_means_two_presets() -> None:
     names = [name for preset in PRESETS for name in (*preset.names, preset.hub_id.lower())]
     assert len(set(names)) == len(names)
     assert all(find_preset(name.upper()) for name in names)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("gsm8k", 512), ("tulu-3", 4096), ("openthoughts3", 16384)])
+def test_a_preset_knows_how_long_its_rows_are(hub: Hub, name: str, tokens: int) -> None:
+    hub("openai/gsm8k", "main", train=gsm8k(20), test=gsm8k(5))
+    hub("allenai/tulu-3-sft-mixture", train=tulu(11_000))
+    hub("open-thoughts/OpenThoughts3-1.2M", train=openthoughts(20))
+    assert read_task_rows(make(name)).max_length == tokens
+    assert read_task_rows(make(name, max_length=64)).max_length == 64
+    assert read_heldout_rows(make(name), None).max_length == tokens

@@ -15,7 +15,8 @@ from alto.spec import Task
 
 
 def encode(task: Task, tokenizer: Any = None, max_length: int | None = None) -> TaskData:
-    return read_task_rows(task).encode(tokenizer or load_tokenizer(), max_length or task.max_length)
+    task = task if max_length is None else task.replace(max_length=max_length)
+    return read_task_rows(task).encode(tokenizer or load_tokenizer())
 
 
 def test_a_validation_dataset_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_rows_without_answers_have_a_loss_alone_unless_asked(adapter: SavedAdapt
 
 def test_no_rows_are_an_error(adapter: SavedAdapter) -> None:
     with pytest.raises(DataError, match="expected at least one row to measure on, found none in nothing"):
-        run(adapter, HeldoutRows(name="nothing", conversations=()))
+        run(adapter, HeldoutRows(name="nothing", conversations=(), max_length=1024))
 
 
 def test_an_adapter_of_another_base_is_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:

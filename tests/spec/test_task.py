@@ -37,7 +37,7 @@ def test_defaults():
         "data_seed": 42,
         "method": "sft",
         "num_gpus": 1,
-        "max_length": 1024,
+        "max_length": None,
         "eval_steps": 0.05,
         "max_slots": 16,
         "max_tokens_per_pass": None,

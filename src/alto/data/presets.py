@@ -20,10 +20,12 @@ class Preset:
         train_split, test_split: Splits on the hub; no test split where rows are held out of the training split.
         row_counts: Training, validation and test rows drawn from the training split with the task's ``data_seed``;
             None where its rows are used as they are.
+        max_length: Tokens of a row: those of its authors' own recipes, and for GSM8K what holds every row.
     """
 
     names: tuple[str, ...]
     hub_id: str
+    max_length: int
     config: str | None = None
     form: RowFormName
     train_split: str = "train"
@@ -35,6 +37,7 @@ PRESETS = (
     Preset(
         names=("gsm8k", "math/gsm8k"),
         hub_id="openai/gsm8k",
+        max_length=512,
         config="main",
         form="prompt_completion",
         test_split="test",
@@ -42,17 +45,20 @@ PRESETS = (
     Preset(
         names=("tulu-3", "tulu3"),
         hub_id="allenai/tulu-3-sft-mixture",
+        max_length=4096,
         form="messages",
         row_counts=(9_000, 1_000, 1_000),
     ),
     Preset(
         names=("openthoughts3", "openthoughts-3"),
         hub_id="open-thoughts/OpenThoughts3-1.2M",
+        max_length=16384,
         form="sharegpt",
     ),
     Preset(
         names=("ultrafeedback",),
         hub_id="HuggingFaceH4/ultrafeedback_binarized",
+        max_length=1024,
         form="preference",
         train_split="train_prefs",
         test_split="test_prefs",

@@ -22,14 +22,14 @@ def preview_rows(rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int) -
     Raises:
         DataError: See :meth:`TaskRows.encode`.
     """
-    data = rows.encode(tokenizer, task.max_length)
+    data = rows.encode(tokenizer)
     lengths = [ids.numel() for ids in data.train.input_ids]
     return DataPreview(
         dataset=task.dataset,
         model=task.model,
         form=rows.layout.form,
         columns=dict(rows.layout.columns),
-        max_length=task.max_length,
+        max_length=rows.max_length,
         counts=data.counts(),
         row_tokens=(min(lengths), statistics.median(lengths), max(lengths)),
         notes=data.notes,

@@ -17,6 +17,9 @@ from alto.spec import Task
 
 __all__ = ["Source", "open_source"]
 
+DEFAULT_MAX_LENGTH = 1024
+"""Tokens of a row, where neither a task nor a preset says."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -28,12 +31,14 @@ class Source:
         train: A file's rows, or those of the split to train on.
         validation, test: The dataset's own; None where it has none.
         form: What a preset knows of the rows; ``auto`` elsewhere.
+        max_length: Tokens of a row, where a task leaves it open.
     """
 
     train: Sequence[RawRow]
     validation: Sequence[RawRow] | None = None
     test: Sequence[RawRow] | None = None
     form: str = "auto"
+    max_length: int = DEFAULT_MAX_LENGTH
 
 
 def open_source(name: str, key: str, task: Task) -> Source:
@@ -57,7 +62,7 @@ def open_source(name: str, key: str, task: Task) -> Source:
     if preset is None:
         if not _is_hub_id(name):
             raise _not_found(name, path, key)
-        preset = Preset(names=(), hub_id=name, form="auto")
+        preset = Preset(names=(), hub_id=name, form="auto", max_length=DEFAULT_MAX_LENGTH)
     config = task.dataset_config if is_own else None
     splits = load_hub_dataset(preset.hub_id, config or preset.config, key)
     train_split = task.dataset_train_split if is_own else None
@@ -76,7 +81,7 @@ def open_source(name: str, key: str, task: Task) -> Source:
         validation, test = (splits.get(split) if split != train_split else None for split in ("validation", "test"))
     if test_split is not None:
         test = _split(splits, test_split, "dataset_test_split", name)
-    return Source(train=train, validation=validation, test=test, form=preset.form)
+    return Source(train=train, validation=validation, test=test, form=preset.form, max_length=preset.max_length)
 
 
 def _exists(path: Path) -> bool:

@@ -59,21 +59,23 @@ class TaskRows:
 
     Attributes:
         layout: Form and columns of the training rows.
+        max_length: Tokens at which a row is cut.
     """
 
     train: list[Conversation]
     validation: list[Conversation]
     layout: Layout
+    max_length: int
 
-    def encode(self, tokenizer: Any, max_length: int) -> TaskData:
-        """Tokenise both splits, cutting rows at ``max_length`` tokens.
+    def encode(self, tokenizer: Any) -> TaskData:
+        """Tokenise both splits.
 
         Raises:
             DataError: See :func:`encode_dataset`; or the tokenizer leaves replies without an end.
         """
         about_tokenizer = tokenizer_notes(tokenizer, self.train)
-        train = encode_dataset(self.train, tokenizer, max_length, "training")
-        validation = encode_dataset(self.validation, tokenizer, max_length, "validation")
+        train = encode_dataset(self.train, tokenizer, self.max_length, "training")
+        validation = encode_dataset(self.validation, tokenizer, self.max_length, "validation")
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         return TaskData(
@@ -83,18 +85,19 @@ class TaskRows:
             notes=(
                 *reading_notes(self.train, self.validation, num_shared),
                 *about_tokenizer,
-                *encoding_notes(train, "training", max_length),
-                *encoding_notes(validation, "validation", max_length),
+                *encoding_notes(train, "training", self.max_length),
+                *encoding_notes(validation, "validation", self.max_length),
             ),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutRows:
-    """Rows to measure an adapter on, and the name to report them under."""
+    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut."""
 
     name: str
     conversations: Sequence[Conversation]
+    max_length: int
 
 
 def read_task_rows(task: Task) -> TaskRows:
@@ -109,11 +112,14 @@ def read_task_rows(task: Task) -> TaskRows:
     if task.validation_dataset is not None:
         other = open_source(task.validation_dataset, "validation_dataset", task)
         own = other.train if other.validation is None else other.validation
-        return TaskRows(train=train, validation=_conversations(own, other.form, task)[0], layout=layout)
-    if source.validation is not None and task.validation_split is None:
-        return TaskRows(train=train, validation=_conversations(source.validation, source.form, task)[0], layout=layout)
-    train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
-    return TaskRows(train=train, validation=validation, layout=layout)
+        validation = _conversations(own, other.form, task)[0]
+    elif source.validation is not None and task.validation_split is None:
+        validation = _conversations(source.validation, source.form, task)[0]
+    else:
+        train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
+    return TaskRows(
+        train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length
+    )
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
@@ -129,10 +135,12 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     name = dataset or task.dataset
     source = open_source(name, "dataset", task)
     if source.test is not None:
-        return HeldoutRows(name=f"{name} (test split)", conversations=_conversations(source.test, source.form, task)[0])
-    if dataset is None:
-        return HeldoutRows(name=f"{name} (validation rows)", conversations=read_task_rows(task).validation)
-    return HeldoutRows(name=name, conversations=_conversations(source.train, source.form, task)[0])
+        name, conversations = f"{name} (test split)", _conversations(source.test, source.form, task)[0]
+    elif dataset is None:
+        name, conversations = f"{name} (validation rows)", read_task_rows(task).validation
+    else:
+        conversations = _conversations(source.train, source.form, task)[0]
+    return HeldoutRows(name=name, conversations=conversations, max_length=task.max_length or source.max_length)
 
 
 def _conversations(rows: Sequence[RawRow], known_form: str, task: Task) -> tuple[list[Conversation], Layout]:
