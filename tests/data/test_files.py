@@ -149,7 +149,7 @@ def test_a_line_of_twenty_megabytes(tmp_path: Path) -> None:
         ("a.csv", b"a,b\n1,2\n1,2,3\n", ":3: expected 2 cells (a, b), found 3; put a text with commas"),
         ("a.csv", b"a,b\n1,2\n1,\"2\n", ":3: expected cells between separators"),
         ("a.csv", b"a,a\n1,2\n", ":1: expected every column once, found 'a' twice"),
-        ("a.csv", b"a;b\n1;2\n", "found semicolons; save the table with commas"),
+        ("a.tsv", b"a;b\n1;2\n", "found semicolons; name the file .csv"),
         ("a.csv", b"a,b\n1,\xff\n", ":2: expected UTF-8 text"),
         ("a.txt", b"hello", "expected a file ending in .jsonl, .ndjson, .json, .csv, .tsv, .parquet"),
         ("a.jsonl", b"", "expected at least one row, found none in"),
@@ -197,3 +197,11 @@ def test_any_bytes_are_read_or_refused_by_name(tmp_path: Path, name: str, conten
     path.write_bytes(content)
     with contextlib.suppress(AltoError):
         read_file(path, "dataset")
+
+
+def test_a_csv_of_semicolons_is_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "excel.csv"
+    path.write_bytes('\ufeffTicket Text;Category\r\n"Müller, was;\nnun?";Billing\r\n'.encode())
+    assert [row.values for row in read_file(path, "dataset")] == [
+        {"Ticket Text": "Müller, was;\nnun?", "Category": "Billing"}
+    ]

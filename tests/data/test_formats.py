@@ -213,7 +213,9 @@ def test_columns_that_fit_no_form_or_no_column() -> None:
         PAIR, columns={"messages": "m", "prompt": "p"}
     )
     assert "expected roles of the form text, found prompt" in refusal(PAIR, form="text", columns={"prompt": "p"})
-    assert "expected a column 'sys' for the role system" in refusal(PAIR, columns={"system": "sys"})
+    assert "expected a column of the dataset for system (prompt, completion), found 'sys'" in refusal(
+        PAIR, columns={"system": "sys"}
+    )
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)

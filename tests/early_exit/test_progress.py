@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import evaluation_steps, rung_step
+from alto.early_exit import evaluation_steps, rung_notes, rung_step
 from alto.early_exit.progress import ceil_share
 from alto.errors import SpecError
 from alto.records import Rung
@@ -67,3 +67,12 @@ def test_evaluation_steps_are_rising_and_hold_every_rung_and_the_end(
 def test_every_is_checked(every: float) -> None:
     with pytest.raises(SpecError, match="expected a fraction"):
         evaluation_steps(10, every, ())
+
+
+def test_rungs_that_come_too_early_are_noted() -> None:
+    rungs = (Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2))
+    (note,) = rung_notes(rungs, [20, 400, 30])
+    assert note.startswith("2 of 3 jobs have so few steps (the shortest 20)")
+    assert rung_notes(rungs, [41, 400]) == ()
+    assert rung_notes((), [1]) == ()
+    assert rung_notes((Rung(progress=0.49, keep=0.5), Rung(progress=0.5, keep=0.5)), [4])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +178,17 @@ def test_overrides_refused(write, override, error, reason):
 def test_yaml_merge_keys_are_no_repeats(write):
     path = write(BASE + "early_exit: {<<: {window: 3, policy: paper}, window: 4}\n")
     assert load_task(path).early_exit == EarlyExit(policy="paper", window=4)
+
+
+def test_an_override_fixes_what_the_file_searches(tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text("model: alto-tiny\ndataset: rows.jsonl\nsearch_space: {lr: [1.0e-4, 1.0e-3], r: [4, 8]}\n")
+    task = load_task(file, ["learning_rate=5e-4"])
+    assert [(job.config.learning_rate, job.config.r) for job in task.jobs] == [(5e-4, 4), (5e-4, 8)]
+
+
+def test_a_dataset_given_for_a_task_is_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "tickets.csv"
+    file.write_text("prompt,completion\na,b\n")
+    with pytest.raises(SpecError, match=r"looks like a dataset\. Write a task file .*'dataset: tickets\.csv'"):
+        load_task(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -25,11 +26,20 @@ _MAX_SHOWN = 3
 
 
 def resolve_model(model: str) -> str:
-    """What ``from_pretrained`` takes for ``model``: a shipped model's folder, a local folder, or a hub id as it is."""
+    """What ``from_pretrained`` takes for ``model``: a shipped model's folder, a local folder, or a hub id as it is.
+
+    Raises:
+        ModelNotFoundError: It is nearly a shipped model's name.
+    """
     if model in SHIPPED_MODELS:
         return str(resources.files("alto") / "assets" / model)
     folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model
+    if folder.is_dir():
+        return str(folder.resolve())
+    near = difflib.get_close_matches(model.lower(), SHIPPED_MODELS, n=1, cutoff=0.8)
+    if near:  # before the hub is asked, which takes half a minute where there is none
+        raise ModelNotFoundError(f"model: expected a model, found none called {model!r}; did you mean {near[0]!r}?")
+    return model
 
 
 def load_backbone(

@@ -75,6 +75,7 @@ def evaluate(
         del facts["predictions"]
         print_json(facts)
         return
+    console.print(Text(f"{result.adapter.dataset}, {result.adapter.num_rows} rows"), soft_wrap=True)
     console.print(_table(result.evaluations))
     console.print(
         f"metrics: {Path(result.adapter_dir) / 'metrics.json'}", soft_wrap=True, highlight=False, markup=False
@@ -122,7 +123,7 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
 
 def _table(evaluations: Sequence[Evaluation]) -> Table:
     # Text, not markup: a file's name may hold brackets.
-    table = Table(title=Text(f"{evaluations[0].dataset}, {evaluations[0].num_rows} rows"), title_justify="left")
+    table = Table()
     table.add_column("weights")
     table.add_column("loss", justify="right")
     table.add_column("exact match", justify="right")

@@ -32,7 +32,8 @@ def show(
     if watch and not as_json and console.is_terminal:
         with contextlib.suppress(KeyboardInterrupt):
             watch_run(console, run_dir, every_s)
-        console.print(final_summary(read_history(run_dir.root), run_dir.root, max_rows=None))
+        history = read_history(run_dir.root)
+        console.print(final_summary(history, run_dir.root, max_rows=None, is_live=run_dir.is_locked()))
         return
     while True:
         is_live = run_dir.is_locked()
@@ -40,7 +41,7 @@ def show(
         if as_json:
             print_json(_facts(run_dir, history, is_live=is_live))
         else:
-            console.print(final_summary(history, run_dir.root, max_rows=None))
+            console.print(final_summary(history, run_dir.root, max_rows=None, is_live=is_live))
         if not (watch and is_live):
             return
         time.sleep(every_s)

@@ -9,7 +9,8 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,14 +155,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv(lines: IO[str], path: str) -> Iterator[RawRow]:
-    return _cells(lines, path, ",")
+    """Commas, or semicolons where the first line has these alone: Excel's way where the comma is the decimal sign."""
+    header = next(lines, "")
+    return _cells(chain([header], lines), path, ";" if ";" in header and "," not in header else ",")
 
 
 def _tsv(lines: IO[str], path: str) -> Iterator[RawRow]:
     return _cells(lines, path, "\t")
 
 
-def _cells(lines: IO[str], path: str, delimiter: str) -> Iterator[RawRow]:
+def _cells(lines: Iterable[str], path: str, delimiter: str) -> Iterator[RawRow]:
     """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
     limit = csv.field_size_limit(sys.maxsize)  # the module's own is shorter than many a document
     try:
@@ -186,7 +189,7 @@ def _cells(lines: IO[str], path: str, delimiter: str) -> Iterator[RawRow]:
         csv.field_size_limit(limit)
 
 
-def _checked(lines: IO[str], path: str) -> Iterator[str]:
+def _checked(lines: Iterable[str], path: str) -> Iterator[str]:
     for number, line in enumerate(lines, start=1):
         _check_text(line, f"{path}:{number}")
         yield line
@@ -208,8 +211,7 @@ def _check_columns(columns: Sequence[str], delimiter: str, where: str) -> None:
         raise DataFormatError(f"{where}: expected every column once, found {quoted(twice)} twice; rename one")
     if len(columns) == 1 and ";" in columns[0]:
         raise DataFormatError(
-            f"{where}: expected columns separated by {delimiter!r}, found semicolons; save the table with "
-            f"{'commas' if delimiter == ',' else 'tabs'}"
+            f"{where}: expected columns separated by {delimiter!r}, found semicolons; name the file .csv"
         )
 
 

@@ -15,6 +15,7 @@ form                          columns (optional ones in brackets)
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,6 +83,7 @@ def find_layout(rows: Sequence[RawRow], form: str, columns: Mapping[str, str]) -
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
             f"{listed(columns)}; remove those that do not belong"
         )
+    _check_columns(rows, columns)
     known: dict[tuple[str, ...], list[Layout]] = {}
     common = candidates
     for row in rows:
@@ -121,6 +123,20 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     return tuple(turns)
 
 
+def _check_columns(rows: Sequence[RawRow], columns: Mapping[str, str]) -> None:
+    if not columns:
+        return
+    names = {name: None for row in rows for name in row.values}  # in the dataset's order
+    for role, column in columns.items():
+        if column not in names:
+            near = difflib.get_close_matches(column.lower(), {name.lower(): name for name in names}, n=1)
+            meant = next((name for name in names if near and name.lower() == near[0]), None)
+            raise DataFormatError(
+                f"columns: expected a column of the dataset for {role} ({listed(names)}), found {quoted(column)}; "
+                + (f"did you mean {quoted(meant)}?" if meant is not None else "correct the name")
+            )
+
+
 def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     wanted = "messages" if form == "sharegpt" else form
     layouts = []
@@ -136,12 +152,6 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
 def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str, columns: Mapping[str, str]) -> Layout:
     """``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
     optional = [(role, columns.get(role, role)) for role in _OPTIONAL[layout.form]]
-    for role, column in optional:
-        if role in columns and column not in seen:
-            raise DataFormatError(
-                f"columns: expected a column {quoted(column)} for the role {role}, found {listed(sorted(seen))}; "
-                "correct the name"
-            )
     if layout.form == "preference":
         chosen = layout.column("chosen")
         raise DataFormatError(

@@ -117,9 +117,7 @@ def read_task_rows(task: Task) -> TaskRows:
         validation = _conversations(source.validation, source.form, task)[0]
     else:
         train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
-    return TaskRows(
-        train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length
-    )
+    return TaskRows(train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length)
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from alto.errors import SpecError
 from alto.records import Rung
 
-__all__ = ["ceil_share", "evaluation_steps", "rung_step"]
+__all__ = ["ceil_share", "evaluation_steps", "rung_notes", "rung_step"]
 
 # A product this close to a whole number, relative to it, is that number: 0.07 * 100 is 7.000000000000001 in float64.
 ROUNDING = 1e-9
@@ -24,6 +24,22 @@ def ceil_share(share: float, total: int) -> int:
 def rung_step(rung: Rung, total_steps: int) -> int:
     """The step (1-based count of steps done) at which a job of ``total_steps`` steps reaches ``rung``."""
     return max(1, ceil_share(rung.progress, total_steps))
+
+
+def rung_notes(rungs: Sequence[Rung], total_steps: Iterable[int]) -> tuple[str, ...]:
+    """What a user should know where jobs have too few steps for their rungs, in sentences."""
+    steps = list(total_steps)
+    if not rungs or not steps:
+        return ()
+    reached = [tuple(rung_step(rung, total) for rung in rungs) for total in steps]
+    hasty = sum(at[0] == 1 or len(set(at)) < len(at) for at in reached)
+    if not hasty:
+        return ()
+    return (
+        f"{hasty} of {len(steps)} jobs have so few steps (the shortest {min(steps)}) that rungs fall on their first "
+        "step or on one another: they are ranked by next to nothing; move the rungs, for example "
+        "early_exit: {rungs: [[0.25, 0.5]]}, or train longer.",
+    )
 
 
 def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> tuple[int, ...]:

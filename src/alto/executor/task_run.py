@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from alto.backbone import Backbone
 from alto.data import TaskData
-from alto.early_exit import Race, policy_from, race_of
+from alto.early_exit import Race, policy_from, race_of, rung_notes
 from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint
 from alto.executor.roster import Roster
@@ -67,7 +67,7 @@ class TaskRun:
             num_train=len(self._data.train),
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
-            notes=[*past.notes, *self._data.notes],
+            notes=[*past.notes, *self._data.notes, *self._rung_notes()],
             max_slots=self.roster.num_slots,
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
             device=str(self._backbone.device),
@@ -205,6 +205,10 @@ class TaskRun:
         settings = self.task.early_exit
         total_steps = {job: run.total_steps for job, run in self.runs.items()}
         return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
+
+    def _rung_notes(self) -> tuple[str, ...]:
+        rungs = policy_from(self.task.early_exit).rungs
+        return rung_notes(rungs, [run.total_steps for run in self.runs.values()])
 
     def _samples(self, run: JobRun, steps: int) -> int:
         return run.config.samples_after(steps, len(self._data.train))

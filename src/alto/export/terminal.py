@@ -69,8 +69,10 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._live.stop()
+        if error is not None and self.history.jobs:
+            self._console.print(final_summary(self.history))  # how far it came
 
     def observe(self, event: Event) -> None:
         """Fold in one event of the journal; the next redraw shows it."""
@@ -168,7 +170,7 @@ class LiveView:
 
 
 def final_summary(
-    history: RunHistory, run_dir: str | Path | None = None, *, max_rows: int | None = 20
+    history: RunHistory, run_dir: str | Path | None = None, *, max_rows: int | None = 20, is_live: bool = True
 ) -> RenderableType:
     """The table of jobs, what was saved, and where the best adapter lies.
 
@@ -176,9 +178,10 @@ def final_summary(
         history: A run, finished or not.
         run_dir: Its folder; without it the summary does not say where the adapter lies.
         max_rows: Rows shown at most, best first; None shows all.
+        is_live: Whether a process works on it, if it is not finished.
     """
     table = job_table(history)
-    state = "finished" if history.result is not None else "not finished"
+    state = "finished" if history.result is not None else "not finished" if is_live else "interrupted"
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {format_duration(history.duration_s)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -196,6 +199,8 @@ def final_summary(
     ]
     if run_dir is not None:
         lines.append(_place(history, Path(run_dir)))
+        if history.result is None and not is_live:
+            lines.append(Text(f"nobody works on it; go on with: alto resume {clean(run_dir)}", overflow="fold"))
     return Group(*lines)
 
 

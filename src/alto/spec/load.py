@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
+from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
@@ -17,6 +18,7 @@ __all__ = ["build_task", "load_task", "parse_override"]
 
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES}
 
+_DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 _MAX_BYTES = 2 * 1024**2
 _MAX_OVERRIDE_KEYS = 8
 
@@ -32,7 +34,8 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
         path: The file.
         overrides: ``key=value`` each, applied in order. Dots lead into nested settings
             (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML in which ``1e-4`` is a
-            number. An override replaces the field whichever of its spellings the file uses.
+            number. An override replaces the field whichever of its spellings the file uses, and fixes a job's field
+            that the file searches.
 
     Raises:
         SpecError: No such file, no YAML, not a mapping, an override that is none, or a task that is not valid.
@@ -75,6 +78,11 @@ def _read(path: Path) -> dict[Any, Any]:
     if values is None:
         raise SpecError(f"{path} should describe a task, found an empty file. Give at least 'model' and 'dataset'.")
     if not isinstance(values, dict):
+        if path.suffix.lower() in _DATA_SUFFIXES:
+            raise SpecError(
+                f"{path} should be a task file, found what looks like a dataset. Write a task file with the lines "
+                f"'model: alto-tiny' and 'dataset: {path.name}', and give that."
+            )
         raise SpecError(
             f"{path} should map keys to values, found a {type(values).__name__} at the top. "
             f"Write lines such as 'model: alto-tiny'."
@@ -131,7 +139,17 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
             f"The override {quoted(override)} should lead to a key, found {len(keys)} keys in each other. No setting "
             f"lies that deep; correct it."
         )
+    if len(keys) == 1:
+        values = _without_search(values, _ALIASES.get(keys[0], keys[0]))
     return _with_value(values, keys, value, override)
+
+
+def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
+    """A job's field that an override fixes is no longer searched."""
+    space = values.get("search_space")
+    if field not in JOB_FIELDS or not isinstance(space, Mapping):
+        return dict(values)
+    return {**values, "search_space": {key: v for key, v in space.items() if _ALIASES.get(key, key) != field}}
 
 
 def _with_value(values: Mapping[Any, Any], keys: list[str], value: Any, override: str) -> dict[Any, Any]:
