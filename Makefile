@@ -53,6 +53,12 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 		$(BIN)/python $$benchmark --scale smoke; \
 	done
 
+.PHONY: bench-gpu
+# With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch.
+bench-gpu: export PYTHONPATH = src
+bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
+	$(PYTHON) benchmarks/kernels.py --scale gpu
+
 .PHONY: clean
 clean: ## Delete .venv, caches, build products and generated data; runs/ stays
 	rm -rf .venv build dist examples/data

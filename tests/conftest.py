@@ -7,6 +7,12 @@ import os
 # Read by huggingface_hub when it is imported, so it has to stand before anything that imports transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import torch
+
+# Read by triton when it is imported: without a GPU its kernels are interpreted on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from collections.abc import Callable
 
 import pytest

@@ -16,7 +16,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 NOTES = ROOT / "benchmarks" / "notes"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
-TOPICS = {"sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",))}
+TOPICS = {
+    "sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",)),
+    "kernels": ("One training step of many adapters", ("cpu", "gpu")),
+}
 """Topics in the order of the page: title, and the scales it can be measured at."""
 
 INTRODUCTION = """# Benchmarks
@@ -43,7 +46,8 @@ def scale_section(topic: str, scale: str) -> str:
     file = RESULTS / f"{topic}-{scale}.json"
     heading = f"### {scale.upper()}\n\n"
     if not file.exists():
-        return f"{heading}Not measured yet. `python benchmarks/{topic}.py --scale {scale}` measures it.\n"
+        command = "make bench-gpu" if scale == "gpu" else f"python benchmarks/{topic}.py --scale {scale}"
+        return f"{heading}Not measured yet. `{command}` measures it.\n"
     result = json.loads(file.read_text(encoding="utf-8"))
     lines = ["| figure | value | goal | |", "|---|---|---|---|"]
     goals = result["goals"]

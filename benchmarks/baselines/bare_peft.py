@@ -27,7 +27,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import get_scheduler, set_seed
 
-__all__ = ["bare_peft_one"]
+__all__ = ["bare_peft_one", "loss_sum"]
 
 Example = Mapping[str, list[int]]
 
@@ -64,8 +64,8 @@ def bare_peft_one(
     model.train()
     batches = _batches(prepared.train, order, settings.per_device_train_batch_size)
     for step, examples in enumerate(itertools.islice(batches, total_steps), start=1):
-        loss_sum, num_tokens = _loss_sum(model, examples, pad_id)
-        loss = loss_sum / num_tokens
+        total, num_tokens = loss_sum(model, examples, pad_id)
+        loss = total / num_tokens
         loss.backward()
         if settings.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
@@ -103,8 +103,8 @@ def _batches(rows: Sequence[Example], order: Order, batch_size: int) -> Iterator
             yield [rows[index] for index in indices[first : first + batch_size]]
 
 
-def _loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tuple[Tensor, int]:
-    """Summed loss over the trained tokens of a batch, and their number."""
+def loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tuple[Tensor, int]:
+    """Summed loss over the trained tokens of a padded batch, and their number; on the model's device."""
     lengths = [len(example["input_ids"]) for example in examples]
     longest = max(lengths)
     input_ids = torch.full((len(examples), longest), pad_id)
@@ -116,13 +116,18 @@ def _loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tup
         attention_mask[row, :length] = 1
     targets = labels[:, 1:]
     columns = (targets != IGNORED).any(dim=0).nonzero().squeeze(1)
-    outputs = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=columns)
     targets = targets[:, columns]
     is_trained = targets != IGNORED
-    loss_sum = torch.nn.functional.cross_entropy(
-        outputs.logits[is_trained].float(), targets[is_trained], reduction="sum"
+    outputs = model(
+        input_ids=input_ids.to(model.device),
+        attention_mask=attention_mask.to(model.device),
+        use_cache=False,
+        logits_to_keep=columns.to(model.device),
     )
-    return loss_sum, int(is_trained.sum())
+    loss = torch.nn.functional.cross_entropy(
+        outputs.logits[is_trained].float(), targets[is_trained].to(model.device), reduction="sum"
+    )
+    return loss, int(is_trained.sum())
 
 
 @torch.no_grad()
@@ -130,8 +135,8 @@ def _evaluate(model: PeftModel, rows: Sequence[Example], batch_size: int, pad_id
     model.eval()
     total, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):
-        loss_sum, count = _loss_sum(model, rows[first : first + batch_size], pad_id)
-        total += loss_sum.item()
+        batch_total, count = loss_sum(model, rows[first : first + batch_size], pad_id)
+        total += batch_total.item()
         num_tokens += count
     model.train()
     return total / num_tokens

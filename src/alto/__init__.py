@@ -34,10 +34,11 @@ __all__ = [
     "load_task",
 ]
 
-__version__ = version("alto-lora")
-
 
 def __getattr__(name: str) -> Any:
+    # Not known where the source is used without being installed.
+    if name == "__version__":
+        return version("alto-lora")
     # The engine brings torch along, which a reader of task files does not need.
     if name == "Engine":
         return import_module("alto.engine").Engine

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_backends import BACKENDS
 from torch import Tensor
 
-from alto.kernels import reference, torch_backend
+from alto.kernels import torch_backend
 
-BACKENDS = pytest.mark.parametrize("ops", [reference, torch_backend], ids=["reference", "torch"])
 SETTINGS = {
     0: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     2: {"lr": 5e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3},

@@ -1,11 +1,18 @@
-"""Which backend is taken: what the caller says, then ALTO_KERNELS, then torch."""
+"""Which backend is taken: what the caller says, then ALTO_KERNELS, then the best for the device."""
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
+from importlib.util import find_spec
 
-from alto.errors import SpecError
-from alto.kernels import choose_backend, reference, torch_backend
+import pytest
+import torch
+
+from alto.errors import SpecError, UnsupportedError
+from alto.kernels import backend, choose_backend, reference, torch_backend
+
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -13,8 +20,23 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALTO_KERNELS", raising=False)
 
 
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+
+
 def test_torch_is_the_default() -> None:
     assert choose_backend() is torch_backend
+
+
+@NEEDS_TRITON
+def test_triton_is_taken_on_cuda() -> None:
+    assert choose_backend(device="cuda").__name__ == "alto.kernels.triton_backend"
+    assert choose_backend(device=torch.device("cuda", 1)).__name__ == "alto.kernels.triton_backend"
+
+
+def test_torch_is_taken_on_cuda_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    assert choose_backend(device="cuda") is torch_backend
 
 
 @pytest.mark.parametrize("value", ["reference", "torch", ""])
@@ -30,9 +52,29 @@ def test_the_caller_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_KERNELS", "trition")
-    with pytest.raises(SpecError, match=r"ALTO_KERNELS.*\['reference', 'torch'\].*'trition'"):
+    with pytest.raises(SpecError, match=r"ALTO_KERNELS.*\['reference', 'torch', 'triton'\].*'trition'"):
         choose_backend()
 
 
-def test_backends_offer_the_same_ops() -> None:
-    assert sorted(reference.__all__) == sorted(torch_backend.__all__)
+def test_triton_by_name_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"expected Triton, found it not installed; pip install"):
+        choose_backend("triton")
+
+
+@NEEDS_TRITON
+def test_triton_by_name_needs_a_device_to_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match=r"expected a CUDA device, found none; unset it"):
+        choose_backend("triton")
+
+
+def test_kernels_import_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import alto.kernels, alto.lora"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
+def test_backends_offer_the_same_ops(name: str) -> None:
+    assert sorted(reference.__all__) == sorted(choose_backend(name).__all__)

@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_backends import BACKENDS
 from torch import Tensor
 
-from alto.kernels import DropoutKey, LoraOperands, TokenSchedule, grouped_lora_linear, reference, torch_backend
+from alto.kernels import DropoutKey, LoraOperands, TokenSchedule, grouped_lora_linear, torch_backend
 from alto.kernels.dropout import dropout_factor
 
-BACKENDS = pytest.mark.parametrize("ops", [reference, torch_backend], ids=["reference", "torch"])
 RANKS, MAX_RANK, MODULE, K, N = (3, 0, 16, 1), 16, 5, 17, 20
 SLOTS, COUNTS, SCALES = (2, 0, 1, 3), (7, 1, 4, 6), (2.0, 0.5, 1.0, 3.0)
 KEYS = (DropoutKey(0.4, 1, 2), None, DropoutKey(0.2, 3, 4), DropoutKey(0.5, 5, 6))

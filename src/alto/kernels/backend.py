@@ -1,33 +1,59 @@
 """Which implementation of the ops is used: one place, one rule.
 
-``ALTO_KERNELS=torch|reference`` overrides the choice; without it the torch backend is taken.
+``triton`` on CUDA where Triton is installed, ``torch`` elsewhere; ``ALTO_KERNELS=triton|torch|reference`` overrides.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
-from alto.errors import SpecError
-from alto.kernels import reference, torch_backend
+import torch
+
+from alto.errors import SpecError, UnsupportedError
 
 __all__ = ["choose_backend"]
 
-_BACKENDS: dict[str, ModuleType] = {"torch": torch_backend, "reference": reference}
+_MODULES = {"reference": "reference", "torch": "torch_backend", "triton": "triton_backend"}
 
 
-def choose_backend(name: str | None = None) -> ModuleType:
+def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu") -> ModuleType:
     """The module that holds the ops.
 
     Args:
-        name: ``torch`` or ``reference``; None asks the environment variable ``ALTO_KERNELS``, then takes ``torch``.
+        name: ``triton``, ``torch`` or ``reference``; None asks the environment variable ``ALTO_KERNELS``, then takes
+            the best for ``device``.
+        device: Where the tensors are.
 
     Raises:
         SpecError: No backend has that name.
+        UnsupportedError: ``triton`` was asked for by name and cannot run here.
     """
-    name = name or os.environ.get("ALTO_KERNELS") or "torch"
-    if name not in _BACKENDS:
+    name = name or os.environ.get("ALTO_KERNELS") or _best(torch.device(device))
+    if name not in _MODULES:
         raise SpecError(
-            f"ALTO_KERNELS: expected one of {sorted(_BACKENDS)}, found {name!r}; unset it to let ALTO choose"
+            f"ALTO_KERNELS: expected one of {sorted(_MODULES)}, found {name!r}; unset it to let ALTO choose"
         )
-    return _BACKENDS[name]
+    if name == "triton":
+        _check_triton()
+    # Imported by name, so that a machine without Triton never looks at its kernels.
+    return import_module(f"alto.kernels.{_MODULES[name]}")
+
+
+def _best(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
+
+
+def _check_triton() -> None:
+    if find_spec("triton") is None:
+        raise UnsupportedError(
+            "ALTO_KERNELS=triton: expected Triton, found it not installed; pip install 'alto-lora[gpu]', or unset it"
+        )
+    # Triton reads the same variable: with it, kernels are interpreted on the CPU.
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UnsupportedError(
+            "ALTO_KERNELS=triton: expected a CUDA device, found none; unset it, or set TRITON_INTERPRET=1 to run the "
+            "kernels in Triton's interpreter, slowly"
+        )

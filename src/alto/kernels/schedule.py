@@ -6,10 +6,13 @@ Built once per forward/backward pass on the host; every layer of the pass reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from alto.errors import ShapeError
+from alto.kernels.pass_table import PassTable
 
 __all__ = ["DropoutKey", "Segment", "TokenSchedule"]
 
@@ -45,6 +48,13 @@ class TokenSchedule:
     segments: tuple[Segment, ...]
     scales: tuple[float, ...]
     dropout: tuple[DropoutKey | None, ...]
+    _tables: dict[torch.device, PassTable] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def table(self, device: torch.device) -> PassTable:
+        """The segments in the memory of ``device``: sent there for the first kernel of the pass that asks."""
+        if device not in self._tables:
+            self._tables[device] = PassTable(self.segments, self.scales, device)
+        return self._tables[device]
 
     @property
     def slots(self) -> tuple[int, ...]:

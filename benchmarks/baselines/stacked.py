@@ -1,0 +1,179 @@
+"""What the batched baselines share: adapters of many jobs on one frozen base, stacked module by module.
+
+``loop``, ``wide`` and ``grouped_mm`` differ in how they multiply (``Products``). All else favours them alike: ALTO's
+padding-free backbone and loss head, one autograd function a layer that keeps no copies and writes gradients in place,
+adapters and optimizer state in the model's own dtype, one fused AdamW.
+
+Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` rows of a stack: job after job, its ``A`` as
+``[r, K]`` and its ``B`` as ``[r, N]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["JobTokens", "Products", "Stack", "StackedAdapters"]
+
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTokens:
+    """Whose tokens a pass holds, job after job in ascending order; ``scales`` is ``lora_alpha / r`` of each."""
+
+    jobs: tuple[int, ...]
+    lengths: tuple[int, ...]
+    scales: tuple[float, ...]
+
+
+class Stack:
+    """The adapters of one linear module, and their gradients.
+
+    Attributes:
+        a_QK, b_QN, da_QK, db_QN: Weights and gradients of all jobs.
+        rows: Where each job's own rows lie.
+        num_jobs: How many there are.
+    """
+
+    def __init__(self, weight_NK: Tensor, ranks: Sequence[int], rows_per_job: Sequence[int]) -> None:
+        starts = [0, *itertools.accumulate(rows_per_job)]
+        self.a_QK = weight_NK.new_zeros(starts[-1], weight_NK.shape[1])
+        self.b_QN = weight_NK.new_zeros(starts[-1], weight_NK.shape[0])
+        self.da_QK, self.db_QN = torch.zeros_like(self.a_QK), torch.zeros_like(self.b_QN)
+        self.rows = tuple(slice(start, start + rank) for start, rank in zip(starts, ranks, strict=False))
+        self.num_jobs = len(ranks)
+
+
+class Products(Protocol):
+    """One way to multiply; a module with these functions."""
+
+    def rows_per_job(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Rows of the stack for each job, at least its rank."""
+
+    def prepare(self, tokens: JobTokens, stack: Stack) -> Any:
+        """What every layer of a pass reads; ``stack`` is any of them."""
+
+    def add(self, x_TK: Tensor, y_TN: Tensor, stack: Stack, prepared: Any) -> Any:
+        """``y[i] += scale_i · x[i] A_iᵀ B_i`` in place; returns what ``add_backward`` needs."""
+
+    def add_backward(
+        self, x_TK: Tensor, saved: Any, dy_TN: Tensor, dx_TK: Tensor | None, stack: Stack, prepared: Any
+    ) -> None:
+        """Add to ``dx_TK`` (where there is one) and to the gradients of ``stack``, in place."""
+
+
+class StackedAdapters:
+    """Adapters of many jobs, put into every linear module of ``model`` but its head.
+
+    Args:
+        names: The modules to wrap.
+        learning_rates: Of every job.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        ranks: Sequence[int],
+        learning_rates: Sequence[float],
+        products: Products,
+    ) -> None:
+        self._products = products
+        self._prepared: Any = None
+        self.anchor = torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+        self.stacks: dict[str, Stack] = {}
+        for name in names:
+            base = model.get_submodule(name)
+            assert isinstance(base, nn.Linear)
+            stack = self.stacks[name] = Stack(base.weight, ranks, products.rows_per_job(ranks))
+            model.set_submodule(name, _StackedLinear(base, stack, self))
+        self._parameters = [self._job_parameters(job) for job in range(len(ranks))]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": parameters, "lr": rate}
+                for parameters, rate in zip(self._parameters, learning_rates, strict=True)
+            ],
+            weight_decay=0.0,
+            fused=True,
+        )
+
+    @contextmanager
+    def use(self, tokens: JobTokens) -> Iterator[None]:
+        """Run the enclosed forward and backward pass on ``tokens``."""
+        self._prepared = self._products.prepare(tokens, next(iter(self.stacks.values())))
+        try:
+            yield
+        finally:
+            self._prepared = None
+
+    def update(self) -> None:
+        """Clip every job's gradients, step, and forget them."""
+        for parameters in self._parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        self._optimizer.step()
+        self.zero_grads()
+
+    def zero_grads(self) -> None:
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def __call__(self, x_TK: Tensor, base: nn.Linear, stack: Stack) -> Tensor:
+        result: Tensor = _StackedLora.apply(
+            x_TK, self.anchor, base.weight, base.bias, stack, self._products, self._prepared
+        )
+        return result
+
+    def _job_parameters(self, job: int) -> list[Tensor]:
+        parameters = []
+        for stack in self.stacks.values():
+            rows = stack.rows[job]
+            for weights, gradients in ((stack.a_QK, stack.da_QK), (stack.b_QN, stack.db_QN)):
+                parameter = weights[rows]
+                parameter.grad = gradients[rows]
+                parameters.append(parameter)
+        return parameters
+
+
+class _StackedLinear(nn.Module):
+    def __init__(self, base: nn.Linear, stack: Stack, adapters: StackedAdapters) -> None:
+        super().__init__()
+        self._base, self._stack, self._adapters = base, stack, adapters
+
+    def forward(self, x: Tensor) -> Tensor:
+        y_TN = self._adapters(x.reshape(-1, x.shape[-1]), self._base, self._stack)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+class _StackedLora(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        anchor: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        stack: Stack,
+        products: Products,
+        prepared: Any,
+    ) -> Tensor:
+        y_TN = F.linear(x_TK, weight_NK, bias_N)
+        ctx.saved = products.add(x_TK, y_TN, stack, prepared)
+        ctx.save_for_backward(x_TK, weight_NK)
+        ctx.stack, ctx.products, ctx.prepared = stack, products, prepared
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
+        x_TK, weight_NK = ctx.saved_tensors
+        # Views with a stride of zero reach here where a sum was the last step; not every GEMM takes them.
+        dy_TN = dy_TN.contiguous()
+        dx_TK = dy_TN @ weight_NK if ctx.needs_input_grad[0] else None
+        ctx.products.add_backward(x_TK, ctx.saved, dy_TN, dx_TK, ctx.stack, ctx.prepared)
+        return dx_TK, None, None, None, None, None, None

@@ -1,0 +1,1 @@
+"""What ``benchmarks/kernels.py`` is made of: workloads, variants of a training step, the gate, the measurements."""

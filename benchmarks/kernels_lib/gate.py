@@ -1,0 +1,142 @@
+"""The correctness gate: every variant against ALTO's reference ops on a float64 copy of the same weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, inject, linear_modules
+from alto.objectives import sft_losses
+from kernels_lib.variants import JobFacts, Variant, share
+from kernels_lib.workload import Workload
+
+__all__ = ["TOLERANCES", "Tolerance", "gate_failures", "reference_ops", "relative_distance"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Largest relative error of a loss, and of a job's gradients of ``A`` or ``B`` over all modules, in norm."""
+
+    loss: float
+    gradient: float
+
+
+TOLERANCES: Mapping[torch.dtype, Tolerance] = {
+    torch.float32: Tolerance(loss=1e-5, gradient=1e-4),
+    torch.bfloat16: Tolerance(loss=1e-3, gradient=3e-2),
+}
+"""By dtype of the base. In bfloat16 most of the distance is the base's own rounding, the same for all variants."""
+
+
+def random_adapters(model: PreTrainedModel, ranks: Sequence[int], seed: int = 0) -> list[AdapterWeights]:
+    """One adapter for each rank, ``B`` not zero, rounded to the model's dtype so that all variants hold the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, width: int) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=generator) * width**-0.5
+        return drawn.to(model.dtype).float()
+
+    return [
+        {
+            module.name: (
+                matrix(module.in_features, rank, module.in_features),
+                matrix(rank, module.out_features, 16 * rank),
+            )
+            for module in linear_modules(model)
+        }
+        for rank in ranks
+    ]
+
+
+def gate_failures(
+    variants: Mapping[str, Variant], base: PreTrainedModel, workload: Workload, batch_size: int
+) -> list[str]:
+    """What is wrong with the variants on one step, a sentence each; empty when all agree with the reference."""
+    adapters = random_adapters(base, workload.ranks)
+    exact = reference_facts(base, workload, batch_size, adapters)
+    bare = reference_facts(base, workload, batch_size, None)
+    tolerance = TOLERANCES[base.dtype]
+    failures = []
+    for name, variant in variants.items():
+        found = variant.facts(batch_size, adapters)
+        for job, (one, other) in enumerate(zip(found, bare if name == "frozen" else exact, strict=True)):
+            failures += [
+                f"{name}, job {job} (rank {workload.ranks[job]}), {what}: {distance:.1e} from the float64 reference, "
+                f"tolerance {limit:.0e}"
+                for what, distance, limit in _distances(one, other, tolerance)
+                if not distance <= limit
+            ]
+    return failures
+
+
+def reference_facts(
+    base: PreTrainedModel, workload: Workload, batch_size: int, adapters: Sequence[AdapterWeights] | None
+) -> list[JobFacts]:
+    """Losses and gradients by the reference ops in float64 (norms and losses in float32, as the model's own code has
+    them), and without adapters where there are none given."""
+    with reference_ops():
+        backbone = Backbone(copy.deepcopy(share(base)).double(), None, "random")
+        modules = linear_modules(backbone.model)
+        layout = BankLayout(modules=modules, max_rank=max(workload.ranks))
+        bank = AdapterBank(layout, len(workload.ranks), device=base.device, dtype=torch.float64)
+        context = inject(backbone.model, bank)
+    scales = [job.config.scale for job in workload.jobs(batch_size)]
+    for slot, adapter in enumerate(adapters or []):
+        bank.occupy(slot, AdapterShape(rank=workload.ranks[slot], targets=modules))
+        bank.write(slot, adapter)
+    losses: list[float] = []
+    for batch in workload.batches(batch_size, base.device):
+        schedule = TokenSchedule.build(batch.slots, batch.job_tokens, [scales[slot] for slot in batch.slots])
+        with context.use(schedule) if adapters is not None else nullcontext():
+            losses_J = sft_losses(backbone, batch)
+            if adapters is not None:
+                losses_J.sum().backward()
+        losses += losses_J.tolist()
+    return [
+        JobFacts(
+            loss=loss,
+            gradients={m.name: (a, b) for m, a, b in bank.matrices(bank.grads_ZP, slot)} if adapters else {},
+        )
+        for slot, loss in enumerate(losses)
+    ]
+
+
+def relative_distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Norm of the difference over the norm of what was expected, all tensors taken as one vector."""
+    differences = [one.double() - other.double() for one, other in zip(found, expected, strict=True)]
+    return float(_norm(differences) / _norm(expected))
+
+
+@contextmanager
+def reference_ops() -> Iterator[None]:
+    """Let ALTO choose its reference backend inside."""
+    before = os.environ.get("ALTO_KERNELS")
+    os.environ["ALTO_KERNELS"] = "reference"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["ALTO_KERNELS"]
+        else:
+            os.environ["ALTO_KERNELS"] = before
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+
+
+def _distances(found: JobFacts, expected: JobFacts, tolerance: Tolerance) -> Iterator[tuple[str, float, float]]:
+    yield "loss", abs(found.loss - expected.loss) / abs(expected.loss), tolerance.loss
+    for side, name in enumerate("AB"):
+        if expected.gradients:
+            pairs = [(found.gradients[module][side], both[side]) for module, both in expected.gradients.items()]
+            yield f"gradient of {name}", relative_distance(*zip(*pairs, strict=True)), tolerance.gradient

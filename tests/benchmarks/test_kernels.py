@@ -1,0 +1,251 @@
+"""The kernel benchmark at its smallest scale: its tables, its file, and a gate that goes red."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("peft", reason="the baselines need the bench extra: pip install -e '.[bench]'")
+
+import torch
+from baselines import grouped_mm, loop, wide
+from common import ROOT
+from kernels_lib import lengths, stages
+from kernels_lib.flops import base_flops, lora_flops
+from kernels_lib.gate import TOLERANCES, gate_failures, reference_ops
+from kernels_lib.main import main
+from kernels_lib.measure import take_turns
+from kernels_lib.ops import OpCase, op_failures
+from kernels_lib.plans import PLANS
+from kernels_lib.shapes import SHAPES, random_model
+from kernels_lib.stages import measure
+from kernels_lib.variants import VARIANTS, build, usable_variants
+from kernels_lib.workload import Workload, random_rows
+from torch.utils.flop_counter import FlopCounterMode
+
+from alto.kernels import torch_backend
+
+# PEFT 0.21 still reads names that Transformers 5.23 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+CPU = torch.device("cpu")
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return random_model(SHAPES["smoke"], device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def workload():
+    rows = random_rows(lengths.row_lengths("gpt2")[:12], SHAPES["smoke"]["vocab_size"])
+    return Workload(ranks=(4, 16, 8), data=rows, max_tokens_per_pass=500)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The script at its smallest scale where little is installed: exit code, result file, printed text.
+
+    A process of its own also shows that it gets along with transformers, which looks for a package named ``kernels``.
+    """
+    folder = tmp_path_factory.mktemp("results")
+    absent = ("datasets", "trl", "ortools", "ray", "plotly", "rich", "typer", "bitsandbytes")
+    script = str(ROOT / "benchmarks" / "kernels.py")
+    code = "\n".join(
+        [
+            "import runpy, sys",
+            f"sys.modules.update(dict.fromkeys({absent!r}))",
+            f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r})",
+            f"sys.argv = [{script!r}, '--output', {str(folder)!r}, '--threads', '1']",
+            f"runpy.run_path({script!r}, run_name='__main__')",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "kernels-smoke.json").read_text(encoding="utf-8")), done.stdout
+
+
+def test_the_smallest_scale_passes_its_gate_and_fills_every_table(smoke):
+    result, printed = smoke
+    assert (result["benchmark"], result["gate"]) == ("kernels", "passed")
+    names = dict.fromkeys(row["table"] for row in result["rows"])
+    tables = {name: [row for row in result["rows"] if row["table"] == name] for name in names}
+    assert list(tables) == ["layer", "op", "step", "throughput"]
+    for name in ("layer", "step"):
+        assert {(row["variant"], row["batch_size"]) for row in tables[name]} == {
+            (variant, size) for variant in VARIANTS for size in (1, 2)
+        }
+        assert all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in tables[name])
+    assert len({(row["op"], row["in_features"], row["out_features"]) for row in tables["op"]}) == 4 * 4
+    assert all(f"\n{name}\n" in f"\n{printed}" for name in tables)
+
+
+def test_every_goal_is_a_figure_that_its_scale_measures(smoke):
+    for plan in PLANS.values():
+        figures = {f"{name}_bs{size}" for name in ("loop", "sequential") for size in plan.models[0].batch_sizes}
+        for model in plan.models:
+            names = ("step_over_frozen", "step_over_floor", "op_share_of_floor")
+            figures |= {f"{name}_{model.shape}" for name in names}
+        if plan.throughput is not None:
+            figures.add("samples_per_s_over_peft")
+        assert set(plan.goals) <= figures
+        if plan is PLANS["smoke"]:
+            assert figures <= set(smoke[0]["figures"])
+
+
+class TestTheGate:
+    """Goes red for each variant when its arithmetic is wrong, and only then."""
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    def test_is_green(self, workload, dtype):
+        shape = SHAPES["smoke"] | {"hidden_size": 64, "intermediate_size": 128}
+        base = random_model(shape, device=CPU, dtype=dtype)
+        variants = {name: build(name, base, workload) for name in usable_variants(CPU, dtype)}
+        assert set(variants) == set(VARIANTS)
+        if dtype == torch.bfloat16:
+            workload = Workload(ranks=(16, 16), data=workload.data, max_tokens_per_pass=500)
+            variants = {name: build(name, base, workload) for name in variants}
+        assert gate_failures(variants, base, workload, 2) == []
+
+    @pytest.mark.parametrize(
+        ("variant", "module", "function"),
+        [
+            ("loop", loop, "add"),
+            ("loop", loop, "add_backward"),
+            ("wide", wide, "add"),
+            ("wide", wide, "add_backward"),
+            ("grouped_mm", grouped_mm, "add"),
+            ("grouped_mm", grouped_mm, "add_backward"),
+            ("ours", torch_backend, "grouped_shrink"),
+            ("ours", torch_backend, "fused_expand_add"),
+            ("ours", torch_backend, "grouped_backward_input"),
+            ("ours", torch_backend, "grouped_backward_weight"),
+        ],
+    )
+    def test_is_red_when_an_input_is_a_hundredth_off(self, base, workload, monkeypatch, variant, module, function):
+        right = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda first, *rest: right(first * 1.01, *rest))
+        failures = gate_failures({variant: build(variant, base, workload)}, base, workload, 1)
+        assert failures
+        assert all(failure.startswith(f"{variant}, job ") for failure in failures)
+
+    @pytest.mark.parametrize("variant", ["frozen", "sequential", "loop", "wide", "grouped_mm", "ours"])
+    def test_is_red_when_jobs_train_each_other_s_rows(self, base, workload, monkeypatch, variant):
+        broken = Workload(ranks=workload.ranks, data=workload.data, max_tokens_per_pass=500)
+        broken.rows = lambda size: workload.rows(size)[::-1]
+        if variant == "ours":
+            monkeypatch.setattr("alto.executor.trainer.JobRows", lambda slot, rows: _swapped(slot, rows, workload))
+        built = build(variant, base, broken)
+        assert gate_failures({variant: built}, base, workload, 1)
+
+    def test_stops_the_benchmark_before_any_time_is_taken(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.setattr(wide, "add", lambda x_TK, y_TN, stack, mask_TQ: x_TK @ stack.a_QK.T * mask_TQ)
+        monkeypatch.setattr(stages, "take_turns", lambda *_: pytest.fail("timed behind a red gate"))
+        assert main(["--output", str(tmp_path), "--threads", "1"]) == 1
+        result = json.loads((tmp_path / "kernels-smoke.json").read_text(encoding="utf-8"))
+        assert (result["gate"], result["figures"], result["rows"]) == ("failed", {}, [])
+        assert "wide, job 0 (rank 4), loss" in capsys.readouterr().out
+
+    def test_holds_every_op(self, monkeypatch):
+        case = OpCase(in_features=24, out_features=40, lengths=(5, 1, 9), ranks=(2, 8, 4))
+        assert op_failures(case, torch_backend, CPU, torch.float32) == []
+        names = ("grouped_shrink", "fused_expand_add", "grouped_backward_input", "grouped_backward_weight")
+        for name in names:
+            right = getattr(torch_backend, name)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch_backend, name, lambda first, *rest, right=right: right(first * 1.01, *rest))
+                assert any(text.startswith(name) for text in op_failures(case, torch_backend, CPU, torch.float32))
+
+
+def _swapped(slot, rows, workload):
+    from alto.data import JobRows
+
+    return JobRows(slot, workload.rows(1)[len(workload.ranks) - 1 - slot])
+
+
+def test_flops_are_those_that_pytorch_counts(base, workload):
+    """Of the GEMMs; PyTorch's counter does not know this attention, nor that half of it is masked."""
+    frozen = build("frozen", base, workload)
+    with reference_ops():  # its GEMMs are all of a kind that the counter knows
+        ours = build("ours", base, workload)
+    lengths_squared = sum(length**2 for batch in workload.batches(2, CPU) for length in batch.sequence_lengths)
+    attention = 7 * base.config.num_hidden_layers * base.config.hidden_size * lengths_squared
+    assert _gemm_flops(lambda: frozen.backward(2)) == base_flops(base, workload, 2) - attention
+    # The first layer's q, k and v pass no gradient on, with adapters: nobody asks for that of their input.
+    config, tokens = base.config, [count for batch in workload.batches(2, CPU) for count in batch.job_tokens]
+    sides = config.hidden_size * (config.hidden_size + 2 * config.num_key_value_heads * config.head_dim)
+    spared = 2 * sides * sum(tokens) + sum(
+        2 * rank * 3 * config.hidden_size * count for rank, count in zip(workload.ranks, tokens, strict=True)
+    )
+    expected = base_flops(base, workload, 2) - attention + lora_flops(base, workload, 2) - spared
+    assert _gemm_flops(lambda: ours.backward(2)) == expected
+
+
+def _gemm_flops(action):
+    with FlopCounterMode(display=False) as counter:
+        action()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for op, count in counts.items() if "attention" not in str(op))
+
+
+def test_variants_take_turns_and_those_that_do_not_fit_are_left_out():
+    calls = []
+
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    turns = take_turns({"a": lambda: calls.append("a"), "b": too_large, "c": lambda: calls.append("c")}, 3, CPU)
+    assert "".join(calls) == "aaccacacac"
+    assert turns.out_of_memory == ("b",)
+    assert {name: len(seconds) for name, seconds in turns.seconds.items()} == {"a": 3, "c": 3}
+    ratio = replace(turns, seconds={"a": [1.0, 4.0, 9.0], "c": [1.0, 2.0, 3.0]}).ratio("a", "c")
+    assert (ratio.minimum, ratio.median, ratio.maximum) == (1.0, 2.0, 3.0)
+
+
+def test_committed_lengths_are_those_of_the_data():
+    data, gpt2 = SHARED / "data" / "gsm8k" / "train.jsonl", SHARED / "tokenizers" / "gpt2"
+    if not data.exists() or not gpt2.exists():
+        pytest.skip(f"needs GSM8K at {data} and GPT-2's tokenizer at {gpt2}")
+    for tokenizer, found in lengths.derive(data, gpt2).items():
+        assert tuple(found) == lengths.row_lengths(tokenizer)
+
+
+def test_the_rows_of_the_throughput_figure_have_177_tokens_on_average():
+    plan = PLANS["cpu"].throughput
+    totals = [row.total for row in lengths.row_lengths("alto-tiny") if row.total <= plan.longest]
+    assert sum(totals) / len(totals) == pytest.approx(177, abs=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_scale_says_what_is_missing():
+    with pytest.raises(SystemExit, match="expected an NVIDIA GPU, found none"):
+        main(["--scale", "gpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_smallest_scale_on_a_gpu():
+    (model,) = PLANS["smoke"].models
+    plan = replace(
+        PLANS["smoke"],
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        models=(replace(model, shape="tiny", ranks=(16, 64, 32)),),
+        throughput=None,
+    )
+    findings = measure(plan)
+    assert findings.failures == []
+    assert all(row["launches"] > 0 for row in findings.rows if row["table"] == "layer")
+    assert all(row["peak_bytes"] > 0 for row in findings.rows if row["table"] == "step")

@@ -1,0 +1,70 @@
+"""The backends of the ops, as a parameter for tests that every backend has to pass.
+
+Triton runs on the GPU where there is one (``pytest -m gpu`` picks those tests) and in its interpreter where there is
+none; the tests draw their tensors on the CPU either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alto.kernels import choose_backend
+
+__all__ = ["BACKENDS", "TRITON"]
+
+
+class OnGpu:
+    """Ops that take CPU tensors and run on the GPU, on copies with the same strides and the same shared storage."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self._ops, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            storages: dict[int, tuple[Any, Any]] = {}
+            sent: dict[int, Tensor] = {}
+
+            def send(value: Any) -> Any:
+                if not isinstance(value, Tensor):
+                    return value
+                home = value.untyped_storage()
+                _, away = storages.setdefault(home.data_ptr(), (home, home.cuda()))
+                moved = torch.empty(0, dtype=value.dtype, device="cuda")
+                moved.set_(away, value.storage_offset(), value.shape, value.stride())
+                sent[id(moved)] = value
+                return moved
+
+            result = op(*map(send, args), **{key: send(value) for key, value in kwargs.items()})
+            for home, away in storages.values():
+                home.copy_(away)
+            return sent[id(result)] if id(result) in sent else result if result is None else result.cpu()
+
+        return run
+
+
+def _triton() -> Any:
+    if find_spec("triton") is None:
+        return pytest.param(None, id="triton", marks=pytest.mark.skip(reason="triton is not installed"))
+    ops = choose_backend("triton")
+    if torch.cuda.is_available():
+        return pytest.param(OnGpu(ops), id="triton", marks=pytest.mark.gpu)
+    return pytest.param(ops, id="triton")
+
+
+TRITON = pytest.mark.parametrize("ops", [_triton()])
+BACKENDS = pytest.mark.parametrize(
+    "ops",
+    [
+        pytest.param(choose_backend("reference"), id="reference"),
+        pytest.param(choose_backend("torch"), id="torch"),
+        _triton(),
+    ],
+)

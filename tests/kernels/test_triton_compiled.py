@@ -1,0 +1,83 @@
+"""The kernels as compiled for GPUs that are not here: what they take is what ``docs/kernels-compiled.md`` says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "kernels-compiled.md"
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder for Triton to keep what it compiles in: the first test compiles, the others find it there."""
+    return tmp_path_factory.mktemp("triton-cache")
+
+
+def compile_kernels(cache: Path, *options: str, arch: str = "90") -> subprocess.CompletedProcess[str]:
+    # The ranks are the smallest tile and the first that is worked on in fewer stages; the dtypes are the default's.
+    chosen = ["--arch", arch, "--rank", "16", "64", "--dtypes", "bfloat16-float32"]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "compile_kernels.py"), *chosen, *options],
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_kernels_compile_to_what_the_page_says(compiled_here: Path) -> None:
+    done = compile_kernels(compiled_here, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("13 builds, 0 problems")
+
+
+@pytest.mark.slow
+def test_a_page_that_says_otherwise_is_noticed(compiled_here: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "page.md"
+    assert compile_kernels(compiled_here, "--page", str(wrong)).returncode == 0
+    lines = wrong.read_text(encoding="utf-8").splitlines()
+    da, dx = (next(i for i, line in enumerate(lines) if line.startswith(f"| {op} |")) for op in ("da", "dx"))
+    lines[da] = re.sub(r"\d+ \| 0 \|", "255 | 0 |", lines[da])
+    del lines[dx]
+    wrong.write_text("\n".join(lines), encoding="utf-8")
+    done = compile_kernels(compiled_here, "--check", "--page", str(wrong))
+    assert done.returncode == 1
+    assert "13 builds, 2 problems" in done.stdout
+    assert "255 | 0 |" in done.stdout
+    assert "not in the page: | dx |" in done.stdout
+
+
+def test_the_page_has_every_configuration_and_none_spills() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if re.search(r"\| (80|90|100) \|", line)
+    ]
+    products = [row for row in rows if row[0] != "adamw"]
+    found = {(op, dtypes, tiles.split("×")[0], arch) for op, dtypes, tiles, _, _, arch, *_ in products}
+    assert len(found) == len(products)
+    dtypes = {"bfloat16 / float32", "float16 / float32", "bfloat16 / bfloat16", "float32 / float32"}
+    largest = {op: dict.fromkeys(dtypes, 128) for op in ("shrink", "ds", "da", "db")}
+    largest |= {op: {name: 32 if name.startswith("float32") else 64 for name in dtypes} for op in ("expand", "dx")}
+    assert found == {
+        (op, name, str(tile), arch)
+        for op, tiles in largest.items()
+        for name, limit in tiles.items()
+        for tile in (16, 32, 64, 128)
+        for arch in ("80", "90", "100")
+        if tile <= limit
+    }
+    assert len(rows) - len(products) == 2 * 3, "the optimizer, for two sorts of bank"
+    assert {row[7] for row in rows} == {"0"}, "spilled bytes"
+    assert max(float(row[8]) for row in rows) <= 99
