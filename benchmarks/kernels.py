@@ -1,4 +1,4 @@
-"""One training step of many adapters, done in six ways; ``kernels_lib/main.py`` says which, and what comes out.
+"""One training step of many adapters, done in seven ways; ``kernels_lib/main.py`` says which, and what comes out.
 
     python benchmarks/kernels.py --scale gpu
 

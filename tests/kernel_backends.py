@@ -6,6 +6,7 @@ none; the tests draw their tensors on the CPU either way.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from alto.kernels import choose_backend
+from alto.kernels import LoraOperands, choose_backend
 
 __all__ = ["BACKENDS", "TRITON"]
 
 
 class OnGpu:
-    """Ops that take CPU tensors and run on the GPU, on copies with the same strides and the same shared storage."""
+    """Ops that take CPU tensors and run on the GPU, on copies with the same strides and the same shared storage.
+
+    The bank of ``LoraOperands`` is sent and brought back with them. Their views of it stay behind: no kernel sees them.
+    """
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -30,22 +34,27 @@ class OnGpu:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             storages: dict[int, tuple[Any, Any]] = {}
-            sent: dict[int, Tensor] = {}
 
             def send(value: Any) -> Any:
+                if isinstance(value, LoraOperands):
+                    operands = copy.copy(value)
+                    operands.params_ZP, operands.grads_ZP = send(value.params_ZP), send(value.grads_ZP)
+                    operands._table = None
+                    return operands
+                if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+                    return [send(item) for item in value]
                 if not isinstance(value, Tensor):
                     return value
                 home = value.untyped_storage()
                 _, away = storages.setdefault(home.data_ptr(), (home, home.cuda()))
                 moved = torch.empty(0, dtype=value.dtype, device="cuda")
                 moved.set_(away, value.storage_offset(), value.shape, value.stride())
-                sent[id(moved)] = value
                 return moved
 
             result = op(*map(send, args), **{key: send(value) for key, value in kwargs.items()})
             for home, away in storages.values():
                 home.copy_(away)
-            return sent[id(result)] if id(result) in sent else result if result is None else result.cpu()
+            return None if result is None else result.cpu()
 
         return run
 

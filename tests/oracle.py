@@ -1,7 +1,8 @@
-"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and torch's AdamW on an unmodified model.
+"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and torch's (or bitsandbytes') AdamW on an
+unmodified model.
 
 Nothing of ALTO's arithmetic is used: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
-optimizer and clipping, transformers' learning-rate schedule.
+optimizer (or bitsandbytes') and clipping, transformers' learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ class SoloJob:
         self._parameters = {
             _plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
-        # With a ratio of 1 this is torch's AdamW over all parameters at one rate.
+        # With a ratio of 1 this is AdamW over all parameters at one rate.
         self._optimizer = create_loraplus_optimizer(
             self.model,
-            torch.optim.AdamW,
+            _optimizer_class(config),
             lr=config.learning_rate,
             loraplus_lr_ratio=config.loraplus_lr_ratio,
             loraplus_weight_decay=config.weight_decay,
@@ -100,16 +101,26 @@ class SoloJob:
             with torch.no_grad():
                 parameter.copy_(_pick(weights, name).T)
             if optimizer is not None and optimizer.step:
-                self._optimizer.state[parameter] = {
-                    "step": torch.tensor(float(optimizer.step)),
-                    "exp_avg": _pick(optimizer.exp_avg, name).T.clone(),
-                    "exp_avg_sq": _pick(optimizer.exp_avg_sq, name).T.clone(),
-                }
+                self._optimizer.state[parameter] = self._state_of(name, optimizer)
         if optimizer is not None:
             while self.step < optimizer.step:
                 self._optimizer._opt_called = True  # the scheduler only wants to be sure that somebody stepped
                 self._scheduler.step()
                 self.step += 1
+
+    def _state_of(self, name: str, optimizer: OptimizerState) -> dict[str, Any]:
+        """What the optimizer of this job keeps of one matrix."""
+        parts = {
+            key.removeprefix(f"{name}."): tensor.clone()
+            for key, tensor in optimizer.tensors.items()
+            if key.startswith(f"{name}.")
+        }
+        if "exp_avg" in parts:
+            return {"step": torch.tensor(float(optimizer.step))} | {part: parts[part].T.clone() for part in parts}
+        if "absmax1" in parts:
+            maps = self._optimizer.name2qmap
+            parts |= {"qmap1": maps["dynamic"], "qmap2": maps["udynamic"]}
+        return {"step": optimizer.step} | parts
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().T.clone() for name, parameter in self._parameters.items()}
@@ -162,6 +173,15 @@ def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
     size = sum(float(matrix.double().square().sum()) for matrix in expected.values())
     return (apart / size) ** 0.5 if size else apart**0.5
+
+
+def _optimizer_class(config: JobConfig) -> type[torch.optim.Optimizer]:
+    if config.optim == "adamw_torch":
+        return torch.optim.AdamW
+    assert config.optim == "adamw_8bit"
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit
 
 
 def _plain_name(name: str) -> str:

@@ -194,6 +194,16 @@ def test_a_wrong_task_leaves_nothing_on_disk(
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_optimizer_that_is_not_installed_is_found_out_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alto.lora.eight_bit.find_spec", lambda name: None)
+    task = make_task(tmp_path, model=str(model), search_space={"optim": ["adamw_torch", "adamw_8bit"]})
+    with pytest.raises(UnsupportedError, match="'adamw_8bit' needs the package bitsandbytes"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_schedule_refuses_what_cannot_run(tmp_path: Path) -> None:
     engine = alto.Engine(output_dir=tmp_path / "runs")
     with pytest.raises(SpecError, match=r"method: expected one of .*, found 'magic'"):

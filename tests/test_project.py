@@ -27,6 +27,7 @@ HEAVY_EXTRAS = (
 
 SEAMS = {
     "data/arrow": "datasets",
+    "lora/eight_bit": "bitsandbytes",
     **{f"trackers/{tool}": tool for tool in ("tensorboard", "mlflow", "wandb", "trackio")},
 }
 """The one module that may import a heavy extra."""

@@ -2,7 +2,7 @@
 write what each takes of one to ``docs/kernels-compiled.md``.
 
     python tools/compile_kernels.py
-    python tools/compile_kernels.py --check --arch 90 --rank 16 64 --dtypes bfloat16-float32
+    python tools/compile_kernels.py --check --arch 90 --narrow 16 64 --dtypes bfloat16-float32
 
 With ``--check`` nothing is written: the configurations named are compiled and compared with the page. Figures depend on
 the compiler, so they are compared under the Triton version of the page only; a spill or too much shared memory fails
@@ -12,6 +12,7 @@ under any.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import subprocess
@@ -30,23 +31,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from alto.kernels.operands import VECTOR_SIZE
 from alto.kernels.triton_config import (
     KernelConfig,
     adamw_config,
     backward_weight_config,
     expand_config,
     shrink_config,
+    square_sums_config,
+    total_norms_config,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
-from alto.kernels.triton_kernels.backward_weight import backward_weight_kernel
-from alto.kernels.triton_kernels.expand import expand_kernel
-from alto.kernels.triton_kernels.shrink import shrink_kernel
+from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
+from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
+from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels-compiled.md"
 
 ARCHES = (80, 90, 100)
-RANKS = (16, 32, 64, 128)
-"""Largest ranks of a bank; one in between is compiled as the next, a larger one as the last."""
+NARROWS = (64, 128, 256)
+"""The most narrow columns a slot may have: ranks of one module, or of all modules that share an input. One in between
+is compiled as the next, a larger one as the last."""
 DTYPES = {
     f"{wide}-{bank}": (getattr(torch, wide), getattr(torch, bank))
     for wide, bank in [
@@ -60,58 +66,80 @@ DTYPES = {
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs from sm_80 on."""
 
+PRODUCTS = {
+    "shrink": (shrink_kernel, shrink_config),
+    "expand": (expand_kernel, lambda _, wide, bank: expand_config(wide, bank)),
+    "ds": (ds_kernel, shrink_config),
+    "dx": (dx_kernel, lambda _, wide, bank: expand_config(wide, bank)),
+    "da": (da_kernel, backward_weight_config),
+    "db": (db_kernel, backward_weight_config),
+}
+OF_ROWS = {
+    "square sums": (square_sums_kernel, square_sums_config),
+    "total norms": (total_norms_kernel, total_norms_config),
+    "adamw": (adamw_kernel, adamw_config),
+}
+
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One kernel as it is launched for one op.
+    """One kernel as it is launched for one op: on adapters whose every number is where vectors may begin.
 
     Attributes:
+        op: Key of ``PRODUCTS`` or ``OF_ROWS``.
         wide: Dtype of the base's tensors; None for the optimizer, which sees none.
-        unit_strides: Arguments that are 1, which Triton compiles in.
     """
 
     op: str
-    kernel: Any
     config: KernelConfig
+    dropout: bool
     wide: torch.dtype | None
     bank: torch.dtype
-    unit_strides: tuple[str, ...]
     arch: int
+
+    @property
+    def kernel(self) -> Any:
+        return (PRODUCTS | OF_ROWS)[self.op][0]
 
     @property
     def name(self) -> str:
         """The first cells of its line."""
         constants = self.config.constants
-        names = ("RANK_TILE", "BLOCK_T", "BLOCK_W") if self.wide else ("BLOCK",)
-        tiles = "×".join(str(constants[name]) for name in names)
+        tiles = "×".join(str(constants[name]) for name in ("TILE", "BLOCK_T", "BLOCK_W", "BLOCK") if name in constants)
         dtypes = " / ".join(str(dtype).removeprefix("torch.") for dtype in (self.wide, self.bank) if dtype)
-        return f"| {self.op} | {dtypes} | {tiles} | {self.config.num_warps} | {self.config.num_stages} | {self.arch} |"
+        op = f"{self.op}, dropout" if self.dropout else self.op
+        return f"| {op} | {dtypes} | {tiles} | {self.config.num_warps} | {self.config.num_stages} | {self.arch} |"
 
     def source(self) -> ASTSource:
+        known = self.config.constants | {"ALIGNMENT": VECTOR_SIZE, "DROPOUT": self.dropout}
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
-            if name in self.config.constants or name in self.unit_strides:
+            # Tokens have their features next to each other, which Triton compiles in.
+            if name in known or (name.startswith("stride_") and name.endswith(("_k", "_n"))):
                 signature[name] = "constexpr"
-                constants[(index,)] = self.config.constants.get(name, 1)
+                constants[(index,)] = known.get(name, 1)
             else:
                 signature[name] = self._type_of(name)
-                attributes[(index,)] = ALIGNED
+                if name not in self.kernel.do_not_specialize:
+                    attributes[(index,)] = ALIGNED
         return ASTSource(self.kernel, signature, constants, attributes)
 
     def _type_of(self, name: str) -> str:
-        if name.startswith(("stride_", "num_")):
+        if name.startswith(("stride_", "num_", "first_")) or name == "number":
             return "i32"
-        if name == "wide_TW":
+        if name.startswith(("x_", "y_", "dx_", "dy_")):
             assert self.wide is not None
             return POINTERS[self.wide]
-        if name.startswith(("blocks_", "segments_", "ranks_", "rows_")):
+        if name.startswith(("blocks_", "segments_")):
             return "*i32"
-        if name.startswith("spans_"):
+        if name.startswith(("places_", "rows_")):
             return "*i64"
-        if name.startswith(("scales_", "grad_scales_", "settings_")):
+        if name == "factors_Z2":
+            return "*fp64"
+        if name.startswith(("grad_scales_", "settings_", "sums_", "norms_")):
             return "*fp32"
         return POINTERS[self.bank]
 
@@ -125,40 +153,26 @@ class Usage:
     shared: int
 
 
-def builds(arches: Iterable[int], ranks: Iterable[int], dtypes: Iterable[str]) -> Iterator[Build]:
-    """Every build of the named architectures, ranks and dtypes, once each."""
+def builds(arches: Iterable[int], narrows: Iterable[int], dtypes: Iterable[str]) -> Iterator[Build]:
+    """Every build of the named architectures, narrow columns and dtypes, once each."""
     seen = set()
     for arch in arches:
-        for build in _builds_of(arch, list(ranks), list(dtypes)):
+        for build in _builds_of(arch, list(narrows), list(dtypes)):
             if build.name not in seen:
                 seen.add(build.name)
                 yield build
 
 
-def _builds_of(arch: int, ranks: list[int], dtypes: list[str]) -> Iterator[Build]:
+def _builds_of(arch: int, narrows: list[int], dtypes: list[str]) -> Iterator[Build]:
     for wide, bank in (DTYPES[name] for name in dtypes):
-        for rank in ranks:
-            # `A` has its ranks next to each other in memory, `B` its wide columns.
-            for op, kernel, config, scaled, unit_stride in [
-                ("shrink", shrink_kernel, shrink_config, False, "stride_weight_r"),
-                ("expand", expand_kernel, expand_config, True, "stride_weight_w"),
-                ("ds", shrink_kernel, shrink_config, True, "stride_weight_w"),
-                ("dx", expand_kernel, expand_config, False, "stride_weight_r"),
-                ("da", backward_weight_kernel, backward_weight_config, False, "stride_gradient_r"),
-                ("db", backward_weight_kernel, backward_weight_config, True, "stride_gradient_w"),
-            ]:
-                yield Build(
-                    op=op,
-                    kernel=kernel,
-                    config=config(rank, wide, bank, scaled=scaled),
-                    wide=wide,
-                    bank=bank,
-                    unit_strides=("stride_wide_w", unit_stride),
-                    arch=arch,
-                )
+        for narrow in narrows:
+            for op, (kernel, config_of) in PRODUCTS.items():
+                config = config_of(narrow, wide, bank)
+                for dropout in (False, True) if "DROPOUT" in kernel.arg_names else (False,):
+                    yield Build(op=op, config=config, dropout=dropout, wide=wide, bank=bank, arch=arch)
     for bank in dict.fromkeys(DTYPES[name][1] for name in dtypes):
-        config = adamw_config(bank, 16)
-        yield Build(op="adamw", kernel=adamw_kernel, config=config, wide=None, bank=bank, unit_strides=(), arch=arch)
+        for op, (_, config_of) in OF_ROWS.items():
+            yield Build(op=op, config=config_of(bank), dropout=False, wide=None, bank=bank, arch=arch)
 
 
 def compile_build(build: Build) -> Usage:
@@ -191,8 +205,10 @@ def page(lines: Iterable[str]) -> str:
             "Every configuration of every kernel, on sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200). These are",
             "resources, not speeds.",
             "",
-            "Tiles are ranks × tokens × wide columns; larger ranks launch, or loop over, more tiles. `ds` and `dx` are",
-            "the two launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`.",
+            "Tiles are narrow × tokens × wide columns. Narrow are the ranks of a slot; in `shrink`, `dx` and `da` of",
+            "all modules that share an input. More of them launch, or loop over, more tiles. `ds` and `dx` are the",
+            "launches of `grouped_backward_input`, `da` and `db` those of `grouped_backward_weight`, `square sums` and",
+            "`total norms` those of `row_norms`. Adapters lie where vectors may begin, as of ranks divisible by 8.",
             "",
             "| op | base / bank | tiles | warps | stages | sm | registers | spilled bytes | shared KiB |",
             "|---|---|---|---:|---:|---:|---:|---:|---:|",
@@ -226,10 +242,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, choices=ARCHES)
-    parser.add_argument("--rank", type=int, nargs="+", default=RANKS, choices=RANKS)
+    parser.add_argument("--narrow", type=int, nargs="+", default=NARROWS, choices=NARROWS, help="columns of a slot")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of base and bank")
     asked = parser.parse_args()
-    done = [(build, compile_build(build)) for build in builds(asked.arch, asked.rank, asked.dtypes)]
+    wanted = list(builds(asked.arch, asked.narrow, asked.dtypes))
+    # Processes, because the compiler holds Python's lock.
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        done = list(zip(wanted, pool.imap(compile_build, wanted), strict=True))
     problems = [fault for build, usage in done for fault in faults(build, usage)]
     if asked.check:
         written = asked.page.read_text(encoding="utf-8")

@@ -106,6 +106,7 @@ FIXED = {
     "use_rslora": False,
     "init_lora_weights": "default",
     "loraplus_lr_ratio": 1.0,
+    "optim": "adamw_torch",
 }
 """Keys of a configuration that the baselines take only at these values: their defaults in every system."""
 

@@ -1,9 +1,10 @@
-"""One training step of many adapters, done in six ways; and the grouped ops against what bytes and FLOPs allow.
+"""One training step of many adapters, done in seven ways; and the grouped ops against what bytes and FLOPs allow.
 
 ``frozen`` is the base alone, forward and backward of activations: the floor. ``sequential`` is PEFT, one job at a time;
 ``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``wide`` one GEMM over the ranks of all adapters
-(LoRAFusion's way), ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the backend that it chooses. All
-have the same weights and tokens and take turns in one process; nothing of a model is timed before its gate is passed.
+(LoRAFusion's way), ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the backend that it chooses,
+``compiled`` the same with compiled layers. All have the same weights and tokens and take turns in one process; nothing
+of a model is timed before its gate is passed.
 
     python benchmarks/kernels.py --scale gpu
 """

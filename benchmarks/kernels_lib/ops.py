@@ -22,12 +22,22 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """One linear module with an adapter for each job; ``lengths`` and ``ranks`` are the tokens and rank of each job."""
+    """Linear modules that read the same input, with an adapter for each job on all of them.
+
+    Attributes:
+        out_features: Of every module.
+        lengths, ranks: Tokens and rank of each job.
+    """
 
     in_features: int
-    out_features: int
+    out_features: tuple[int, ...]
     lengths: tuple[int, ...]
     ranks: tuple[int, ...]
+
+    @property
+    def shape(self) -> str:
+        """``K × N`` as people write it, the modules' ``N`` joined by ``+``."""
+        return f"{self.in_features} × {'+'.join(map(str, self.out_features))}"
 
 
 class _Operands:
@@ -41,55 +51,49 @@ class _Operands:
             drawn = torch.randn(num_tokens, width, generator=generator, device=device).to(dtype)
             return drawn.double() if exact else drawn
 
-        self.x_TK, self.y_TN, self.dx_TK, self.dy_TN = (
-            tokens(width) for width in (case.in_features, case.out_features) * 2
+        self.x_TK, self.dx_TK = tokens(case.in_features), tokens(case.in_features)
+        self.ys, self.dys = ([tokens(width) for width in case.out_features] for _ in range(2))
+        modules = tuple(
+            TargetModule(name=str(member), in_features=case.in_features, out_features=width)
+            for member, width in enumerate(case.out_features)
         )
-        module = TargetModule(name="module", in_features=case.in_features, out_features=case.out_features)
+        layout = BankLayout(
+            modules=modules, max_rank=max(case.ranks), shared_inputs=(tuple(module.name for module in modules),)
+        )
         bank_dtype = torch.float64 if exact else torch.float32
-        bank = AdapterBank(
-            BankLayout(modules=(module,), max_rank=max(case.ranks)), len(case.ranks), device=device, dtype=bank_dtype
-        )
+        self.bank = AdapterBank(layout, len(case.ranks), device=device, dtype=bank_dtype)
         for slot, rank in enumerate(case.ranks):
-            bank.occupy(slot, AdapterShape(rank=rank, targets=(module,)))
-            a_KR = torch.randn(module.in_features, rank, generator=generator, device=device)
-            b_RN = torch.randn(rank, module.out_features, generator=generator, device=device)
-            bank.write(slot, {module.name: (a_KR * module.in_features**-0.5, b_RN * rank**-0.5)})
-        self.bank = bank
-        self.lora = bank.operands(0, 0)
+            self.bank.occupy(slot, AdapterShape(rank=rank, targets=modules))
+            for _, a_KR, b_RN in self.bank.matrices(self.bank.params_ZP, slot):
+                a_KR.copy_(torch.randn(a_KR.shape, generator=generator, device=device) * case.in_features**-0.5)
+                b_RN.copy_(torch.randn(b_RN.shape, generator=generator, device=device) * rank**-0.5)
+        self.lora = self.bank.operands(0, 0)
         self.schedule = TokenSchedule.build(range(len(case.ranks)), case.lengths, [2.0] * len(case.ranks))
 
     def calls(self, ops: ModuleType) -> Mapping[str, Callable[[], Any]]:
         """Every op on these tensors; in-place results add up from call to call."""
-        lora, schedule = self.lora, self.schedule
-        s_TR = ops.grouped_shrink(self.x_TK, lora.a_ZKR, schedule, lora.ranks)
-        ds_TR = ops.grouped_backward_input(self.dy_TN, lora.a_ZKR, lora.b_ZRN, None, schedule, lora.ranks)
+        x_TK, dx_TK, ys, dys, lora, schedule = self.x_TK, self.dx_TK, self.ys, self.dys, self.lora, self.schedule
+        s_TQ = ops.grouped_shrink(x_TK, lora, schedule)
+        ds_TQ = ops.grouped_backward_input(dys, lora, None, schedule)
         return {
-            "grouped_shrink": lambda: ops.grouped_shrink(self.x_TK, lora.a_ZKR, schedule, lora.ranks),
-            "fused_expand_add": lambda: ops.fused_expand_add(s_TR, lora.b_ZRN, self.y_TN, schedule, lora.ranks),
-            "grouped_backward_input": lambda: ops.grouped_backward_input(
-                self.dy_TN, lora.a_ZKR, lora.b_ZRN, self.dx_TK, schedule, lora.ranks
-            ),
-            "grouped_backward_weight": lambda: ops.grouped_backward_weight(
-                self.x_TK, s_TR, self.dy_TN, ds_TR, lora.da_ZKR, lora.db_ZRN, schedule, lora.ranks
-            ),
+            "grouped_shrink": lambda: ops.grouped_shrink(x_TK, lora, schedule),
+            "fused_expand_add": lambda: ops.fused_expand_add(s_TQ, lora, ys, schedule),
+            "grouped_backward_input": lambda: ops.grouped_backward_input(dys, lora, dx_TK, schedule),
+            "grouped_backward_weight": lambda: ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, lora, schedule),
         }
 
     def results(self, ops: ModuleType) -> Iterator[tuple[str, Sequence[Tensor]]]:
-        """What every op gives, padding left out."""
+        """What every op gives; of the narrow tensors the columns that are a slot's own."""
         calls = self.calls(ops)
         yield "grouped_shrink", self._own_columns(calls["grouped_shrink"]())
         calls["fused_expand_add"]()
-        yield "fused_expand_add", [self.y_TN]
+        yield "fused_expand_add", self.ys
         yield "grouped_backward_input", [*self._own_columns(calls["grouped_backward_input"]()), self.dx_TK]
         calls["grouped_backward_weight"]()
-        slots = range(len(self.lora.ranks))
-        yield (
-            "grouped_backward_weight",
-            [matrix for slot in slots for _, *both in self.bank.matrices(self.bank.grads_ZP, slot) for matrix in both],
-        )
+        yield "grouped_backward_weight", [self.bank.grads_ZP]
 
-    def _own_columns(self, s_TR: Tensor) -> list[Tensor]:
-        return [s_TR[start:end, : self.lora.ranks[slot]] for slot, start, end in self.schedule.segments]
+    def _own_columns(self, s_TQ: Tensor) -> list[Tensor]:
+        return [s_TQ[start:end, : self.lora.slots[slot].width] for slot, start, end in self.schedule.segments]
 
 
 def op_failures(case: OpCase, ops: ModuleType, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -100,10 +104,7 @@ def op_failures(case: OpCase, ops: ModuleType, device: torch.device, dtype: torc
     for (name, one), (_, other) in zip(found, expected, strict=True):
         distance, limit = relative_distance(one, other), _TOLERANCES[dtype]
         if not distance <= limit:
-            failures.append(
-                f"{name} at {case.in_features} × {case.out_features}: {distance:.1e} from the float64 reference, "
-                f"tolerance {limit:.0e}"
-            )
+            failures.append(f"{name} at {case.shape}: {distance:.1e} from the float64 reference, tolerance {limit:.0e}")
     return failures
 
 
@@ -118,8 +119,7 @@ def op_rows(
         floor_s = limits.floor_s(num_bytes, num_flops)
         yield {
             "op": name,
-            "in_features": case.in_features,
-            "out_features": case.out_features,
+            "shape": case.shape,
             "tokens": sum(case.lengths),
             "jobs": len(case.ranks),
             "median_us": found.median * 1e6,
@@ -133,15 +133,18 @@ def op_rows(
 
 def _work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """Bytes that each op must move, each tensor once, and FLOPs that it must do; adapters are float32."""
-    tokens, token_bytes, weight_bytes = sum(case.lengths), dtype.itemsize, torch.float32.itemsize
-    x, y = (tokens * width * token_bytes for width in (case.in_features, case.out_features))
-    s = sum(length * rank for length, rank in zip(case.lengths, case.ranks, strict=True))
+    tokens, weight_bytes, out_features = sum(case.lengths), torch.float32.itemsize, sum(case.out_features)
+    x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))
+    # Each of the modules has the job's rank: together they make its S that many times as wide, and read X once.
+    members = len(case.out_features)
+    token_ranks = sum(length * rank for length, rank in zip(case.lengths, case.ranks, strict=True))
     ranks = sum(rank for length, rank in zip(case.lengths, case.ranks, strict=True) if length)
-    a, b = (ranks * width * weight_bytes for width in (case.in_features, case.out_features))
-    s_bytes, through_a, through_b = s * weight_bytes, 2.0 * s * case.in_features, 2.0 * s * case.out_features
+    s = members * token_ranks * weight_bytes
+    a, bs = members * ranks * case.in_features * weight_bytes, ranks * out_features * weight_bytes
+    through_a, through_b = 2.0 * members * token_ranks * case.in_features, 2.0 * token_ranks * out_features
     return {
-        "grouped_shrink": (x + a + s_bytes, through_a),
-        "fused_expand_add": (2 * y + b + s_bytes, through_b),
-        "grouped_backward_input": (y + 2 * x + a + b + s_bytes, through_a + through_b),
-        "grouped_backward_weight": (x + y + 2 * s_bytes + 2 * (a + b), through_a + through_b),
+        "grouped_shrink": (x + a + s, through_a),
+        "fused_expand_add": (2 * ys + bs + s, through_b),
+        "grouped_backward_input": (ys + 2 * x + a + bs + s, through_a + through_b),
+        "grouped_backward_weight": (x + ys + 2 * s + 2 * (a + bs), through_a + through_b),
     }

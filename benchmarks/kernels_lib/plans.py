@@ -48,6 +48,7 @@ class Plan:
 
     Attributes:
         repeats: Timed rounds.
+        variants: What takes part.
         models: Speed-ups over ``loop`` and ``sequential`` become figures for the first of them.
         throughput: Samples per second against a bare PEFT loop; None leaves it out.
     """
@@ -56,6 +57,7 @@ class Plan:
     dtype: torch.dtype
     repeats: int
     models: tuple[ModelPlan, ...]
+    variants: tuple[str, ...] = tuple(VARIANTS)
     throughput: ThroughputPlan | None = None
     goals: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
@@ -71,6 +73,7 @@ PLANS = {
         models=(
             ModelPlan(shape="smoke", tokenizer="gpt2", ranks=(4, 16, 8), batch_sizes=(1, 2), max_tokens_per_pass=600),
         ),
+        variants=tuple(name for name in VARIANTS if name != "compiled"),  # which waits for a compiler
         throughput=ThroughputPlan(shape="smoke", ranks=(4, 16, 8), num_rows=2, longest=200),
     ),
     "cpu": Plan(

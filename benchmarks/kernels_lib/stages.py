@@ -11,8 +11,9 @@ import torch
 from common import Spread, spread
 from transformers import PreTrainedModel
 
+from alto.backbone import Backbone
 from alto.kernels import choose_backend
-from alto.lora import linear_modules
+from alto.lora import BankLayout, find_shared_inputs, linear_modules
 from kernels_lib.flops import base_flops, lora_flops
 from kernels_lib.gate import gate_failures
 from kernels_lib.lengths import row_lengths
@@ -43,8 +44,9 @@ class Findings:
 def measure(plan: Plan) -> Findings:
     """Everything in ``plan``, model by model; ends with the first gate that fails."""
     findings = Findings()
-    names = usable_variants(plan.device, plan.dtype)
-    if left_out := sorted(set(VARIANTS) - set(names)):
+    usable = usable_variants(plan.device, plan.dtype)
+    names = [name for name in plan.variants if name in usable]
+    if left_out := sorted(set(VARIANTS) - set(usable)):
         findings.notes.append(f"PyTorch cannot do {', '.join(left_out)} in {plan.dtype} here.")
     for number, model in enumerate(plan.models):
         for stage in (_measure_layers, _measure_ops, partial(_measure_whole, speedups=number == 0)):
@@ -76,10 +78,12 @@ def _measure_layers(plan: Plan, model: ModelPlan, names: Sequence[str], findings
 
 
 def _measure_ops(plan: Plan, model: ModelPlan, names: Sequence[str], findings: Findings) -> None:
-    """The ops of the chosen backend at every shape of the model, on one pass of the smallest and the largest batch."""
+    """The ops of the chosen backend on every group of modules of the model that read the same input, on one pass of the
+    smallest and the largest batch."""
     ops = choose_backend(device=plan.device)
     base, workload = _prepare(plan, model, num_hidden_layers=1, vocab_size=64)
-    shapes = dict.fromkeys((module.in_features, module.out_features) for module in linear_modules(base))
+    shared_inputs = find_shared_inputs(base, Backbone(base, None, "random").run_once)
+    layout = BankLayout(modules=linear_modules(base), max_rank=max(workload.ranks), shared_inputs=shared_inputs)
     limits = device_limits(plan.device, plan.dtype)
     findings.notes.append(
         f"{model.shape}: op floors at {limits.bytes_per_s / 1e9:.0f} GB/s and {limits.flops_per_s / 1e12:.3g} TFLOP/s, "
@@ -88,8 +92,13 @@ def _measure_ops(plan: Plan, model: ModelPlan, names: Sequence[str], findings: F
     for batch_size in dict.fromkeys((model.batch_sizes[0], model.batch_sizes[-1])):
         batch = next(workload.batches(batch_size, plan.device))
         ranks = tuple(workload.ranks[slot] for slot in batch.slots)
-        for in_features, out_features in shapes:
-            case = OpCase(in_features=in_features, out_features=out_features, lengths=batch.job_tokens, ranks=ranks)
+        for group in layout.groups:
+            case = OpCase(
+                in_features=group[0].in_features,
+                out_features=tuple(module.out_features for module in group),
+                lengths=batch.job_tokens,
+                ranks=ranks,
+            )
             findings.failures.extend(op_failures(case, ops, plan.device, plan.dtype))
             if findings.failures:
                 return

@@ -1,4 +1,4 @@
-"""One training step of many jobs, done in six ways on the same frozen weights and the same tokens."""
+"""One training step of many jobs, done in seven ways on the same frozen weights and the same tokens."""
 
 from __future__ import annotations
 
@@ -207,9 +207,9 @@ class Stacked:
 class Ours:
     """ALTO as it is installed: its trainer, bank and optimizer, on the backend that it chooses."""
 
-    def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
+    def __init__(self, base: PreTrainedModel, workload: Workload, *, torch_compile: bool = False) -> None:
         self._workload = workload
-        self._backbone = Backbone(share(base), None, "random")
+        self._backbone = Backbone(share(base), None, "random", torch_compile=torch_compile)
         modules = linear_modules(self._backbone.model)
         self._trainer = Trainer(
             self._backbone,
@@ -233,7 +233,7 @@ class Ours:
         return self._runs[batch_size]
 
     def backward(self, batch_size: int) -> list[float]:
-        return self._trainer.backward(self.runs(batch_size))
+        return [float(loss) for loss in self._trainer.backward(self.runs(batch_size)).tolist()]
 
     def step(self, batch_size: int) -> None:
         self._trainer.step(self.runs(batch_size))
@@ -246,7 +246,7 @@ class Ours:
         for slot, loss in enumerate(self.backward(batch_size)):
             gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, slot)}
             facts.append(JobFacts(loss=loss, gradients=gradients))
-        bank.zero_grads(list(range(len(runs))))
+        bank.grads_ZP.zero_()
         return facts
 
 
@@ -257,6 +257,7 @@ VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {
     "wide": lambda base, workload: Stacked(base, workload, wide),
     "grouped_mm": lambda base, workload: Stacked(base, workload, grouped_mm),
     "ours": Ours,
+    "compiled": lambda base, workload: Ours(base, workload, torch_compile=True),
 }
 
 

@@ -247,6 +247,7 @@ class Engine:
             dtype=task.dtype,
             device=self._device,
             gradient_checkpointing=task.gradient_checkpointing,
+            torch_compile=task.torch_compile,
             trust_remote_code=task.trust_remote_code,
             use_safetensors=task.use_safetensors,
         )

@@ -1,49 +1,189 @@
-"""``varlen_attention`` against one masked softmax over all tokens, in float64."""
+"""The contract of padding-free attention, for every implementation, against one masked softmax over all tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flash_fakes
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alto.backbone.attention import varlen_attention
+from alto.backbone.flash import flash_attn_kernel, installed_kernels, torch_kernel
+from alto.backbone.sdpa import sdpa_attention
+from alto.backbone.sequences import Sequences
 
-HEADS, HEAD_SIZE, SCALE = 4, 6, 0.3
+HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3
+LENGTHS = [5, 1, 9, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    attend: Any
+    can_cap: bool = True
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-10
+
+    def run(
+        self, operands: Sequence[Tensor], lengths: Sequence[int], upstream: Tensor | None = None, **options: Any
+    ) -> list[Tensor]:
+        """Output and, where there is an upstream gradient, the operands' gradients; in and out on the CPU."""
+        leaves = [x.to(self.device, self.dtype).detach().requires_grad_(upstream is not None) for x in operands]
+        settings = {"scale": SCALE, "window": None, "softcap": None} | options
+        output = self.attend(*leaves, Sequences(lengths), **settings)
+        results = [output]
+        if upstream is not None:
+            results += torch.autograd.grad(output, leaves, upstream.to(output))
+        return [result.detach().cpu() for result in results]
+
+
+def cuda_kernels() -> list[Any]:
+    """The real ones, where there is a GPU; otherwise a place that says why it is empty."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        return [pytest.param(None, id="cuda", marks=[pytest.mark.gpu, skip])]
+    return [
+        pytest.param(
+            Implementation(
+                attend=kernel.attend, can_cap=kernel.can_cap, device="cuda", dtype=torch.bfloat16, tolerance=2e-2
+            ),
+            id=f"cuda-{number}",
+            marks=pytest.mark.gpu,
+        )
+        for number, kernel in enumerate(installed_kernels())
+    ]
+
+
+FLASH_ATTN = flash_attn_kernel(flash_fakes.flash_attn_varlen_func)
+TORCH = torch_kernel(flash_fakes.varlen_attn, flash_fakes.flash_attention_backward)
+EARLY_TORCH = torch_kernel(flash_fakes.early_varlen_attn, flash_fakes.flash_attention_backward)
+IMPLEMENTATIONS = [
+    pytest.param(Implementation(attend=sdpa_attention), id="sdpa"),
+    pytest.param(Implementation(attend=FLASH_ATTN.attend, can_cap=FLASH_ATTN.can_cap), id="flash-attn"),
+    pytest.param(Implementation(attend=TORCH.attend, can_cap=TORCH.can_cap), id="torch"),
+    pytest.param(Implementation(attend=EARLY_TORCH.attend, can_cap=EARLY_TORCH.can_cap), id="torch-early"),
+    *cuda_kernels(),
+]
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def draw(num_tokens: int, groups: int = GROUPS) -> tuple[list[Tensor], Tensor]:
+    """Queries, keys and values, and an upstream gradient, of numbers that bfloat16 holds exactly."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(num_tokens, heads, HEAD_SIZE) for heads in (HEADS, groups, groups, HEADS)]
+    q, k, v, upstream = (torch.randn(shape, generator=generator).bfloat16().double() for shape in shapes)
+    return [q, k, v], upstream
 
 
 def dense(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, lengths: list[int], window: int | None, softcap: float | None
-) -> Tensor:
+    operands: Sequence[Tensor],
+    lengths: Sequence[int],
+    upstream: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> list[Tensor]:
+    """What :meth:`Implementation.run` has to give."""
+    leaves = [x.clone().requires_grad_() for x in operands]
+    q, k, v = (x.transpose(0, 1) for x in leaves)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(len(sequence))
     distance = position[:, None] - position[None, :]
     seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
     if window is not None:
         seen &= distance < window
-    share = q_HTD.shape[1] // k_GTD.shape[1]
-    scores = SCALE * q_HTD @ k_GTD.repeat_interleave(share, 1).transpose(-1, -2)
+    share = q.shape[0] // k.shape[0]
+    scores = SCALE * q @ k.repeat_interleave(share, 0).mT
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v_GTD.repeat_interleave(share, 1)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    output = (weights @ v.repeat_interleave(share, 0)).transpose(0, 1)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
 
 
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Distance in norm; of a gradient that is all zero (a sequence of one token) the distance itself."""
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1.0))
+
+
+@every_implementation
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     groups=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 3, 20]),
     softcap=st.sampled_from([None, 0.5, 30.0]),
 )
-def test_output_and_gradients(lengths: list[int], groups: int, window: int | None, softcap: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    operands = [
-        torch.randn(1, heads, sum(lengths), HEAD_SIZE, generator=generator, dtype=torch.float64).requires_grad_()
-        for heads in (HEADS, groups, groups)
-    ]
-    upstream = torch.randn(1, HEADS, sum(lengths), HEAD_SIZE, generator=generator, dtype=torch.float64)
-    found = varlen_attention(*operands, lengths, scale=SCALE, window=window, softcap=softcap)
-    expected = dense(*operands, lengths, window, softcap)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    gradients = torch.autograd.grad(found, operands, upstream)
-    for left, right in zip(gradients, torch.autograd.grad(expected, operands, upstream), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+def test_output_and_gradients(
+    implementation: Implementation, lengths: list[int], groups: int, window: int | None, softcap: float | None
+) -> None:
+    softcap = softcap if implementation.can_cap else None
+    operands, upstream = draw(sum(lengths), groups)
+    found = implementation.run(operands, lengths, upstream, window=window, softcap=softcap)
+    expected = dense(operands, lengths, upstream, window=window, softcap=softcap)
+    assert max(map(relative, found, expected)) <= implementation.tolerance
+
+
+@pytest.mark.parametrize("mistake", ["one sequence", "other window", "no window", "zeros", "swapped sequences"])
+def test_the_tolerances_bite(mistake: str) -> None:
+    operands, upstream = draw(sum(LENGTHS))
+    expected = dense(operands, LENGTHS, upstream, window=3)
+    lengths = {"one sequence": [sum(LENGTHS)], "swapped sequences": LENGTHS[::-1]}.get(mistake, LENGTHS)
+    window = {"other window": 4, "no window": None}.get(mistake, 3)
+    wrong = dense([x * (mistake != "zeros") for x in operands], lengths, upstream, window=window)
+    assert relative(wrong[0], expected[0]) > 0.04
+
+
+@every_implementation
+def test_nan_in_one_sequence_leaves_every_bit_of_the_others(implementation: Implementation) -> None:
+    operands, upstream = draw(sum(LENGTHS))
+    clean = implementation.run(operands, LENGTHS, upstream)
+    for x in operands:
+        x[6:15] = float("nan")
+    upstream[6:15] = float("nan")
+    beside = implementation.run(operands, LENGTHS, upstream)
+    others = [*range(6), *range(15, 18)]
+    assert beside[0][6:15].isnan().all()
+    assert all(torch.equal(left[others], right[others]) for left, right in zip(clean, beside, strict=True))
+
+
+@every_implementation
+def test_output_bits_do_not_depend_on_the_company(implementation: Implementation) -> None:
+    operands, _ = draw(sum(LENGTHS))
+    (together,) = implementation.run(operands, LENGTHS)
+    for part, *alone in zip(together.split(LENGTHS), *(x.split(LENGTHS) for x in operands), strict=True):
+        assert torch.equal(implementation.run(alone, [part.shape[0]])[0], part)
+
+
+@every_implementation
+def test_the_same_pass_gives_the_same_bits(implementation: Implementation) -> None:
+    lengths = [300, 1, 700]
+    operands, upstream = draw(sum(lengths))
+    first, second = (implementation.run(operands, lengths, upstream) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@every_implementation
+def test_recomputing_it_in_the_backward_pass(implementation: Implementation) -> None:
+    operands, upstream = draw(sum(LENGTHS))
+
+    def attend(*args: Any, **settings: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(implementation.attend, *args, use_reentrant=False, **settings)
+
+    recomputed = Implementation(attend=attend, device=implementation.device, dtype=implementation.dtype)
+    expected = implementation.run(operands, LENGTHS, upstream)
+    assert all(map(torch.equal, recomputed.run(operands, LENGTHS, upstream), expected))
+
+
+def test_offsets_are_made_once_per_pass_and_device() -> None:
+    sequences = Sequences((5, 1, 9))
+    offsets = sequences.offsets(torch.device("cpu"))
+    assert offsets.tolist() == [0, 5, 6, 15]
+    assert offsets.dtype == torch.int32
+    assert sequences.longest == 9
+    assert sequences.offsets(torch.device("cpu")) is offsets
+    assert sequences.offsets(torch.device("meta")).device.type == "meta"

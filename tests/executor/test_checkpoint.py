@@ -52,7 +52,14 @@ def content_of(store: StateStore, job: str = "a") -> str:
 
 def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
     weights = adapter(1)
-    state = OptimizerState(step=17, exp_avg=adapter(2), exp_avg_sq=adapter(3))
+    tensors = {
+        f"{name}.{which}.{part}": matrix
+        for part, moments in (("exp_avg", adapter(2)), ("exp_avg_sq", adapter(3)))
+        for name, pair in moments.items()
+        for which, matrix in zip("AB", pair, strict=True)
+    }
+    quantised = {"up_proj.A.state1": torch.arange(18, dtype=torch.uint8).view(3, 6)}
+    state = OptimizerState(step=17, tensors=tensors | quantised)
 
     def fill(folder: Path) -> None:
         write_adapter(folder, weights, JobConfig(r=3), "base", MODULES)
@@ -61,14 +68,13 @@ def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
     store.save("a", "last", 17, fill)
     found_weights, found = read_state(store.folder("a", "last"))
     assert found.step == 17
-    for expected_pairs, pairs in (
-        (weights, found_weights),
-        (state.exp_avg, found.exp_avg),
-        (state.exp_avg_sq, found.exp_avg_sq),
-    ):
-        assert pairs.keys() == expected_pairs.keys()
-        for name, pair in expected_pairs.items():
-            assert all(torch.equal(matrix, other) for matrix, other in zip(pair, pairs[name], strict=True))
+    assert found_weights.keys() == weights.keys()
+    for name, pair in weights.items():
+        assert all(torch.equal(matrix, other) for matrix, other in zip(pair, found_weights[name], strict=True))
+    assert found.tensors.keys() == state.tensors.keys()
+    for name, tensor in state.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
 
 
 def test_what_was_not_committed_is_undone(store: StateStore) -> None:

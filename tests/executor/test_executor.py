@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
@@ -17,7 +16,7 @@ from alto.early_exit import Recording, audit, policy_from, replay, rung_step
 from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import JobRun, Trainer, plan_jobs
-from alto.lora import OptimizerState, read_adapter
+from alto.lora import read_adapter
 from alto.records import ExitReason, Rung, TaskResult
 from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
@@ -293,9 +292,7 @@ def evaluate(task: Task, job: JobRun, folder: Path) -> float:
     trainer = Trainer(
         backbone, data, modules=job.shape.targets, max_rank=job.shape.rank, num_slots=1, max_tokens_per_pass=64
     )
-    weights = read_adapter(folder)
-    zeros = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in weights.items()}
-    trainer.seat_again(job, 0, weights, OptimizerState(step=0, exp_avg=zeros, exp_avg_sq=zeros))
+    trainer.seat_warm(job, 0, read_adapter(folder))
     job.slot = 0
     return trainer.evaluate([job])[0]
 

@@ -1,4 +1,4 @@
-"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings, ``B`` with a rate of its own."""
+"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings, and ``row_norms``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,37 @@ SETTINGS = {
     3: {"lr": 1e-1, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.01},
 }
 RATES_OF_B = {0: 1e-3, 2: 2e-1, 3: 2e-2}
+SIZES = {0: (12, 37), 2: (5, 11), 3: (29, 30)}
+"""Of every trained row, where its ``A`` end and its ``B`` begin, and where these end."""
 NUM_ROWS, ROW_SIZE, NUM_STEPS = 5, 37, 30
-B_SPANS = [(5, 12), (20, 37)]
-IS_B = torch.tensor([any(start <= column < end for start, end in B_SPANS) for column in range(ROW_SIZE)])
+NAMES = ("params", "grads", "exp_avg", "exp_avg_sq")
+NAN = float("nan")
 
 
 class Bank:
-    """Rows of which three are trained; row 1 sits between them and row 4 is never named."""
+    """Rows of which three are trained; row 1 sits between them and row 4 is never named.
 
-    def __init__(self) -> None:
+    Past a row's end its gradient is NaN, and would make the rest NaN too.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.dtype = dtype
         self.generator = torch.Generator().manual_seed(3)
-        self.params = self.draw()
-        self.grads = self.draw()
+        self.behind_ZP = torch.zeros(NUM_ROWS, ROW_SIZE, dtype=torch.bool)
+        for slot, (_, end) in SIZES.items():
+            self.behind_ZP[slot, end:] = True
+        self.params, self.grads = self.draw(), self.draw_grads()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.params), torch.zeros_like(self.params)
 
     def draw(self) -> Tensor:
-        return torch.randn(NUM_ROWS, ROW_SIZE, generator=self.generator, dtype=torch.float64)
+        return torch.randn(NUM_ROWS, ROW_SIZE, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def draw_grads(self) -> Tensor:
+        return self.draw().masked_fill_(self.behind_ZP, NAN)
+
+    def bits(self, where: Tensor | list[int]) -> list[Tensor]:
+        """A copy of all four tensors there, by their bits, so that NaN equals itself."""
+        return [getattr(self, name)[where].clone().view(torch.uint8) for name in NAMES]
 
     def step(self, ops: ModuleType, slots: list[int], steps: list[int], scales: list[float]) -> None:
         settings = [SETTINGS[slot] for slot in slots]
@@ -42,64 +57,79 @@ class Bank:
             self.exp_avg,
             self.exp_avg_sq,
             slots,
+            sizes=[SIZES[slot] for slot in slots],
             steps=steps,
             learning_rates=[(SETTINGS[slot]["lr"], RATES_OF_B[slot]) for slot in slots],
-            b_spans=B_SPANS,
             betas=[setting["betas"] for setting in settings],
             epsilons=[setting["eps"] for setting in settings],
             weight_decays=[setting["weight_decay"] for setting in settings],
-            grad_scales=torch.tensor(scales, dtype=torch.float64),
+            grad_scales=torch.tensor(scales, dtype=self.dtype),
         )
 
 
+class Alone:
+    """One row's ``A`` and ``B`` under PyTorch's own optimizer."""
+
+    def __init__(self, row_P: Tensor, slot: int) -> None:
+        a_end, end = SIZES[slot]
+        self.parts = [(slice(0, a_end), SETTINGS[slot]["lr"]), (slice(a_end, end), RATES_OF_B[slot])]
+        self.parameters = [torch.nn.Parameter(row_P[part].clone()) for part, _ in self.parts]
+        groups = [{"params": [p], "lr": rate} for p, (_, rate) in zip(self.parameters, self.parts, strict=True)]
+        self.optimizer = torch.optim.AdamW(groups, **SETTINGS[slot])
+
+    def step(self, gradient_P: Tensor) -> Tensor:
+        """The row's matrices after a step on ``gradient_P``."""
+        for parameter, (part, _) in zip(self.parameters, self.parts, strict=True):
+            parameter.grad = gradient_P[part].clone()
+        self.optimizer.step()
+        return torch.cat([parameter.data for parameter in self.parameters])
+
+
 @BACKENDS
-def test_many_steps_equal_torch_and_leave_other_rows_alone(ops: ModuleType) -> None:
-    bank = Bank()
-    untouched = [tensor[[1, 4]].clone() for tensor in (bank.params, bank.grads)]
-    alone = {
-        slot: [torch.nn.Parameter(bank.params[slot, columns].clone()) for columns in (~IS_B, IS_B)] for slot in SETTINGS
-    }
-    optimizers = {
-        slot: torch.optim.AdamW([{"params": [a]}, {"params": [b], "lr": RATES_OF_B[slot]}], **SETTINGS[slot])
-        for slot, (a, b) in alone.items()
-    }
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
+def test_many_steps_equal_torch_and_touch_nothing_else(ops: ModuleType, dtype: torch.dtype, limit: float) -> None:
+    bank = Bank(dtype)
+    alone = {slot: Alone(bank.params[slot], slot) for slot in SETTINGS}
+    elsewhere = bank.behind_ZP.clone()
+    elsewhere[[1, 4]] = True
+    before = bank.bits(elsewhere)
     counts = dict.fromkeys(SETTINGS, 0)
     for step in range(NUM_STEPS):
         # Rows join late and rest in between, in a changing order, as jobs do that are admitted and parked.
         slots = [slot for slot in ([3, 0, 2] if step % 2 else [2, 3, 0]) if step >= 4 * slot and (step + slot) % 5]
         if not slots:
             continue
-        scales = [0.5 + 0.25 * slot for slot in slots]
-        fresh = bank.draw()
+        scales = [2.0**-slot for slot in slots]  # the same in whatever precision a backend takes them
+        fresh = bank.draw_grads()
+        expected = {}
         for slot, scale in zip(slots, scales, strict=True):
             counts[slot] += 1
             bank.grads[slot] = fresh[slot]
-            for parameter, columns in zip(alone[slot], (~IS_B, IS_B), strict=True):
-                parameter.grad = fresh[slot, columns] * scale
-            optimizers[slot].step()
+            expected[slot] = alone[slot].step(fresh[slot] * scale)
+        resting = [slot for slot in SETTINGS if slot not in slots]
+        of_resting = bank.bits(resting)
         bank.step(ops, slots, [counts[slot] for slot in slots], scales)
-        for slot in SETTINGS:
-            for parameter, columns in zip(alone[slot], (~IS_B, IS_B), strict=True):
-                torch.testing.assert_close(bank.params[slot, columns], parameter.data, rtol=1e-12, atol=1e-12)
+        for slot, row_P in expected.items():
+            torch.testing.assert_close(bank.params[slot, : SIZES[slot][1]], row_P, rtol=limit, atol=limit)
+            assert not bank.grads[slot, : SIZES[slot][1]].any(), "the gradient was not forgotten"
+        assert all(torch.equal(one, other) for one, other in zip(bank.bits(resting), of_resting, strict=True))
     assert min(counts.values()) > 10
     assert len(set(counts.values())) > 1, "rows should be at different steps"
-    assert all(
-        torch.equal(tensor[[1, 4]], old) for tensor, old in zip((bank.params, bank.grads), untouched, strict=True)
-    )
-    assert not bank.exp_avg[[1, 4]].any()
-    assert not bank.exp_avg_sq[[1, 4]].any()
+    assert all(torch.equal(one, other) for one, other in zip(bank.bits(elsewhere), before, strict=True))
 
 
 @BACKENDS
 def test_nan_in_one_row_leaves_every_bit_of_the_others(ops: ModuleType) -> None:
     clean, beside_nan = Bank(), Bank()
-    beside_nan.grads[2] = float("nan")
+    beside_nan.grads[2] = NAN
     for bank in (clean, beside_nan):
-        bank.step(ops, [0, 2, 3], [1, 1, 1], [1.0, float("nan") if bank is beside_nan else 1.0, 1.0])
-    assert beside_nan.params[2].isnan().all()
+        bank.step(ops, [0, 2, 3], [1, 1, 1], [1.0, NAN if bank is beside_nan else 1.0, 1.0])
+    assert beside_nan.params[2, : SIZES[2][1]].isnan().all()
+    assert not beside_nan.grads[2, : SIZES[2][1]].any(), "a gradient of NaN is forgotten too"
     others = [0, 1, 3, 4]
-    for name in ("params", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(getattr(clean, name)[others], getattr(beside_nan, name)[others])
+    assert all(torch.equal(one, other) for one, other in zip(clean.bits(others), beside_nan.bits(others), strict=True))
 
 
 @BACKENDS
@@ -113,11 +143,67 @@ def test_a_wrong_step_or_scale_shows(ops: ModuleType, mistake: str) -> None:
 
 
 def test_a_row_with_one_rate_is_one_fused_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, fused = [], torch_backend.adamw
+    sizes, fused = [], torch_backend.adamw
     monkeypatch.setattr(
         torch_backend,
         "adamw",
-        lambda params, *rest, **settings: calls.append(len(params)) or fused(params, *rest, **settings),
+        lambda params, *rest, **settings: (
+            sizes.append([part.numel() for part in params]) or fused(params, *rest, **settings)
+        ),
     )
     Bank().step(torch_backend, [0, 2], [1, 1], [1.0, 1.0])
-    assert calls == [1, 2, 2], "row 0 whole; row 2 with its A and its B apart"
+    assert sizes == [[37], [5], [6]], "row 0 whole; row 2 with its A and its B apart"
+
+
+class TestRowNorms:
+    """Long rows, which kernels work on in blocks."""
+
+    SLOTS, ENDS = [3, 0, 4, 1], [20_001, 5, 0, 4096]
+
+    def rows(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Five rows, NaN past those ends and throughout the row that is not asked for."""
+        rows_ZP = torch.randn(5, 20_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        rows_ZP[2] = NAN
+        for slot, end in zip(self.SLOTS, self.ENDS, strict=True):
+            rows_ZP[slot, end:] = NAN
+        return rows_ZP
+
+    @BACKENDS
+    @pytest.mark.parametrize(
+        ("dtype", "result", "limit"),
+        [
+            (torch.float64, torch.float64, 1e-13),
+            (torch.float32, torch.float32, 1e-5),
+            (torch.bfloat16, torch.float32, 1e-5),  # in bfloat16 the norm alone would be a thousandth off
+        ],
+        ids=["float64", "float32", "bfloat16"],
+    )
+    def test_is_the_norm_of_each_row_up_to_its_end(
+        self, ops: ModuleType, dtype: torch.dtype, result: torch.dtype, limit: float
+    ) -> None:
+        rows_ZP = self.rows(dtype)
+        before = rows_ZP.clone()
+        found = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
+        pairs = zip(self.SLOTS, self.ENDS, strict=True)
+        expected = [float(rows_ZP[slot, :end].double().square().sum().sqrt()) for slot, end in pairs]
+        assert found.dtype == result
+        assert found.tolist() == pytest.approx(expected, rel=limit, abs=0.0)
+        assert expected[2] == 0.0, "a row of no numbers"
+        assert torch.equal(rows_ZP.view(torch.uint8), before.view(torch.uint8))
+
+    @BACKENDS
+    @pytest.mark.parametrize("poison", [NAN, float("inf")])
+    def test_a_row_that_is_not_finite_leaves_every_bit_of_the_others(self, ops: ModuleType, poison: float) -> None:
+        rows_ZP = self.rows(torch.float32)
+        clean = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
+        rows_ZP[3, 77] = poison
+        found = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
+        assert not found[0].isfinite()
+        assert torch.equal(found[1:], clean[1:])
+
+    @BACKENDS
+    def test_a_row_s_bits_do_not_depend_on_its_company(self, ops: ModuleType) -> None:
+        rows_ZP = self.rows(torch.float32)
+        together = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
+        alone = [ops.row_norms(rows_ZP, [slot], [end]) for slot, end in zip(self.SLOTS, self.ENDS, strict=True)]
+        assert torch.equal(together, torch.cat(alone))

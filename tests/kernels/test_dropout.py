@@ -1,68 +1,146 @@
-"""Dropout masks: a function of the job's seed, its step and the module, and of nothing else."""
+"""Dropout masks: a hash of the job's seed, its step, the group, token and feature, and of nothing else."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from adapter_groups import Group
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from alto.kernels import DropoutKey, TokenSchedule
-from alto.kernels.dropout import apply_dropout, dropout_factor
+from alto.kernels import DropoutKey, TokenSchedule, torch_backend
+from alto.kernels.dropout import dropout_factor
 
 KEY = DropoutKey(probability=0.3, seed=11, step=4)
 CPU = torch.device("cpu")
 
 
-def factor(key: DropoutKey = KEY, module: int = 2, num_tokens: int = 40) -> torch.Tensor:
-    return dropout_factor(key, module, num_tokens, 25, CPU)
+def kept(key: DropoutKey = KEY, number: int = 2, num_tokens: int = 300, num_features: int = 200) -> Tensor:
+    """One where an element is kept, ``[T, K]`` float64."""
+    return (dropout_factor(key, number, num_tokens, num_features, CPU) != 0).double()
 
 
-def test_kept_values_are_scaled_so_that_the_mean_stays() -> None:
-    drawn = dropout_factor(KEY, 0, 400, 250, CPU)
-    assert drawn.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
-    assert float((drawn == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
-    assert float(drawn.mean()) == pytest.approx(1.0, abs=0.01)
+def lowbias32(x: int) -> int:
+    """The published hash, on plain integers."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ x >> 16
 
 
-def test_the_same_key_gives_the_same_mask() -> None:
-    assert torch.equal(factor(), factor())
+def is_kept(key: DropoutKey, number: int, token: int, feature: int) -> bool:
+    """One element by the definition: everything hashed in, one 32-bit word after the other, token and feature last."""
+    mixed = 0
+    for word in (key.seed % 2**32, key.seed // 2**32 % 2**32, key.step, number):
+        mixed = lowbias32((mixed + word + 1) % 2**32)
+    row = lowbias32((mixed + token) % 2**32)
+    return lowbias32((row + feature) % 2**32) >= round(key.probability * 2**32)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**32 - 1),
+    number=st.integers(0, 2**16),
+    probability=st.floats(0.01, 0.99),
+)
+def test_the_mask_is_the_hash_bit_by_bit(seed: int, step: int, number: int, probability: float) -> None:
+    key = DropoutKey(probability, seed, step)
+    factor = dropout_factor(key, number, 3, 5, CPU)
+    expected = [[is_kept(key, number, token, feature) for feature in range(5)] for token in range(3)]
+    assert (factor != 0).tolist() == expected
+    assert factor.dtype == torch.float32
+    torch.testing.assert_close(factor, torch.tensor(expected).float() / (1.0 - probability))
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
+def test_the_share_that_is_kept_is_right_overall_and_in_every_row_and_column(probability: float) -> None:
+    mask_TK = kept(KEY._replace(probability=probability))
+    for dims, count in (((0, 1), mask_TK.numel()), ((0,), mask_TK.shape[0]), ((1,), mask_TK.shape[1])):
+        deviation = math.sqrt(probability * (1 - probability) / count)
+        off = (mask_TK.mean(dims) - (1 - probability)).abs().max()
+        # Of hundreds of rows, the furthest of a fair draw is about three deviations off.
+        assert float(off) < 5 * deviation
+
+
+def test_the_mean_stays() -> None:
+    assert float(dropout_factor(KEY, 0, 400, 250, CPU).mean()) == pytest.approx(1.0, abs=0.01)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        factor(KEY._replace(seed=12)),
-        factor(KEY._replace(step=5)),
-        factor(module=3),
-        factor(KEY._replace(seed=4, step=11)),
+        {"key": KEY._replace(seed=12)},
+        {"key": KEY._replace(seed=11 + 2**32)},
+        {"key": KEY._replace(step=5)},
+        {"key": KEY._replace(seed=4, step=11)},
+        {"number": 3},
+        {"key": KEY._replace(step=2), "number": 4},
     ],
-    ids=["seed", "step", "module", "seed and step swapped"],
+    ids=["seed", "upper half of the seed", "step", "seed and step swapped", "number", "step and number swapped"],
 )
-def test_seed_step_and_module_each_give_another_mask(other: torch.Tensor) -> None:
-    agreement = float(((factor() == 0) == (other == 0)).float().mean())
-    assert agreement == pytest.approx(0.7**2 + 0.3**2, abs=0.06), "masks are not independent"
+def test_another_seed_step_or_number_gives_an_independent_mask(other: dict[str, object]) -> None:
+    one, another = kept(), kept(**other)
+    assert abs(correlation(one, another)) < 5 / math.sqrt(one.numel())
+    # Nor is it the same stream of rows, begun elsewhere.
+    for shift in range(1, 30):
+        assert abs(correlation(one[shift:], another[:-shift])) < 0.03
+        assert abs(correlation(one[:-shift], another[shift:])) < 0.03
+
+
+def test_rows_and_columns_of_a_mask_are_independent() -> None:
+    mask_TK = kept()
+    for of in (mask_TK, mask_TK.T):
+        matrix = torch.corrcoef(of)
+        matrix.fill_diagonal_(0.0)
+        # The furthest of some twenty thousand pairs of a fair draw is about four and a half deviations off.
+        assert float(matrix.abs().max()) < 6 / math.sqrt(of.shape[1])
+        assert float(matrix.square().mean()) == pytest.approx(1 / of.shape[1], rel=0.05)
+    for shift in range(1, 30):
+        assert abs(correlation(mask_TK[:, shift:], mask_TK[:, :-shift])) < 0.03
+        # A sum of token and feature would make rows shifted copies of each other.
+        assert abs(correlation(mask_TK[shift:, :-shift], mask_TK[:-shift, shift:])) < 0.03
+
+
+def test_a_longer_pass_begins_with_the_mask_of_a_shorter_one() -> None:
+    """The bits of a token and feature do not depend on how many there are."""
+    assert torch.equal(kept()[:40, :25], kept(num_tokens=40, num_features=25))
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    factor()
+    kept()
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_company_slot_and_offset_do_not_matter() -> None:
-    x_TK = torch.rand(9, 25, generator=torch.Generator().manual_seed(0)) + 1.0
-    alone = apply_dropout(x_TK, TokenSchedule.build([0], [9], [1.0], [KEY]), 2)
-    company = torch.cat([torch.ones(3, 25), torch.ones(5, 25), x_TK])
-    schedule = TokenSchedule.build([4, 2, 7], [3, 5, 9], [1.0] * 3, [KEY._replace(seed=1), None, KEY])
-    together = apply_dropout(company, schedule, 2)
+    """With ``A`` the identity, ``grouped_shrink`` shows the masked tokens themselves."""
+    group = Group([[9]] * 8, in_features=9, out_features=[1], number=2)
+    for matrices in group.operands.slots.values():
+        matrices.a_KQ.copy_(torch.eye(9))
+
+    def masked(slots: list[int], counts: list[int], keys: list[DropoutKey | None]) -> Tensor:
+        schedule = TokenSchedule.build(slots, counts, [1.0] * len(slots), keys)
+        x_TK = torch.ones(schedule.num_tokens, 9, dtype=torch.float64)
+        return torch_backend.grouped_shrink(x_TK, group.operands, schedule)
+
+    alone = masked([0], [30], [KEY])
+    together = masked([4, 2, 7], [3, 5, 30], [KEY._replace(seed=1), None, KEY])
     assert torch.equal(together[8:], alone)
-    assert torch.equal(alone, x_TK * dropout_factor(KEY, 2, 9, 25, CPU))
-    assert torch.equal(together[3:8], company[3:8]), "a job without dropout was masked"
-    assert not torch.equal(together[:3], company[:3])
+    assert torch.equal(alone, dropout_factor(KEY, 2, 30, 9, CPU).double())
+    assert (together[3:8] == 1.0).all(), "a job without dropout was masked"
+    assert torch.equal(together[:3], dropout_factor(KEY._replace(seed=1), 2, 3, 9, CPU).double())
 
 
-def test_the_input_itself_is_kept() -> None:
-    x_TK = torch.ones(9, 25)
-    dropped = apply_dropout(x_TK, TokenSchedule.build([0], [9], [1.0], [KEY]), 2)
-    assert torch.equal(x_TK, torch.ones(9, 25))
-    assert not torch.equal(dropped, x_TK)
-    assert apply_dropout(x_TK, TokenSchedule.build([0], [9], [1.0]), 2) is x_TK
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_does_not_matter() -> None:
+    on_gpu = dropout_factor(KEY, 2, 300, 200, torch.device("cuda"))
+    assert torch.equal(on_gpu.cpu(), dropout_factor(KEY, 2, 300, 200, CPU))

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.kernels import TokenSchedule, pass_table
+from alto.kernels import DropoutKey, TokenSchedule, pass_table
+from alto.kernels.dropout import kept_factor, stream_key, threshold
 from alto.kernels.pass_table import BLOCK_TOKENS
 
 CPU = torch.device("cpu")
@@ -17,37 +18,45 @@ CPU = torch.device("cpu")
 def test_blocks_tile_the_tokens_and_keep_to_their_segment(counts: list[int]) -> None:
     schedule = TokenSchedule.build(range(len(counts)), counts, [1.0] * len(counts))
     table = schedule.table(CPU)
-    blocks, segments = table.blocks_B3.tolist(), table.segments_S3.tolist()
+    blocks, segments = table.blocks_B6.tolist(), table.segments_S6.tolist()
     assert (table.num_blocks, table.num_segments) == (len(blocks), len(segments))
-    assert [token for _, first, end in blocks for token in range(first, end)] == list(range(schedule.num_tokens))
-    assert segments == [list(segment) for segment in schedule.segments]
-    ranges = {slot: range(start, end + 1) for slot, start, end in segments}
-    assert all(first in ranges[slot] and end in ranges[slot] for slot, first, end in blocks)
-    assert all(0 < end - first <= BLOCK_TOKENS for _, first, end in blocks)
+    assert [token for _, first, end, *_ in blocks for token in range(first, end)] == list(range(schedule.num_tokens))
+    assert segments == [[*segment, 0, 0, 0] for segment in schedule.segments]
+    ranges = {slot: range(start, end + 1) for slot, start, end, *_ in segments}
+    assert all(first in ranges[slot] and end in ranges[slot] for slot, first, end, *_ in blocks)
+    assert all(0 < end - first <= BLOCK_TOKENS for _, first, end, *_ in blocks)
+    assert all(place == first - ranges[slot].start for slot, first, _, place, *_ in blocks)
 
 
-def test_scales_are_found_by_slot() -> None:
-    schedule = TokenSchedule.build([3, 0, 1], [2, 4, 0], [2.0, 0.5, 9.0])
-    assert schedule.table(CPU).scales_Z.tolist() == [0.5, 0.0, 0.0, 2.0]
+def test_factors_are_found_by_slot() -> None:
+    key = DropoutKey(probability=0.5, seed=1, step=2)
+    schedule = TokenSchedule.build([3, 0, 1], [2, 4, 0], [2.0, 0.5, 9.0], [key, None, None])
+    assert schedule.table(CPU).factors_Z2.tolist() == [[0.5, 1.0], [0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_block_of_a_segment_has_the_bits_of_its_dropout(seed: int) -> None:
+    """Of eight seeds some keys have their highest bit set; so has the threshold."""
+    key = DropoutKey(probability=0.75, seed=seed, step=5)
+    table = TokenSchedule.build([1, 0], [BLOCK_TOKENS + 1, 2], [1.0, 1.0], [key, None]).table(CPU)
+    bits = [[number % 2**32 for number in block[4:]] for block in table.blocks_B6.tolist()]
+    own = [stream_key(key), threshold(key)]
+    assert bits == [own, own, [0, 0]]
+    assert [[number % 2**32 for number in row[4:]] for row in table.segments_S6.tolist()] == [own, [0, 0]]
+    assert table.factors_Z2[1, 1] == kept_factor(key) == 4.0
+    assert table.has_dropout
+
+
+def test_a_pass_without_dropout_says_so() -> None:
+    assert not TokenSchedule.build([0, 1], [2, 3], [1.0, 2.0]).table(CPU).has_dropout
 
 
 def test_a_pass_sends_its_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, upload = [], pass_table.upload
     monkeypatch.setattr(pass_table, "upload", lambda *args: sent.append(args) or upload(*args))
     schedule = TokenSchedule.build([0, 1], [2, 3], [1.0, 2.0])
-    for _ in range(3):
-        table = schedule.table(CPU)
-        assert table.ranks([4, 0]).tolist() == [4, 0]
-        assert table.ranks((8, 8)).tolist() == [8, 8]
-    assert len(sent) == 4, "segments, scales, and two sorts of ranks"
-
-
-def test_ranks_that_change_are_seen() -> None:
-    """A bank keeps one list a module, and changes it as jobs come and go."""
-    table, ranks = TokenSchedule.build([0], [2], [1.0]).table(CPU), [4, 0]
-    assert table.ranks(ranks).tolist() == [4, 0]
-    ranks[1] = 2
-    assert table.ranks(ranks).tolist() == [4, 2]
+    assert schedule.table(CPU) is schedule.table(CPU)
+    assert len(sent) == 3, "blocks, segments, and factors"
 
 
 def test_a_schedule_with_a_table_equals_one_without() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -72,11 +73,61 @@ def test_sums_are_means_times_trained_tokens(tiny_model: ModelFactory) -> None:
     assert sft_sums(backbone, batch).tolist() == pytest.approx(expected, rel=1e-6)
 
 
+class GivenLosses:
+    """A backbone whose token losses are given."""
+
+    def __init__(self, losses_S: torch.Tensor) -> None:
+        self.losses_S = losses_S
+
+    def hidden_states(self, input_ids_T: torch.Tensor, *_: object) -> torch.Tensor:
+        return input_ids_T[:, None]
+
+    def token_losses(self, hidden_SH: torch.Tensor, targets_S: torch.Tensor) -> torch.Tensor:
+        return self.losses_S
+
+
+@pytest.mark.parametrize("reduce", [sft_losses, sft_sums])
+def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
+    batch = collate(DATA, JOBS)
+    clean_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 9
+    poisoned_S = clean_S.clone()
+    poisoned_S[batch.job_targets[0]] = float("nan")
+    (clean_J, clean), (poisoned_J, poisoned) = (reduced(reduce, losses_S, batch) for losses_S in (clean_S, poisoned_S))
+    assert poisoned_J.isnan().tolist() == [False, True, False]
+    assert torch.equal(poisoned_J[[0, 2]], clean_J[[0, 2]])
+    assert torch.equal(poisoned, clean)
+    for index, (job, losses_S) in enumerate(zip(JOBS, clean_S.split(batch.job_targets), strict=True)):
+        (alone,), gradient = reduced(reduce, losses_S, collate(DATA, [job]))
+        assert torch.equal(alone, clean_J[index])
+        assert torch.equal(gradient, clean.split(batch.job_targets)[index])
+        assert float(alone) == pytest.approx(float(losses_S.double().sum()) * float(gradient[0]), rel=1e-6)
+
+
+@torch.no_grad()
+def test_a_long_mean_is_exact() -> None:
+    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,))
+    losses_S = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
+    assert float(sft_losses(GivenLosses(losses_S), batch)[0]) == pytest.approx(
+        float(losses_S.double().mean()), rel=1e-7
+    )
+
+
+def reduced(
+    reduce: Callable[..., torch.Tensor], losses_S: torch.Tensor, batch: TokenBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One number per job, and the gradient of their sum towards the token losses."""
+    losses_S = losses_S.detach().clone().requires_grad_()
+    result_J = reduce(GivenLosses(losses_S), batch)
+    assert result_J.dtype == torch.float32
+    (gradient_S,) = torch.autograd.grad(result_J.sum(), losses_S)
+    return result_J.detach(), gradient_S
+
+
 def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: ModelFactory) -> None:
     backbone, bank, run = adapted(tiny_model)
     together = run(collate(DATA, JOBS))
     gradients = bank.grads_ZP.clone()
-    bank.zero_grads([0, 1, 2])
+    bank.grads_ZP.zero_()
     alone = [float(run(collate(DATA, [job]))[0]) for job in JOBS]
     assert together.tolist() == pytest.approx(alone, rel=1e-5)
     for slot in range(3):

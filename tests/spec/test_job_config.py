@@ -33,6 +33,7 @@ def test_defaults():
         "lr_scheduler_type": "linear",
         "warmup_steps": 0,
         "warmup_ratio": 0.0,
+        "optim": "adamw_torch",
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "adam_beta1": 0.9,
@@ -130,7 +131,7 @@ NULLABLE = ("max_steps", "max_grad_norm")
 
 
 def test_every_field_is_covered_by_a_table():
-    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights"}
+    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "optim"}
     assert set(OUTSIDE) | rest == set(JobConfig.model_fields)
 
 
@@ -212,6 +213,32 @@ def test_other_ways_to_start_are_refused_by_name(given):
 def test_what_is_no_way_to_start(given):
     with pytest.raises(SpecError, match=r"^init_lora_weights .* should be 'default' or 'gaussian', found"):
         JobConfig(init_lora_weights=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("adamw_torch", "adamw_torch"),
+        ("adamw_torch_fused", "adamw_torch"),
+        ("adamw_8bit", "adamw_8bit"),
+        ("adamw_bnb_8bit", "adamw_8bit"),
+        ("paged_adamw_8bit", "paged_adamw_8bit"),
+    ],
+)
+@pytest.mark.parametrize("key", ["optim", "optimizer"])
+def test_an_optimizer_has_one_spelling(key, given, stored):
+    """Every one of them is a name that Hugging Face knows."""
+    assert given in set(transformers.training_args.OptimizerNames)
+    assert JobConfig(**{key: given}).optim == stored
+
+
+@pytest.mark.parametrize("given", ["sgd", "adamw_torch_8bit", "paged_adamw_32bit", "adafactor", "", 8, None, True])
+def test_other_optimizers_are_refused(given):
+    with pytest.raises(
+        SpecError,
+        match=r"^optim .* should be 'adamw_torch' or 'adamw_8bit' or 'paged_adamw_8bit', found .*(Write|Remove)",
+    ):
+        JobConfig(optim=given)
 
 
 @pytest.mark.parametrize("given", [1, "true", None])

@@ -42,6 +42,7 @@ def test_defaults():
         "max_slots": 16,
         "max_tokens_per_pass": None,
         "gradient_checkpointing": False,
+        "torch_compile": False,
         "dtype": "auto",
         "trust_remote_code": False,
         "use_safetensors": True,

@@ -1,19 +1,23 @@
 """Padding-free causal attention, plugged into unmodified Hugging Face models.
 
 Sequences lie end to end in one row of tokens; each attends to itself alone. Registered under :data:`NAME` with
-``AttentionInterface`` and ``AttentionMaskInterface``; the sequence lengths travel as a keyword argument of the forward.
+``AttentionInterface`` and ``AttentionMaskInterface``; where the sequences lie travels as a keyword argument of the
+forward.
+
+Shapes: ``T`` tokens, ``H`` heads of queries, ``G`` of keys and values, ``D`` head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from alto.backbone.flash import find_kernel
+from alto.backbone.sdpa import sdpa_attention
+from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
 __all__ = ["NAME", "register", "varlen_attention"]
@@ -24,10 +28,10 @@ _SUPPORTED_EXTRAS = {"position_ids", "cache_position", "use_cache", "is_causal",
 
 
 def varlen_attention(
-    q_HTD: Tensor,
-    k_GTD: Tensor,
-    v_GTD: Tensor,
-    lengths: Sequence[int],
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sequences: Sequences,
     *,
     scale: float,
     window: int | None = None,
@@ -35,50 +39,27 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention within each of the sequences laid end to end.
 
+    A FlashAttention kernel serves where one fits (see :func:`alto.backbone.flash.find_kernel`), otherwise PyTorch's
+    attention a sequence at a time.
+
     Args:
-        q_HTD: Queries ``[1, H, T, D]``.
-        k_GTD: Keys ``[1, G, T, D]``; ``H`` is a multiple of ``G`` (grouped queries).
-        v_GTD: Values ``[1, G, T, D]``.
-        lengths: Tokens of each sequence, summing to ``T``.
+        q_THD: Queries ``[T, H, D]``.
+        k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
+        v_TGD: Values ``[T, G, D]``.
+        sequences: Where they lie; their lengths sum to ``T``.
         scale: Factor on the scores.
         window: A token sees at most this many tokens back, itself included; None for all.
         softcap: Scores are squeezed into ``±softcap`` by a tanh; None leaves them.
 
     Returns:
-        ``[1, H, T, D]``.
+        ``[T, H, D]``.
     """
-    grouped = q_HTD.shape[1] != k_GTD.shape[1]
-    outputs = []
-    for q, k, v in zip(q_HTD.split(lengths, 2), k_GTD.split(lengths, 2), v_GTD.split(lengths, 2), strict=True):
-        length = q.shape[2]
-        if softcap is not None:
-            outputs.append(_softcapped(q, k, v, _mask(length, window or length, q.device), scale, softcap))
-            continue
-        mask = _mask(length, window, q.device) if window is not None and length > window else None
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-            )
-        )
-    return torch.cat(outputs, dim=2)
+    kernel = find_kernel(q_THD, v_TGD, softcap=softcap)
+    attend = sdpa_attention if kernel is None else kernel.attend
+    return attend(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=window, softcap=softcap)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """One sequence's attention with capped scores, which PyTorch's own does not have; Gemma 2's way, in float32."""
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.tanh(scale * (q @ k.transpose(-1, -2)) / softcap) * softcap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return weights.to(q.dtype) @ v
-
-
-def _mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Which tokens (columns) each token (row) sees: itself and those up to ``window - 1`` back."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
-
-
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the sequences of a pass are not part of a graph
 def _attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -86,14 +67,17 @@ def _attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence_lengths: Sequence[int],
+    sequences: Sequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention; extras that would change the result are refused."""
+    """What transformers calls in place of its own attention; extras that would change the result are refused.
+
+    Queries, keys and values come as ``[1, heads, T, D]``, the result goes as ``[1, T, H, D]``.
+    """
     refused = sorted(name for name, value in extras.items() if value is not None and name not in _SUPPORTED_EXTRAS)
     if refused:
         raise UnsupportedModelError(
@@ -101,12 +85,13 @@ def _attention_forward(
             "expected plain causal attention (full or sliding window); use another base model"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = varlen_attention(query, key, value, sequence_lengths, scale=scale, window=sliding_window, softcap=softcap)
-    return output.transpose(1, 2).contiguous(), None
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = varlen_attention(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=sliding_window, softcap=softcap)
+    return output[None].contiguous(), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Sequences are told apart by their lengths, so no mask is built."""
+    """Sequences are told apart by where they lie, so no mask is built."""
     return None
 
 

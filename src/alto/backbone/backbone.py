@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.loss_head import token_losses
-from alto.errors import UnsupportedModelError
+from alto.backbone.sequences import Sequences
+from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
 
@@ -46,6 +49,7 @@ class Backbone:
         path: str,
         *,
         gradient_checkpointing: bool = False,
+        torch_compile: bool = False,
     ) -> None:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
@@ -70,6 +74,8 @@ class Backbone:
         probe.compare(self)
         if gradient_checkpointing:
             _checkpoint_layers(model)
+        if torch_compile:
+            _compile_layers(model)
 
     @property
     def device(self) -> torch.device:
@@ -89,15 +95,23 @@ class Backbone:
         Raises:
             UnsupportedModelError: See :meth:`check_length`.
         """
-        self.check_length(max(sequence_lengths))
+        sequences = Sequences(sequence_lengths)
+        self.check_length(sequences.longest)
         output = self.model.base_model(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
             use_cache=False,
-            sequence_lengths=list(sequence_lengths),
+            sequences=sequences,
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    @torch.no_grad()
+    def run_once(self) -> None:
+        """A forward pass of one token, module by module, for those who watch what happens in it."""
+        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.compiler.set_stance("force_eager"):
+            self.hidden_states(token, token, (1,))
 
     def check_length(self, num_tokens: int) -> None:
         """Make sure that a sequence of ``num_tokens`` leaves all others of its pass alone.
@@ -163,13 +177,34 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
     for the gradient of the embeddings. They recompute in training mode only, and the mode is set on the layer alone, so
     that no dropout of the base wakes up inside it.
     """
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UnsupportedModelError(
-            f"gradient_checkpointing: expected a model built of transformers' checkpointing layers, found "
-            f"{type(model).__name__} without any; remove the key"
-        )
-    for layer in layers:
+    for layer in _layers(model, "gradient_checkpointing"):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         layer.training = True
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Compile what a layer does around its linear modules and its attention, which stay as they are.
+
+    Fewer launches: norms, rotations, activations and sums become one kernel each. All layers share what is compiled,
+    and any number of tokens.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
+    if compiler is None:
+        raise UnsupportedError(
+            "torch_compile: expected a C++ compiler, which PyTorch builds with, found neither g++ nor clang++; install "
+            "one, or remove the key"
+        )
+    for layer in _layers(model, "torch_compile"):
+        layer.compile(dynamic=True)
+
+
+def _layers(model: PreTrainedModel, key: str) -> list[Any]:
+    """The repeated layers of ``model``; ``key`` is what asks for them."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedModelError(
+            f"{key}: expected a model built of transformers' checkpointing layers, found {type(model).__name__} "
+            "without any; remove the key"
+        )
+    return layers

@@ -48,6 +48,7 @@ def load_backbone(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     gradient_checkpointing: bool = False,
+    torch_compile: bool = False,
     trust_remote_code: bool = False,
     use_safetensors: bool = True,
 ) -> Backbone:
@@ -57,6 +58,7 @@ def load_backbone(
         model: ``alto-tiny``, a local folder, or a Hugging Face hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on the CPU and the model's own on CUDA.
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
+        torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
         use_safetensors: Read safetensors weights; False reads pickle files instead, which may run code.
 
@@ -64,12 +66,19 @@ def load_backbone(
         ModelNotFoundError: Nothing is there under that name, or a file is missing.
         ModelError: What is there is not a whole causal LM with a tokenizer, or needs one of the two permissions.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
+        UnsupportedError: ``torch_compile`` without a compiler.
     """
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     network = load_network(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, use_safetensors=use_safetensors
     )
-    return Backbone(network, tokenizer, resolve_model(model), gradient_checkpointing=gradient_checkpointing)
+    return Backbone(
+        network,
+        tokenizer,
+        resolve_model(model),
+        gradient_checkpointing=gradient_checkpointing,
+        torch_compile=torch_compile,
+    )
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:

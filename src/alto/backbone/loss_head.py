@@ -13,7 +13,11 @@ from torch.nn import functional as F
 
 __all__ = ["token_losses"]
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+"""Logits of a chunk: 8 MiB of float32, which stay in a CPU's cache; 256 MiB on a GPU, enough to fill it."""
+
+_MIN_CHUNK_TOKENS = {"cpu": 128, "cuda": 256}
+"""With fewer, as a large vocabulary would ask for, a chunk mostly waits for the head's weight, which it reads twice."""
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -21,30 +25,35 @@ class _ChunkedTokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_S: Tensor, softcap: float | None
     ) -> Tensor:
-        keep_gradient = ctx.needs_input_grad[0]
-        chunk = max(1, _CHUNK_ELEMENTS.get(hidden_SH.device.type, 1 << 20) // weight_VH.shape[0])
-        losses, gradients = [], []
-        for hidden, targets in zip(hidden_SH.split(chunk), targets_S.split(chunk), strict=True):
-            logits = F.linear(hidden, weight_VH, bias_V).float()
+        chunk = _chunk_tokens("cuda" if hidden_SH.is_cuda else "cpu", weight_VH.shape[0])
+        losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
+        gradient_SH = torch.empty_like(hidden_SH) if ctx.needs_input_grad[0] else None
+        for start in range(0, hidden_SH.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = F.linear(hidden_SH[part], weight_VH, bias_V)
             if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            index = targets[:, None]
-            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            losses.append((normaliser - logits.gather(1, index)).squeeze(1))
-            if keep_gradient:
-                slope = 1.0 - (logits / softcap) ** 2 if softcap is not None else None
-                error = logits.sub_(normaliser).exp_()
-                error.scatter_add_(1, index, error.new_full(index.shape, -1.0))
-                if slope is not None:
-                    error *= slope
-                gradients.append(error.to(weight_VH.dtype) @ weight_VH)
-        ctx.save_for_backward(*([torch.cat(gradients)] if keep_gradient else []))
-        return torch.cat(losses)
+                logits = logits.float().div_(softcap).tanh_().mul_(softcap)
+            log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+            index = targets_S[part, None]
+            losses_S[part] = log_probabilities.gather(1, index).squeeze(1).neg_()
+            if gradient_SH is not None:
+                error = log_probabilities.exp_()
+                error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
+                if softcap is not None:
+                    error.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
+                torch.mm(error.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
+        if gradient_SH is not None:
+            ctx.save_for_backward(gradient_SH)
+        return losses_S
 
     @staticmethod
     def backward(ctx: Any, dloss_S: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_SH,) = ctx.saved_tensors
-        return (gradient_SH * dloss_S[:, None].to(gradient_SH.dtype)), None, None, None, None
+        return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None
+
+
+def _chunk_tokens(device: str, vocabulary: int) -> int:
+    return max(_MIN_CHUNK_TOKENS[device], _CHUNK_ELEMENTS[device] // vocabulary)
 
 
 def token_losses(

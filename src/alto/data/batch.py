@@ -58,12 +58,12 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
     counts = [int((part >= 0).sum()) for part in targets_T.split(job_tokens)]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
-        input_ids_T=torch.cat([dataset.input_ids[row] for row in rows]).to(device, non_blocking=True),
-        position_ids_T=torch.cat([torch.arange(length) for length in lengths]).to(device, non_blocking=True),
+        input_ids_T=_send(torch.cat([dataset.input_ids[row] for row in rows]), device),
+        position_ids_T=_send(torch.cat([torch.arange(length) for length in lengths]), device),
         sequence_lengths=tuple(lengths),
         job_tokens=job_tokens,
-        loss_positions_S=loss_positions_S.to(device, non_blocking=True),
-        loss_targets_S=targets_T[loss_positions_S].to(device, non_blocking=True),
+        loss_positions_S=_send(loss_positions_S, device),
+        loss_targets_S=_send(targets_T[loss_positions_S], device),
         job_targets=tuple(counts),
     )
 
@@ -92,3 +92,9 @@ def split_into_passes(
             filled += tokens
     if current:
         yield current
+
+
+def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """To ``device``, without waiting for what a GPU is doing."""
+    pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """States of jobs on disk, of which a committed set survives whatever happens to the process.
 
 A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer
-state at its last save. A state is a folder in PEFT's own format; ``last`` adds ``optimizer.safetensors`` (AdamW
-moments, named as the adapter's matrices). ``state.json``, written last, holds the step and the other files' digests.
+state at its last save. A state is a folder in PEFT's own format; ``last`` adds ``optimizer.safetensors``, the tensors
+of :class:`alto.lora.OptimizerState`. ``state.json``, written last, holds the step and the other files' digests.
 
 A checkpoint of the run refers to one state of every job by its step. Saving never touches a state that the last
 committed checkpoint refers to: that one moves aside to ``<kind>.previous`` and is deleted after the next commit.
@@ -32,7 +32,6 @@ KINDS: tuple[Kind, ...] = ("best", "last")
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _STATE_FILE = "state.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateStore:
@@ -110,25 +109,13 @@ class StateStore:
 
 def write_state(folder: Path, optimizer: OptimizerState) -> None:
     """Add the optimizer state to an adapter folder."""
-    tensors = {
-        f"{moment}.{name}.{matrix}": tensor.contiguous()
-        for moment in _MOMENTS
-        for name, pair in getattr(optimizer, moment).items()
-        for matrix, tensor in zip("AB", pair, strict=True)
-    }
-    save_file(tensors, folder / _OPTIMIZER_FILE)
+    save_file(dict(optimizer.tensors), folder / _OPTIMIZER_FILE)
 
 
 def read_state(folder: Path) -> tuple[AdapterWeights, OptimizerState]:
     """What was saved into a ``last/`` folder."""
-    weights = read_adapter(folder)
-    tensors = load_file(folder / _OPTIMIZER_FILE)
-    moments = {
-        moment: {name: (tensors[f"{moment}.{name}.A"], tensors[f"{moment}.{name}.B"]) for name in weights}
-        for moment in _MOMENTS
-    }
     step = json.loads((folder / _STATE_FILE).read_text("utf-8"))["step"]
-    return weights, OptimizerState(step=step, exp_avg=moments["exp_avg"], exp_avg_sq=moments["exp_avg_sq"])
+    return read_adapter(folder), OptimizerState(step=step, tensors=load_file(folder / _OPTIMIZER_FILE))
 
 
 def _seal(folder: Path, step: int) -> None:

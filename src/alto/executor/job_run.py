@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.data import DataOrder, TaskData
 from alto.early_exit import evaluation_steps, policy_from
-from alto.lora import AdapterShape, AdapterWeights, find_targets
+from alto.lora import AdapterShape, AdapterWeights, check_optimizer, find_targets
 from alto.spec import Job, JobConfig, Task
 
 __all__ = ["JobPlanner", "JobRun", "plan_jobs"]
@@ -79,7 +79,9 @@ class JobPlanner:
 
         Raises:
             TargetModuleError: Its targets or rank do not fit the base model.
+            UnsupportedError: Its optimizer is not installed, or not there on the model's device.
         """
+        check_optimizer(job.config.optim, self._model.device)
         config, total_steps = job.config, job.config.total_steps(self._num_rows)
         targets = find_targets(self._model, config.target_modules, config.r)
         return JobRun(
@@ -96,6 +98,7 @@ def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:
 
     Raises:
         TargetModuleError: A job's targets or rank do not fit the base model.
+        UnsupportedError: A job's optimizer is not installed, or not there on the model's device.
         UnsupportedModelError: A row is too long for this base model to train beside others.
     """
     backbone.check_length(max(data.train.longest, data.validation.longest))

@@ -19,6 +19,7 @@ from alto.lora import (
     SlotAdamW,
     SlotUpdate,
     TargetModule,
+    find_shared_inputs,
     inject,
 )
 from alto.objectives import sft_losses, sft_sums
@@ -49,7 +50,11 @@ class Trainer:
         self._backbone = backbone
         self._data = data
         self._max_tokens_per_pass = max_tokens_per_pass
-        layout = BankLayout(modules=modules, max_rank=max_rank)
+        layout = BankLayout(
+            modules=modules,
+            max_rank=max_rank,
+            shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
+        )
         self.bank = AdapterBank(layout, num_slots, device=backbone.device)
         self.optimizer = SlotAdamW(self.bank)
         self._context = inject(backbone.model, self.bank)
@@ -58,19 +63,19 @@ class Trainer:
         """Give ``slot`` to a job that has not trained yet."""
         self.bank.occupy(slot, run.shape)
         self.bank.initialise(slot, run.config.seed, run.config.init_lora_weights)
-        self.optimizer.reset(slot)
+        self.optimizer.reset(slot, run.config.optim)
 
     def seat_warm(self, run: JobRun, slot: int, weights: AdapterWeights) -> None:
         """Give ``slot`` to a job that has not trained yet and begins with ``weights``."""
         self.bank.occupy(slot, run.shape)
         self.bank.write(slot, weights)
-        self.optimizer.reset(slot)
+        self.optimizer.reset(slot, run.config.optim)
 
     def seat_again(self, run: JobRun, slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
         """Give ``slot`` to a job that was parked, with the state it had."""
         self.bank.occupy(slot, run.shape)
         self.bank.write(slot, weights)
-        self.optimizer.write(slot, optimizer)
+        self.optimizer.write(slot, run.config.optim, optimizer)
 
     def release(self, slot: int) -> None:
         """Take ``slot`` back."""
@@ -84,10 +89,11 @@ class Trainer:
         """
         losses = self.backward(runs)
         self.update(runs)
-        return losses
+        # Read last: until here nothing has waited for the device.
+        return [float(loss) for loss in losses.tolist()]
 
-    def backward(self, runs: Sequence[JobRun]) -> list[float]:
-        """Losses of ``runs`` on their next batches; their gradients are left in the bank."""
+    def backward(self, runs: Sequence[JobRun]) -> Tensor:
+        """Losses ``[len(runs)]`` of ``runs`` on their next batches; their gradients are left in the bank."""
         by_slot = {_slot(run): run for run in runs}
         work = [JobRows(slot, tuple(run.order.rows_of_step(run.step))) for slot, run in by_slot.items()]
         losses = []
@@ -97,14 +103,12 @@ class Trainer:
                 losses_J = sft_losses(self._backbone, batch)
                 losses_J.sum().backward()
             losses.append(losses_J.detach())
-        return [float(loss) for loss in torch.cat(losses).tolist()]
+        return torch.cat(losses)
 
     def update(self, runs: Sequence[JobRun]) -> Tensor:
         """Clip and apply the gradients of ``runs``, then forget them; returns their norms before clipping."""
         updates = [SlotUpdate(slot=_slot(run), config=run.config, learning_rate=run.learning_rate) for run in runs]
-        norms = self.optimizer.step(updates)
-        self.bank.zero_grads([update.slot for update in updates])
-        return norms
+        return self.optimizer.step(updates)
 
     @torch.no_grad()
     def evaluate(self, runs: Sequence[JobRun]) -> list[float]:

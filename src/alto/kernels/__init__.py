@@ -1,7 +1,10 @@
 """The arithmetic of many adapters on one frozen base: reference, backends, autograd function."""
 
 from alto.kernels.backend import choose_backend
-from alto.kernels.function import LoraOperands, grouped_lora_linear
-from alto.kernels.schedule import DropoutKey, Segment, TokenSchedule
+from alto.kernels.dropout import DropoutKey
+from alto.kernels.function import grouped_lora_linear
+from alto.kernels.operands import LoraOperands
+from alto.kernels.pass_table import upload
+from alto.kernels.schedule import Segment, TokenSchedule
 
-__all__ = ["DropoutKey", "LoraOperands", "Segment", "TokenSchedule", "choose_backend", "grouped_lora_linear"]
+__all__ = ["DropoutKey", "LoraOperands", "Segment", "TokenSchedule", "choose_backend", "grouped_lora_linear", "upload"]

@@ -1,36 +1,79 @@
 """Dropout whose mask depends on the job alone.
 
-The mask of a job's tokens is drawn from a generator keyed by the job's seed, its own step and the module, so it is
-the same in any company and is drawn again in the backward pass instead of being stored.
+Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place among the job's
+tokens and the feature: the same in any company, on any device and from every backend, and made again in the backward
+pass instead of being stored. Modules that read the same input see the same mask.
+
+``triton_kernels/dropout.py`` computes the same bits on a GPU. There a pass sends every segment's ``stream_key``,
+``threshold`` and ``kept_factor`` once for all layers; hashing in the group's number is left to the kernel.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from alto.kernels.schedule import DropoutKey, TokenSchedule
+__all__ = ["DropoutKey", "dropout_factor", "dropped", "kept_factor", "stream_key", "threshold"]
 
-__all__ = ["apply_dropout", "dropout_factor"]
-
-_MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-
-
-def dropout_factor(key: DropoutKey, module: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
-    """``[num_tokens, num_features]`` float32: 0 where dropped, ``1 / (1 - probability)`` elsewhere."""
-    mixed = sum(value * factor for value, factor in zip((key.seed + 1, key.step + 1, module + 1), _MIX, strict=True))
-    generator = torch.Generator(device=device).manual_seed(mixed % (1 << 63))
-    keep = torch.rand(num_tokens, num_features, generator=generator, device=device) >= key.probability
-    return keep.to(torch.float32).div_(1.0 - key.probability)
+# The finaliser with low bias that Chris Wellons found by search (hash-prospector, "lowbias32").
+_SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
+_MASK = 0xFFFFFFFF
 
 
-def apply_dropout(x_TK: Tensor, schedule: TokenSchedule, module: int) -> Tensor:
-    """``x_TK`` with every segment's own mask applied; ``x_TK`` itself when no segment has dropout."""
-    if not any(schedule.dropout):
+class DropoutKey(NamedTuple):
+    """What a slot's dropout mask depends on, besides the module: the job alone, never its company."""
+
+    probability: float
+    seed: int
+    step: int
+
+
+def stream_key(key: DropoutKey) -> int:
+    """32 bits from the job's seed and step; group, token and feature are hashed in after them."""
+    mixed = 0
+    for word in (key.seed & _MASK, key.seed >> 32 & _MASK, key.step):
+        mixed = _hash_int((mixed + word + 1) & _MASK)
+    return mixed
+
+
+def threshold(key: DropoutKey) -> int:
+    """An element is kept where its 32 bits are at least this."""
+    return min(round(key.probability * 2**32), _MASK)
+
+
+def kept_factor(key: DropoutKey) -> float:
+    """What a kept element is multiplied with, a float32 for every backend."""
+    return torch.tensor(1.0 / (1.0 - key.probability), dtype=torch.float32).item()
+
+
+def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
+    """The tokens of one segment with its mask applied; themselves where the job has no dropout."""
+    if key is None:
         return x_TK
-    dropped_TK = x_TK.clone()
-    for (_, start, end), key in zip(schedule.segments, schedule.dropout, strict=True):
-        if key is not None:
-            factor = dropout_factor(key, module, end - start, x_TK.shape[1], x_TK.device)
-            dropped_TK[start:end] *= factor.to(x_TK.dtype)
-    return dropped_TK
+    return x_TK * dropout_factor(key, number, x_TK.shape[0], x_TK.shape[1], x_TK.device).to(x_TK.dtype)
+
+
+def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
+    """``[num_tokens, num_features]`` float32: 0 where dropped, ``kept_factor`` elsewhere; ``number`` is the
+    group's."""
+    tokens_T1 = torch.arange(num_tokens, device=device)[:, None]
+    features_K = torch.arange(num_features, device=device)
+    group_key = _hash_int((stream_key(key) + number + 1) & _MASK)
+    rows_T1 = _hash((tokens_T1 + group_key).bitwise_and_(_MASK))
+    keep = _hash((rows_T1 + features_K).bitwise_and_(_MASK)) >= threshold(key)
+    return keep.to(torch.float32).mul_(kept_factor(key))
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Of 32-bit values in int64, in place."""
+    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
+        x.bitwise_xor_(x >> shift).mul_(factor).bitwise_and_(_MASK)
+    return x.bitwise_xor_(x >> _SHIFTS[2])
+
+
+def _hash_int(x: int) -> int:
+    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
+        x = (x ^ x >> shift) * factor & _MASK
+    return x ^ x >> _SHIFTS[2]

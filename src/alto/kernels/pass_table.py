@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alto.kernels.dropout import DropoutKey, kept_factor, stream_key, threshold
+
 __all__ = ["BLOCK_TOKENS", "PassTable", "upload"]
 
 BLOCK_TOKENS = 64
@@ -29,31 +31,38 @@ class PassTable:
     Attributes:
         num_blocks: ``B``.
         num_segments: ``S``.
-        blocks_B3: Slot, first token and end of every block, int32; a block lies in one segment.
-        segments_S3: Slot, first token and end of every segment, int32.
-        scales_Z: ``lora_alpha / r`` of every slot up to the largest of the pass, float32; zero where it has no tokens.
+        has_dropout: Whether any segment has dropout.
+        blocks_B6: Of every block, int32: its slot; its first token and end in the pass; the place of the first among
+            the tokens of the segment; stream key and threshold of the segment's dropout, 32 bits each, where a
+            threshold of 0 keeps everything. A block lies in one segment.
+        segments_S6: The same of every segment.
+        factors_Z2: Of every slot up to the largest of the pass, float64: ``lora_alpha / r``, and what dropout
+            multiplies kept elements with. Zeros where it has no tokens.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]], scales: Sequence[float], device: torch.device) -> None:
-        blocks = [
-            (slot, first, min(first + BLOCK_TOKENS, end))
-            for slot, start, end in segments
-            for first in range(start, end, BLOCK_TOKENS)
-        ]
-        scales_Z = [0.0] * (1 + max((slot for slot, _, _ in segments), default=-1))
-        for (slot, _, _), scale in zip(segments, scales, strict=True):
-            scales_Z[slot] = scale
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int, int]],
+        scales: Sequence[float],
+        dropout: Sequence[DropoutKey | None],
+        device: torch.device,
+    ) -> None:
+        blocks, whole = [], []
+        factors_Z2 = [(0.0, 0.0)] * (1 + max((slot for slot, _, _ in segments), default=-1))
+        for (slot, start, end), scale, key in zip(segments, scales, dropout, strict=True):
+            bits = (_signed(stream_key(key)), _signed(threshold(key))) if key else (0, 0)
+            whole.append((slot, start, end, 0, *bits))
+            for first in range(start, end, BLOCK_TOKENS):
+                blocks.append((slot, first, min(first + BLOCK_TOKENS, end), first - start, *bits))
+            factors_Z2[slot] = (scale, kept_factor(key) if key else 1.0)
         self.num_blocks = len(blocks)
         self.num_segments = len(segments)
-        rows = upload([*blocks, *segments], torch.int32, device).view(-1, 3)
-        self.blocks_B3, self.segments_S3 = rows[: len(blocks)], rows[len(blocks) :]
-        self.scales_Z = upload(scales_Z, torch.float32, device)
-        self._device = device
-        self._ranks: dict[tuple[int, ...], Tensor] = {}
+        self.has_dropout = any(dropout)
+        self.blocks_B6 = upload(blocks, torch.int32, device)
+        self.segments_S6 = upload(whole, torch.int32, device)
+        self.factors_Z2 = upload(factors_Z2, torch.float64, device)
 
-    def ranks(self, ranks: Sequence[int]) -> Tensor:
-        """``ranks`` as ``[Z]`` int32; modules with the same ranks read the same memory."""
-        key = tuple(ranks)
-        if key not in self._ranks:
-            self._ranks[key] = upload(key, torch.int32, self._device)
-        return self._ranks[key]
+
+def _signed(bits: int) -> int:
+    """The int32 that has these 32 bits."""
+    return bits - (bits >> 31 << 32)

@@ -1,7 +1,8 @@
 """Every op in plain PyTorch, one slot at a time, written to be read: the truth other backends are tested against.
 
-Shapes: ``T`` tokens of a pass, ``Z`` slots, ``R`` largest rank of the bank, ``K`` in-features, ``N`` out-features,
-``P`` parameters of a slot. ``ranks`` holds a module's rank in every slot; with rank 0 the slot leaves the module alone.
+Shapes: ``T`` tokens of a pass, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one of its
+members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. Where the adapters lie
+is in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group leaves it alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alto.kernels.dropout import dropped
+from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
@@ -19,70 +22,82 @@ __all__ = [
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_shrink",
+    "row_norms",
 ]
 
 
-def grouped_shrink(x_TK: Tensor, a_ZKR: Tensor, schedule: TokenSchedule, ranks: Sequence[int]) -> Tensor:
-    """``s[i] = x[i] @ a_i`` for the tokens ``i`` of every slot.
+def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
+    """``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot.
 
     Returns:
-        ``s_TR`` in the dtype of ``a_ZKR``; columns past a slot's own rank are zero.
+        ``s_TQ`` as wide as the widest slot, in the dtype of the bank; columns past a slot's own are zero.
     """
-    s_TR = a_ZKR.new_zeros(x_TK.shape[0], a_ZKR.shape[2])
-    for slot, start, end in schedule.segments:
-        rank = ranks[slot]
-        s_TR[start:end, :rank] = x_TK[start:end].to(a_ZKR.dtype) @ a_ZKR[slot, :, :rank]
-    return s_TR
+    s_TQ = operands.params_ZP.new_zeros(x_TK.shape[0], operands.max_width)
+    for (slot, start, end), key in zip(schedule.segments, schedule.dropout, strict=True):
+        if matrices := operands.slots.get(slot):
+            x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
+            s_TQ[start:end, : matrices.width] = x @ matrices.a_KQ
+    return s_TQ
 
 
-def fused_expand_add(
-    s_TR: Tensor, b_ZRN: Tensor, y_TN: Tensor, schedule: TokenSchedule, ranks: Sequence[int]
-) -> Tensor:
-    """Add every slot's LoRA output to the base output in place: ``y[i] += scale_i * s[i] @ b_i``.
+def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
+    """Add every slot's LoRA output to the base output of every member in place: ``y[i] += scale_i * s[i] @ b_i``.
 
-    Columns of ``s_TR`` past a slot's own rank are never read.
+    Columns of ``s_TQ`` past a slot's own are never read.
+
+    Args:
+        ys: Base output ``[T, N]`` of every member.
     """
     for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
-        rank = ranks[slot]
-        y_TN[start:end] += (scale * (s_TR[start:end, :rank] @ b_ZRN[slot, :rank])).to(y_TN.dtype)
-    return y_TN
+        if matrices := operands.slots.get(slot):
+            for y_TN, b_RN, (first, last) in zip(ys, matrices.bs, matrices.columns, strict=True):
+                y_TN[start:end] += (scale * (s_TQ[start:end, first:last] @ b_RN)).to(y_TN.dtype)
 
 
 def grouped_backward_input(
-    dy_TN: Tensor, a_ZKR: Tensor, b_ZRN: Tensor, dx_TK: Tensor | None, schedule: TokenSchedule, ranks: Sequence[int]
+    dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """``ds[i] = scale_i * dy[i] @ b_iᵀ``, and in place ``dx[i] += ds[i] @ a_iᵀ``.
+    """``ds[i] = dy[i] @ b_iᵀ``, and in place ``dx[i] += dropout_i(scale_i * ds[i] @ a_iᵀ)``.
 
     Args:
+        dys: Upstream gradient ``[T, N]`` of every member.
         dx_TK: The base's input gradient to add to; None where nobody asks for the input's gradient.
 
     Returns:
-        ``ds_TR``; columns past a slot's own rank are zero.
+        ``ds_TQ``, without the scale; columns past a slot's own are zero.
     """
-    ds_TR = b_ZRN.new_zeros(dy_TN.shape[0], b_ZRN.shape[1])
-    for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
-        rank = ranks[slot]
-        ds_TR[start:end, :rank] = scale * (dy_TN[start:end].to(b_ZRN.dtype) @ b_ZRN[slot, :rank].T)
-        if dx_TK is not None:
-            dx_TK[start:end] += (ds_TR[start:end, :rank] @ a_ZKR[slot, :, :rank].T).to(dx_TK.dtype)
-    return ds_TR
+    ds_TQ = operands.params_ZP.new_zeros(schedule.num_tokens, operands.max_width)
+    for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
+        if matrices := operands.slots.get(slot):
+            for dy_TN, b_RN, (first, last) in zip(dys, matrices.bs, matrices.columns, strict=True):
+                ds_TQ[start:end, first:last] = dy_TN[start:end].to(ds_TQ.dtype) @ b_RN.T
+            if dx_TK is not None:
+                dx = scale * (ds_TQ[start:end, : matrices.width] @ matrices.a_KQ.T)
+                dx_TK[start:end] += dropped(dx, key, operands.number).to(dx_TK.dtype)
+    return ds_TQ
 
 
 def grouped_backward_weight(
     x_TK: Tensor,
-    s_TR: Tensor,
-    dy_TN: Tensor,
-    ds_TR: Tensor,
-    da_ZKR: Tensor,
-    db_ZRN: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    ds_TQ: Tensor,
+    operands: LoraOperands,
     schedule: TokenSchedule,
-    ranks: Sequence[int],
 ) -> None:
-    """Accumulate in place ``da_i += x[i]ᵀ @ ds[i]`` and ``db_i += s[i]ᵀ @ (scale_i * dy[i])``."""
-    for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
-        rank = ranks[slot]
-        da_ZKR[slot, :, :rank] += x_TK[start:end].to(da_ZKR.dtype).T @ ds_TR[start:end, :rank]
-        db_ZRN[slot, :rank] += scale * (s_TR[start:end, :rank].T @ dy_TN[start:end].to(db_ZRN.dtype))
+    """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``."""
+    for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
+        if matrices := operands.slots.get(slot):
+            x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
+            matrices.da_KQ.add_(x.T @ ds_TQ[start:end, : matrices.width], alpha=scale)
+            for dy_TN, db_RN, (first, last) in zip(dys, matrices.dbs, matrices.columns, strict=True):
+                db_RN.add_(s_TQ[start:end, first:last].T @ dy_TN[start:end].to(s_TQ.dtype), alpha=scale)
+
+
+def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Euclidean norm ``[len(slots)]`` of the first ``sizes[i]`` numbers of row ``slots[i]``, at least float32."""
+    rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
+    return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
 
 
 def bank_adamw(
@@ -92,35 +107,43 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
+    sizes: Sequence[tuple[int, int]],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
-    b_spans: Sequence[tuple[int, int]],
     betas: Sequence[tuple[float, float]],
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
     grad_scales: Tensor,
 ) -> None:
-    """One AdamW step of every listed row, in place; other rows are not touched.
+    """One AdamW step of every listed row, in place, which then forgets its gradient; other rows are not touched.
 
     The update is that of ``torch.optim.AdamW`` with each row's own settings.
 
     Args:
         slots: Rows to update.
+        sizes: Of every row, where its ``A`` end and its ``B`` begin, and where these end.
         steps: Number of this step in each row's own count, 1 for the first.
         learning_rates: Each row's rates for its ``A`` and its ``B`` matrices.
-        b_spans: Columns ``[start, end)`` that hold the ``B`` matrices of a row.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
     """
     for index, slot in enumerate(slots):
         beta1, beta2 = betas[index]
-        gradient = grads_ZP[slot] * grad_scales[index]
+        a_end, end = sizes[index]
+        params, grads, exp_avg, exp_avg_sq = (
+            bank_ZP[slot, :end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
+        )
         rate_of_a, rate_of_b = learning_rates[index]
-        rate_P = torch.full_like(params_ZP[slot], rate_of_a)
-        for start, end in b_spans:
-            rate_P[start:end] = rate_of_b
-        params_ZP[slot] *= 1.0 - rate_P * weight_decays[index]
-        exp_avg_ZP[slot] = beta1 * exp_avg_ZP[slot] + (1.0 - beta1) * gradient
-        exp_avg_sq_ZP[slot] = beta2 * exp_avg_sq_ZP[slot] + (1.0 - beta2) * gradient * gradient
-        mean = exp_avg_ZP[slot] / (1.0 - beta1 ** steps[index])
-        deviation = torch.sqrt(exp_avg_sq_ZP[slot] / (1.0 - beta2 ** steps[index]))
-        params_ZP[slot] -= rate_P * mean / (deviation + epsilons[index])
+        rate = torch.full_like(params, rate_of_b)
+        rate[:a_end] = rate_of_a
+        gradient = grads * grad_scales[index]
+        params *= 1.0 - rate * weight_decays[index]
+        exp_avg.copy_(beta1 * exp_avg + (1.0 - beta1) * gradient)
+        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient)
+        mean = exp_avg / (1.0 - beta1 ** steps[index])
+        deviation = torch.sqrt(exp_avg_sq / (1.0 - beta2 ** steps[index]))
+        params -= rate * mean / (deviation + epsilons[index])
+        grads.zero_()
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

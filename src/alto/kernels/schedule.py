@@ -12,17 +12,10 @@ from typing import NamedTuple
 import torch
 
 from alto.errors import ShapeError
+from alto.kernels.dropout import DropoutKey
 from alto.kernels.pass_table import PassTable
 
-__all__ = ["DropoutKey", "Segment", "TokenSchedule"]
-
-
-class DropoutKey(NamedTuple):
-    """What a slot's dropout mask depends on, besides the module: the job alone, never its company."""
-
-    probability: float
-    seed: int
-    step: int
+__all__ = ["Segment", "TokenSchedule"]
 
 
 class Segment(NamedTuple):
@@ -53,7 +46,7 @@ class TokenSchedule:
     def table(self, device: torch.device) -> PassTable:
         """The segments in the memory of ``device``: sent there for the first kernel of the pass that asks."""
         if device not in self._tables:
-            self._tables[device] = PassTable(self.segments, self.scales, device)
+            self._tables[device] = PassTable(self.segments, self.scales, self.dropout, device)
         return self._tables[device]
 
     @property

@@ -1,16 +1,18 @@
-"""The ops on library GEMMs: no copies of adapter matrices, no columns past a slot's rank. Runs on CPU and CUDA.
+"""The ops on library GEMMs: no copies of adapter matrices, no columns past a slot's own. Runs on CPU and CUDA.
 
 Shapes as in :mod:`alto.kernels.reference`, which documents every op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from alto.kernels.dropout import DropoutKey, dropped
+from alto.kernels.operands import LoraOperands, SlotMatrices
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
@@ -19,82 +21,66 @@ __all__ = [
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_shrink",
+    "row_norms",
 ]
 
 
-def grouped_shrink(x_TK: Tensor, a_ZKR: Tensor, schedule: TokenSchedule, ranks: Sequence[int]) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's rank are left unwritten."""
-    x_TK = x_TK.to(a_ZKR.dtype)
-    s_TR = a_ZKR.new_empty(x_TK.shape[0], a_ZKR.shape[2])
-    adapters = a_ZKR.unbind(0)
-    for slot, x, s in zip(schedule.slots, x_TK.split(schedule.lengths), s_TR.split(schedule.lengths), strict=True):
-        rank = ranks[slot]
-        if rank:
-            torch.mm(x, adapters[slot][:, :rank], out=s[:, :rank])
-    return s_TR
+def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
+    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
+    x_TK = x_TK.to(operands.params_ZP.dtype)
+    s_TQ = x_TK.new_empty(x_TK.shape[0], operands.max_width)
+    for own, _, key, (x, s) in _seated(operands, schedule, x_TK, s_TQ):
+        torch.mm(dropped(x, key, operands.number), own.a_KQ, out=s.narrow(1, 0, own.width))
+    return s_TQ
 
 
-def fused_expand_add(
-    s_TR: Tensor, b_ZRN: Tensor, y_TN: Tensor, schedule: TokenSchedule, ranks: Sequence[int]
-) -> Tensor:
+def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
     """See :func:`alto.kernels.reference.fused_expand_add`."""
-    adapters = b_ZRN.unbind(0)
-    parts = zip(
-        schedule.slots, schedule.scales, s_TR.split(schedule.lengths), y_TN.split(schedule.lengths), strict=True
-    )
-    for slot, scale, s, y in parts:
-        rank = ranks[slot]
-        if rank:
-            _add_product(y, s[:, :rank], adapters[slot][:rank], scale)
-    return y_TN
+    for own, scale, _, (s, *of_members) in _seated(operands, schedule, s_TQ, *ys):
+        for y, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
+            _add_product(y, s.narrow(1, first, end - first), b_RN, scale)
 
 
 def grouped_backward_input(
-    dy_TN: Tensor, a_ZKR: Tensor, b_ZRN: Tensor, dx_TK: Tensor | None, schedule: TokenSchedule, ranks: Sequence[int]
+    dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's rank are left unwritten."""
-    dy_TN = dy_TN.to(b_ZRN.dtype)
-    ds_TR = b_ZRN.new_empty(dy_TN.shape[0], b_ZRN.shape[1])
-    a_adapters, b_adapters = a_ZKR.unbind(0), b_ZRN.unbind(0)
-    dx_parts = dx_TK.split(schedule.lengths) if dx_TK is not None else [None] * len(schedule.segments)
-    parts = zip(
-        schedule.slots,
-        schedule.scales,
-        dy_TN.split(schedule.lengths),
-        ds_TR.split(schedule.lengths),
-        dx_parts,
-        strict=True,
-    )
-    for slot, scale, dy, ds, dx in parts:
-        rank = ranks[slot]
-        if rank:
-            ds = ds[:, :rank]
-            torch.mm(dy, b_adapters[slot][:rank].T, out=ds)
-            ds.mul_(scale)
-            if dx is not None:
-                _add_product(dx, ds, a_adapters[slot][:, :rank].T)
-    return ds_TR
+    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
+    dys = [dy_TN.to(operands.params_ZP.dtype) for dy_TN in dys]
+    ds_TQ = dys[0].new_empty(schedule.num_tokens, operands.max_width)
+    for own, _, _, (ds, *of_members) in _seated(operands, schedule, ds_TQ, *dys):
+        for dy, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
+            torch.mm(dy, b_RN.T, out=ds.narrow(1, first, end - first))
+    if dx_TK is not None:
+        for own, scale, key, (ds, dx) in _seated(operands, schedule, ds_TQ, dx_TK):
+            ds = ds.narrow(1, 0, own.width)
+            if key is None:
+                _add_product(dx, ds, own.a_KQ.T, scale)
+            else:
+                dx += dropped(torch.mm(ds, own.a_KQ.T).mul_(scale), key, operands.number)
+    return ds_TQ
 
 
 def grouped_backward_weight(
     x_TK: Tensor,
-    s_TR: Tensor,
-    dy_TN: Tensor,
-    ds_TR: Tensor,
-    da_ZKR: Tensor,
-    db_ZRN: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    ds_TQ: Tensor,
+    operands: LoraOperands,
     schedule: TokenSchedule,
-    ranks: Sequence[int],
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    da_adapters, db_adapters = da_ZKR.unbind(0), db_ZRN.unbind(0)
-    tokens = (x_TK.to(da_ZKR.dtype), s_TR, dy_TN.to(db_ZRN.dtype), ds_TR)
-    parts = zip(schedule.slots, schedule.scales, *(t.split(schedule.lengths) for t in tokens), strict=True)
-    for slot, scale, x, s, dy, ds in parts:
-        rank = ranks[slot]
-        if rank:
-            _add_product(da_adapters[slot][:, :rank], x.T, ds[:, :rank])
-            _add_product(db_adapters[slot][:rank], s[:, :rank].T, dy, scale)
+    x_TK, *dys = (tensor.to(operands.grads_ZP.dtype) for tensor in (x_TK, *dys))
+    for own, scale, key, (x, s, ds, *of_members) in _seated(operands, schedule, x_TK, s_TQ, ds_TQ, *dys):
+        _add_product(own.da_KQ, dropped(x, key, operands.number).T, ds.narrow(1, 0, own.width), scale)
+        for dy, db_RN, (first, end) in zip(of_members, own.dbs, own.columns, strict=True):
+            _add_product(db_RN, s.narrow(1, first, end - first).T, dy, scale)
+
+
+def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """See :func:`alto.kernels.reference.row_norms`."""
+    dtype = torch.promote_types(grads_ZP.dtype, torch.float32)
+    rows = (grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True))
+    return torch.stack([torch.linalg.vector_norm(row, dtype=dtype) for row in rows])
 
 
 def bank_adamw(
@@ -104,9 +90,9 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
+    sizes: Sequence[tuple[int, int]],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
-    b_spans: Sequence[tuple[int, int]],
     betas: Sequence[tuple[float, float]],
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
@@ -118,11 +104,13 @@ def bank_adamw(
     A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
     """
     for index, slot in enumerate(slots):
-        grads_ZP[slot].mul_(grad_scales[index])
-        for rate, spans in _spans_by_rate(learning_rates[index], b_spans, params_ZP.shape[1]):
+        a_end, end = sizes[index]
+        rate_of_a, rate_of_b = learning_rates[index]
+        spans = [(0, a_end, rate_of_a), (a_end, end, rate_of_b)] if rate_of_a != rate_of_b else [(0, end, rate_of_a)]
+        grads_ZP[slot, :end].mul_(grad_scales[index])
+        for first, last, rate in spans:
             params, grads, exp_avg, exp_avg_sq = (
-                [tensor_ZP[slot, start:end] for start, end in spans]
-                for tensor_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
+                [bank_ZP[slot, first:last]] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
             )
             adamw(
                 params,
@@ -130,7 +118,7 @@ def bank_adamw(
                 exp_avg,
                 exp_avg_sq,
                 [],
-                [torch.tensor(float(steps[index] - 1), device=params_ZP.device) for _ in spans],
+                [torch.tensor(float(steps[index] - 1), device=params_ZP.device)],
                 fused=True,
                 amsgrad=False,
                 maximize=False,
@@ -140,21 +128,20 @@ def bank_adamw(
                 eps=epsilons[index],
                 weight_decay=weight_decays[index],
             )
+        grads_ZP[slot, :end].zero_()
 
 
-def _spans_by_rate(
-    rates: tuple[float, float], b_spans: Sequence[tuple[int, int]], row_size: int
-) -> list[tuple[float, Sequence[tuple[int, int]]]]:
-    """The columns each rate is for; the whole row where the rates of ``A`` and ``B`` are one."""
-    rate_of_a, rate_of_b = rates
-    if rate_of_a == rate_of_b:
-        return [(rate_of_a, [(0, row_size)])]
-    borders = [0, *(border for span in b_spans for border in span), row_size]
-    a_spans = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
-    return [(rate_of_a, a_spans), (rate_of_b, b_spans)]
+def _seated(
+    operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor
+) -> Iterator[tuple[SlotMatrices, float, DropoutKey | None, tuple[Tensor, ...]]]:
+    """Of every slot with an adapter here its matrices, scale, dropout key, and part of each of ``tensors``."""
+    parts = zip(*(tensor.split(schedule.lengths) for tensor in tensors), strict=True)
+    for slot, scale, key, of_slot in zip(schedule.slots, schedule.scales, schedule.dropout, parts, strict=True):
+        if own := operands.slots.get(slot):
+            yield own, scale, key, of_slot
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     """``target += scale * left @ right`` in place, in one GEMM where the dtypes agree."""
     if target.dtype == left.dtype:
         target.addmm_(left, right, alpha=scale)

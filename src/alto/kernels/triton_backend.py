@@ -1,5 +1,6 @@
 """The ops as Triton kernels: launches per op do not grow with the number of slots. Runs on CUDA.
 
+Modules that read the same input share one pass over it, up to three members of a group one launch over what they write.
 Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op waits for the device, none uses atomics:
 the same inputs give the same bits, and a slot's bits do not depend on its company.
 """
@@ -7,27 +8,31 @@ the same inputs give the same bits, and a slot's bits do not depend on its compa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.pass_table import upload
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
+    NORM_SPAN,
     adamw_config,
     backward_weight_config,
     expand_config,
     shrink_config,
+    square_sums_config,
+    total_norms_config,
 )
 from alto.kernels.triton_kernels.adamw import adamw_kernel
-from alto.kernels.triton_kernels.backward_weight import backward_weight_kernel
-from alto.kernels.triton_kernels.expand import expand_kernel
-from alto.kernels.triton_kernels.shrink import shrink_kernel
+from alto.kernels.triton_kernels.backward_weight import da_kernel, db_kernel
+from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
+from alto.kernels.triton_kernels.norms import square_sums_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.shrink import ds_kernel, shrink_kernel
 
 __all__ = [
     "bank_adamw",
@@ -35,45 +40,122 @@ __all__ = [
     "grouped_backward_input",
     "grouped_backward_weight",
     "grouped_shrink",
+    "row_norms",
 ]
 
+_MEMBERS = 3
+"""Most members of a group that a launch takes."""
 
-def grouped_shrink(x_TK: Tensor, a_ZKR: Tensor, schedule: TokenSchedule, ranks: Sequence[int]) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's rank are left unwritten."""
-    return _shrink(x_TK, a_ZKR, schedule, ranks, scaled=False)
+_ROW_ALIGNMENT = 16
+"""Numbers to a multiple of which the rows of narrow tensors are padded, which is what Triton asks of a stride."""
 
 
-def fused_expand_add(
-    s_TR: Tensor, b_ZRN: Tensor, y_TN: Tensor, schedule: TokenSchedule, ranks: Sequence[int]
-) -> Tensor:
-    """See :func:`alto.kernels.reference.fused_expand_add`; the sum is rounded once, to the dtype of ``y_TN``."""
-    _expand_add(s_TR, b_ZRN, y_TN, schedule, ranks, scaled=True)
-    return y_TN
+def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
+    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
+    bank = operands.params_ZP
+    assert x_TK.shape == (schedule.num_tokens, operands.in_features)
+    s_TQ = _narrow(operands, schedule)
+    table, places_Z = schedule.table(x_TK.device), operands.table()
+    config = shrink_config(operands.max_width, x_TK.dtype, bank.dtype)
+    if table.num_blocks:
+        shrink_kernel[(table.num_blocks, triton.cdiv(operands.max_width, config.constants["TILE"]))](
+            x_TK,
+            bank,
+            s_TQ,
+            table.blocks_B6,
+            table.factors_Z2,
+            places_Z,
+            operands.number,
+            operands.in_features,
+            *x_TK.stride(),
+            bank.stride(0),
+            s_TQ.stride(0),
+            places_Z.stride(0),
+            DROPOUT=table.has_dropout,
+            ALIGNMENT=operands.alignment(),
+            **config.arguments,
+        )
+    return s_TQ
+
+
+def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
+    """See :func:`alto.kernels.reference.fused_expand_add`; the sum is rounded once, to the dtype of ``ys``."""
+    bank = operands.params_ZP
+    assert s_TQ.shape == (schedule.num_tokens, operands.max_width)
+    assert s_TQ.stride(1) == 1
+    table, places_Z = schedule.table(s_TQ.device), operands.table()
+    config = expand_config(ys[0].dtype, bank.dtype)
+    if table.num_blocks:
+        for part in _parts(ys, operands, schedule):
+            expand_kernel[(part.num_tiles(config.constants["BLOCK_W"]), table.num_blocks)](
+                s_TQ,
+                bank,
+                *part.tensors,
+                table.blocks_B6,
+                table.factors_Z2,
+                places_Z,
+                *part.widths,
+                s_TQ.stride(0),
+                bank.stride(0),
+                *part.strides,
+                places_Z.stride(0),
+                part.first_place,
+                ALIGNMENT=operands.alignment(),
+                **config.arguments,
+            )
 
 
 def grouped_backward_input(
-    dy_TN: Tensor, a_ZKR: Tensor, b_ZRN: Tensor, dx_TK: Tensor | None, schedule: TokenSchedule, ranks: Sequence[int]
+    dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's rank are left unwritten."""
-    ds_TR = _shrink(dy_TN, b_ZRN.transpose(1, 2), schedule, ranks, scaled=True)
-    if dx_TK is not None:
-        _expand_add(ds_TR, a_ZKR.transpose(1, 2), dx_TK, schedule, ranks, scaled=False)
-    return ds_TR
+    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
+    ds_TQ = _narrow(operands, schedule)
+    if schedule.table(ds_TQ.device).num_blocks:
+        _write_ds(dys, operands, ds_TQ, schedule)
+        if dx_TK is not None:
+            _add_to_dx(ds_TQ, operands, dx_TK, schedule)
+    return ds_TQ
 
 
 def grouped_backward_weight(
     x_TK: Tensor,
-    s_TR: Tensor,
-    dy_TN: Tensor,
-    ds_TR: Tensor,
-    da_ZKR: Tensor,
-    db_ZRN: Tensor,
+    s_TQ: Tensor,
+    dys: Sequence[Tensor],
+    ds_TQ: Tensor,
+    operands: LoraOperands,
     schedule: TokenSchedule,
-    ranks: Sequence[int],
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    _accumulate_gradient(x_TK, ds_TR, da_ZKR, schedule, ranks, scaled=False)
-    _accumulate_gradient(dy_TN, s_TR, db_ZRN.transpose(1, 2), schedule, ranks, scaled=True)
+    for narrow_TQ in (s_TQ, ds_TQ):
+        assert narrow_TQ.shape == (schedule.num_tokens, operands.max_width)
+        assert narrow_TQ.stride(1) == 1
+    if schedule.table(x_TK.device).num_segments:
+        _accumulate_da(x_TK, ds_TQ, operands, schedule)
+        _accumulate_db(s_TQ, dys, operands, schedule)
+
+
+def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """See :func:`alto.kernels.reference.row_norms`; all rows in two launches."""
+    exact = torch.promote_types(grads_ZP.dtype, torch.float32)
+    norms_U = grads_ZP.new_empty(len(slots), dtype=exact)
+    if not slots:
+        return norms_U
+    num_spans = triton.cdiv(max(sizes), NORM_SPAN)
+    sums_UC = grads_ZP.new_empty(len(slots), num_spans, dtype=exact)
+    rows_U2 = upload(list(zip(slots, sizes, strict=True)), torch.int64, grads_ZP.device)
+    square_sums_kernel[(num_spans, len(slots))](
+        grads_ZP,
+        sums_UC,
+        rows_U2,
+        grads_ZP.stride(0),
+        num_spans,
+        ALIGNMENT=math.gcd(VECTOR_SIZE, grads_ZP.stride(0), *sizes),
+        **square_sums_config(grads_ZP.dtype).arguments,
+    )
+    total_norms_kernel[(len(slots),)](
+        sums_UC, norms_U, rows_U2, num_spans, **total_norms_config(grads_ZP.dtype).arguments
+    )
+    return norms_U
 
 
 def bank_adamw(
@@ -83,9 +165,9 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
+    sizes: Sequence[tuple[int, int]],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
-    b_spans: Sequence[tuple[int, int]],
     betas: Sequence[tuple[float, float]],
     epsilons: Sequence[float],
     weight_decays: Sequence[float],
@@ -96,132 +178,163 @@ def bank_adamw(
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
     if not slots:
         return
-    spans_C3, alignment = _column_spans(tuple(b_spans), params_ZP.shape[1], params_ZP.device)
+    rows = [(slot, a_end, end) for slot, (a_end, end) in zip(slots, sizes, strict=True)]
     settings = [
         (*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon, decay, 1.0 - beta1**step, 1.0 - beta2**step)
         for rates, (beta1, beta2), epsilon, decay, step in zip(
             learning_rates, betas, epsilons, weight_decays, steps, strict=True
         )
     ]
-    exact = torch.float64 if params_ZP.dtype == torch.float64 else torch.float32
-    adamw_kernel[(len(spans_C3), len(slots))](
+    exact = torch.promote_types(params_ZP.dtype, torch.float32)
+    ends = [end for _, end in sizes]
+    adamw_kernel[(triton.cdiv(max(ends), ADAMW_BLOCK), len(slots))](
         *banks,
-        upload(slots, torch.int32, params_ZP.device),
         grad_scales.to(exact),
+        upload(rows, torch.int64, params_ZP.device),
         upload(settings, exact, params_ZP.device),
-        spans_C3,
         params_ZP.stride(0),
-        **adamw_config(params_ZP.dtype, alignment).arguments,
+        ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0), *ends),
+        **adamw_config(params_ZP.dtype).arguments,
     )
 
 
-def _shrink(
-    wide_TW: Tensor, weight_ZWR: Tensor, schedule: TokenSchedule, ranks: Sequence[int], *, scaled: bool
-) -> Tensor:
-    """``wide[i] @ weight_i``, times the slot's scale where ``scaled``, in the dtype of the weight."""
-    num_wide, max_rank = weight_ZWR.shape[1:]
-    assert wide_TW.shape == (schedule.num_tokens, num_wide)
-    narrow_TR = weight_ZWR.new_empty(schedule.num_tokens, max_rank)
-    table = schedule.table(wide_TW.device)
-    config = shrink_config(max_rank, wide_TW.dtype, weight_ZWR.dtype, scaled=scaled)
-    if table.num_blocks:
-        shrink_kernel[(table.num_blocks, triton.cdiv(max_rank, config.constants["RANK_TILE"]))](
-            wide_TW,
-            weight_ZWR,
-            narrow_TR,
-            table.blocks_B3,
-            table.scales_Z,
-            table.ranks(ranks),
-            num_wide,
-            *wide_TW.stride(),
-            *weight_ZWR.stride(),
-            narrow_TR.stride(0),
-            **config.arguments,
-        )
-    return narrow_TR
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Members of a group that share a launch, as the kernels take them.
 
-
-def _expand_add(
-    narrow_TR: Tensor,
-    weight_ZRW: Tensor,
-    wide_TW: Tensor,
-    schedule: TokenSchedule,
-    ranks: Sequence[int],
-    *,
-    scaled: bool,
-) -> None:
-    """``wide[i] += narrow[i] @ weight_i``, the product times the slot's scale where ``scaled``."""
-    max_rank, num_wide = weight_ZRW.shape[1:]
-    assert wide_TW.shape == (schedule.num_tokens, num_wide)
-    assert narrow_TR.shape == (schedule.num_tokens, max_rank)
-    assert narrow_TR.stride(1) == 1
-    table = schedule.table(wide_TW.device)
-    config = expand_config(max_rank, wide_TW.dtype, weight_ZRW.dtype, scaled=scaled)
-    if table.num_blocks:
-        expand_kernel[(triton.cdiv(num_wide, config.constants["BLOCK_W"]), table.num_blocks)](
-            narrow_TR,
-            weight_ZRW,
-            wide_TW,
-            table.blocks_B3,
-            table.scales_Z,
-            table.ranks(ranks),
-            num_wide,
-            narrow_TR.stride(0),
-            *weight_ZRW.stride(),
-            *wide_TW.stride(),
-            **config.arguments,
-        )
-
-
-def _accumulate_gradient(
-    wide_TW: Tensor,
-    narrow_TR: Tensor,
-    gradient_ZWR: Tensor,
-    schedule: TokenSchedule,
-    ranks: Sequence[int],
-    *,
-    scaled: bool,
-) -> None:
-    """``gradient_i += wide[i]ᵀ @ narrow[i]``, the product times the slot's scale where ``scaled``.
-
-    A segment is one program's loop, whatever its length. Splitting long ones over programs would take a workspace and
-    a second pass; with tiles of 64 columns one slot of an 8B model already makes 64 to 224 programs, and every further
-    slot as many again.
+    Attributes:
+        tensors: Of three members; where there are fewer, the first stands in, and no program works for it.
+        widths: ``N`` of the three.
+        strides: Of the three over tokens, then of the three over out-features.
+        first_place: Where the first of them begins in a row of :meth:`LoraOperands.table`.
+        num_members: How many there are.
     """
-    num_wide, max_rank = gradient_ZWR.shape[1:]
-    assert wide_TW.shape == (schedule.num_tokens, num_wide)
-    assert narrow_TR.shape == (schedule.num_tokens, max_rank)
-    assert narrow_TR.stride(1) == 1
-    table = schedule.table(wide_TW.device)
-    config = backward_weight_config(max_rank, wide_TW.dtype, gradient_ZWR.dtype, scaled=scaled)
-    if table.num_segments:
-        rank_tiles = triton.cdiv(max_rank, config.constants["RANK_TILE"])
-        backward_weight_kernel[(triton.cdiv(num_wide, config.constants["BLOCK_W"]), table.num_segments, rank_tiles)](
-            wide_TW,
-            narrow_TR,
-            gradient_ZWR,
-            table.segments_S3,
-            table.scales_Z,
-            table.ranks(ranks),
-            num_wide,
-            *wide_TW.stride(),
-            narrow_TR.stride(0),
-            *gradient_ZWR.stride(),
+
+    tensors: tuple[Tensor, ...]
+    widths: tuple[int, ...]
+    strides: tuple[int, ...]
+    first_place: int
+    num_members: int
+
+    def num_tiles(self, block_w: int) -> int:
+        """Tiles of ``block_w`` columns over all members."""
+        return sum(triton.cdiv(width, block_w) for width in self.widths[: self.num_members])
+
+
+def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSchedule) -> Iterator[_Part]:
+    assert len(tensors) == len(operands.out_features)
+    for first in range(0, len(tensors), _MEMBERS):
+        members = list(tensors[first : first + _MEMBERS])
+        for tensor, width in zip(members, operands.out_features[first:], strict=False):
+            assert tensor.shape == (schedule.num_tokens, width)
+            assert tensor.dtype == members[0].dtype
+        three = (members + members[:1] * _MEMBERS)[:_MEMBERS]
+        yield _Part(
+            tensors=tuple(three),
+            widths=tuple(tensor.shape[1] for tensor in three),
+            strides=tuple(tensor.stride(dim) for dim in range(2) for tensor in three),
+            first_place=2 + 3 * first,
+            num_members=len(members),
+        )
+
+
+def _narrow(operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
+    """An unwritten ``[T, Q]`` as wide as the widest slot, in the dtype of the bank."""
+    width = triton.cdiv(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return operands.params_ZP.new_empty(schedule.num_tokens, width)[:, : operands.max_width]
+
+
+def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, schedule: TokenSchedule) -> None:
+    bank, table, places_Z = operands.params_ZP, schedule.table(ds_TQ.device), operands.table()
+    config = shrink_config(operands.max_rank, dys[0].dtype, bank.dtype)
+    for part in _parts(dys, operands, schedule):
+        tiles = triton.cdiv(operands.max_rank, config.constants["TILE"])
+        ds_kernel[(table.num_blocks, part.num_members, tiles)](
+            *part.tensors,
+            bank,
+            ds_TQ,
+            table.blocks_B6,
+            places_Z,
+            *part.widths,
+            *part.strides,
+            bank.stride(0),
+            ds_TQ.stride(0),
+            places_Z.stride(0),
+            part.first_place,
+            ALIGNMENT=operands.alignment(),
             **config.arguments,
         )
 
 
-@lru_cache(maxsize=4)
-def _column_spans(b_spans: tuple[tuple[int, int], ...], row_size: int, device: torch.device) -> tuple[Tensor, int]:
-    """The columns of a row in spans of at most ``ADAMW_BLOCK`` that lie in ``A`` or in ``B`` matrices alone.
+def _add_to_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: TokenSchedule) -> None:
+    assert dx_TK.shape == (schedule.num_tokens, operands.in_features)
+    bank, table, places_Z = operands.params_ZP, schedule.table(dx_TK.device), operands.table()
+    config = expand_config(dx_TK.dtype, bank.dtype)
+    dx_kernel[(triton.cdiv(operands.in_features, config.constants["BLOCK_W"]), table.num_blocks)](
+        ds_TQ,
+        bank,
+        dx_TK,
+        table.blocks_B6,
+        table.factors_Z2,
+        places_Z,
+        operands.number,
+        operands.in_features,
+        ds_TQ.stride(0),
+        bank.stride(0),
+        *dx_TK.stride(),
+        places_Z.stride(0),
+        DROPOUT=table.has_dropout,
+        ALIGNMENT=operands.alignment(),
+        **config.arguments,
+    )
 
-    Returns:
-        First column, end, and whether it is of a ``B``, ``[C, 3]`` int64; and a power of two that divides all borders.
-    """
-    borders = [0, *(border for span in b_spans for border in span), row_size]
-    spans = [
-        (first, min(first + ADAMW_BLOCK, end), index % 2)
-        for index, (start, end) in enumerate(pairwise(borders))
-        for first in range(start, end, ADAMW_BLOCK)
-    ]
-    return upload(spans, torch.int64, device), math.gcd(16, *borders)
+
+def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:
+    assert x_TK.shape == (schedule.num_tokens, operands.in_features)
+    bank, table, places_Z = operands.grads_ZP, schedule.table(x_TK.device), operands.table()
+    config = backward_weight_config(operands.max_width, x_TK.dtype, bank.dtype)
+    grid = (
+        triton.cdiv(operands.in_features, config.constants["BLOCK_W"]),
+        table.num_segments,
+        triton.cdiv(operands.max_width, config.constants["TILE"]),
+    )
+    da_kernel[grid](
+        x_TK,
+        ds_TQ,
+        bank,
+        table.segments_S6,
+        table.factors_Z2,
+        places_Z,
+        operands.number,
+        operands.in_features,
+        *x_TK.stride(),
+        ds_TQ.stride(0),
+        bank.stride(0),
+        places_Z.stride(0),
+        DROPOUT=table.has_dropout,
+        ALIGNMENT=operands.alignment(),
+        **config.arguments,
+    )
+
+
+def _accumulate_db(s_TQ: Tensor, dys: Sequence[Tensor], operands: LoraOperands, schedule: TokenSchedule) -> None:
+    bank, table, places_Z = operands.grads_ZP, schedule.table(s_TQ.device), operands.table()
+    config = backward_weight_config(operands.max_rank, dys[0].dtype, bank.dtype)
+    for part in _parts(dys, operands, schedule):
+        tiles = triton.cdiv(operands.max_rank, config.constants["TILE"])
+        db_kernel[(part.num_tiles(config.constants["BLOCK_W"]), table.num_segments, tiles)](
+            *part.tensors,
+            s_TQ,
+            bank,
+            table.segments_S6,
+            table.factors_Z2,
+            places_Z,
+            *part.widths,
+            *part.strides,
+            s_TQ.stride(0),
+            bank.stride(0),
+            places_Z.stride(0),
+            part.first_place,
+            ALIGNMENT=operands.alignment(),
+            **config.arguments,
+        )

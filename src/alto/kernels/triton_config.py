@@ -1,9 +1,9 @@
 """How each kernel is compiled: tiles, warps and pipeline stages, from shapes and dtypes that never change in a task.
 
-A fixed table instead of autotuning. The choice depends on the largest rank of the bank and on two dtypes, not on the
-number of tokens nor on ``K`` and ``N``, which only set how many tiles there are. So every step runs what the first one
-compiled, the same task gives the same bits on every run, and all that can ever run is known ahead: it is compiled
-without a GPU by ``tools/compile_kernels.py``, and ``docs/kernels-compiled.md`` records what it takes.
+A fixed table instead of autotuning. The choice depends on the most narrow columns a slot may have and on two dtypes,
+not on the number of tokens nor on ``K`` and ``N``, which only set how many tiles there are. So every step runs what the
+first one compiled, the same task gives the same bits on every run, and all that can ever run is known ahead: it is
+compiled without a GPU by ``tools/compile_kernels.py``, and ``docs/kernels-compiled.md`` records what it takes.
 
 One table for all GPUs from sm_80 on: every configuration fits the 99 KiB of shared memory that the smallest of them
 gives to a program.
@@ -20,10 +20,24 @@ import triton.language as tl
 
 from alto.kernels.pass_table import BLOCK_TOKENS
 
-__all__ = ["ADAMW_BLOCK", "KernelConfig", "adamw_config", "backward_weight_config", "expand_config", "shrink_config"]
+__all__ = [
+    "ADAMW_BLOCK",
+    "NORM_SPAN",
+    "KernelConfig",
+    "adamw_config",
+    "backward_weight_config",
+    "expand_config",
+    "shrink_config",
+    "square_sums_config",
+    "total_norms_config",
+]
 
 ADAMW_BLOCK = 1024
 """Columns that one program of the optimizer updates."""
+
+_NORM_BLOCK, _NORM_TURNS = 1024, 16
+NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
+"""Columns whose squares one program sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,78 +62,106 @@ class KernelConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-def shrink_config(max_rank: int, wide: torch.dtype, bank: torch.dtype, *, scaled: bool) -> KernelConfig:
-    """Of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
+def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
+    """Of ``shrink_kernel`` and ``ds_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
+
+    Args:
+        num_narrow: The most columns of the narrow side.
 
     The wide side is read once and decides the time; many of its bytes must be on their way at once.
     """
-    rank_tile = _rank_tile(max_rank, largest=128)
-    block_w = 256 // wide.itemsize if rank_tile < 64 else 32
-    stages = 4 if rank_tile == 64 else 3
-    return _product(rank_tile, block_w, wide, bank, scaled=scaled, num_warps=4, num_stages=stages)
+    tile = _tile(num_narrow, wide, bank)
+    block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
+    # Three-pass products keep two parts of every factor in registers, more than four warps have.
+    num_warps = 8 if tile == 256 or wide.itemsize > 2 else 4
+    return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages)
 
 
-def expand_config(max_rank: int, wide: torch.dtype, bank: torch.dtype, *, scaled: bool) -> KernelConfig:
-    """Of ``expand_kernel``. Up to its tile of ranks the loop has one turn; there is little to pipeline."""
-    rank_tile = _rank_tile(max_rank, largest=64 if wide.itemsize == 2 else 32)
-    return _product(rank_tile, 64, wide, bank, scaled=scaled, num_warps=8, num_stages=2)
+def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
+    """Of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to pipeline."""
+    tile = 64 if wide.itemsize == 2 else 32
+    return _product(tile, BLOCK_TOKENS, 64, wide, bank, num_warps=8, num_stages=2)
 
 
-def backward_weight_config(max_rank: int, wide: torch.dtype, bank: torch.dtype, *, scaled: bool) -> KernelConfig:
-    """Of ``backward_weight_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU busy."""
-    rank_tile = _rank_tile(max_rank, largest=128)
-    block_t = 64 // max(1, wide.itemsize // 2)
-    stages = 3 if rank_tile < 64 else 2
-    return _product(rank_tile, 64, wide, bank, scaled=scaled, num_warps=4, num_stages=stages, block_t=block_t)
+def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
+    """Of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU busy."""
+    tile = _tile(num_narrow, wide, bank)
+    # Factors of 32 bits take more registers than four warps have.
+    block_t, num_warps = (64, 8 if tile == 256 else 4) if _multiplies_16_bits(wide, bank) else (32, 8)
+    return _product(tile, block_t, 64, wide, bank, num_warps=num_warps, num_stages=2)
 
 
-def adamw_config(bank: torch.dtype, alignment: int) -> KernelConfig:
-    """Of ``adamw_kernel``, for a bank whose spans begin and end on multiples of ``alignment``."""
-    accumulator = tl.float64 if bank == torch.float64 else tl.float32
-    constants = {"ALIGNMENT": alignment, "BLOCK": ADAMW_BLOCK, "ACCUMULATOR": accumulator}
+def adamw_config(bank: torch.dtype) -> KernelConfig:
+    """Of ``adamw_kernel``."""
+    return KernelConfig(constants={"BLOCK": ADAMW_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=4, num_stages=1)
+
+
+def square_sums_config(bank: torch.dtype) -> KernelConfig:
+    """Of ``square_sums_kernel``."""
+    constants = {"BLOCK": _NORM_BLOCK, "TURNS": _NORM_TURNS, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
 
-def _rank_tile(max_rank: int, *, largest: int) -> int:
-    """Ranks that one program takes; 16 is the least that a matrix unit does."""
-    return max(16, min(largest, triton.next_power_of_2(max_rank)))
+def total_norms_config(bank: torch.dtype) -> KernelConfig:
+    """Of ``total_norms_kernel``."""
+    constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}
+    return KernelConfig(constants=constants, num_warps=4, num_stages=1)
+
+
+def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
+    """Narrow columns that one program may take.
+
+    Few sizes, because each is compiled by itself, and within it a slot takes no more than its own columns ask for.
+    """
+    largest = 64 if torch.float64 in (wide, bank) else 256 if _multiplies_16_bits(wide, bank) else 128
+    return max(64, min(largest, triton.next_power_of_2(num_narrow)))
 
 
 def _product(
-    rank_tile: int,
+    tile: int,
+    block_t: int,
     block_w: int,
     wide: torch.dtype,
     bank: torch.dtype,
     *,
-    scaled: bool,
     num_warps: int,
     num_stages: int,
-    block_t: int = BLOCK_TOKENS,
 ) -> KernelConfig:
     operand, accumulator, precision = _arithmetic(wide, bank)
     constants = {
-        "SCALED": scaled,
-        "RANK_TILE": rank_tile,
+        "TILE": tile,
         "BLOCK_T": block_t,
         "BLOCK_W": block_w,
         "OPERAND": operand,
         "ACCUMULATOR": accumulator,
         "PRECISION": precision,
     }
-    # Three-pass products keep two parts of every factor in registers, more than four warps have for wide tiles.
-    if precision == "tf32x3" and rank_tile >= 64:
-        num_warps = 8
     return KernelConfig(constants=constants, num_warps=num_warps, num_stages=num_stages)
+
+
+def _multiplies_16_bits(wide: torch.dtype, bank: torch.dtype) -> bool:
+    """Whether the factors of products are rounded to 16 bits.
+
+    On a bfloat16 base a float32 adapter is rounded to bfloat16 where it is multiplied, as ``torch.autocast`` does.
+    """
+    return wide == torch.bfloat16 or wide == bank == torch.float16
 
 
 def _arithmetic(wide: torch.dtype, bank: torch.dtype) -> tuple[tl.dtype, tl.dtype, str]:
     """Dtype of the factors of a product, dtype of its sum, and how float32 factors are multiplied.
 
-    A float32 adapter on a 16-bit base takes part with TF32's ten bits of mantissa: no fewer than its partner has.
-    With a float32 base the product keeps float32's precision, in three passes of TF32.
+    On a float16 base, whose range may be too small for it, a float32 adapter takes part with TF32's ten bits of
+    mantissa: no fewer than its partner has. With a float32 base the product keeps float32's precision, in three passes
+    of TF32.
     """
     if torch.float64 in (wide, bank):
         return tl.float64, tl.float64, "ieee"
-    if wide == bank and wide.itemsize == 2:
-        return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[wide], tl.float32, "ieee"
+    if _multiplies_16_bits(wide, bank):
+        # The interpreter would multiply bfloat16 by its bits.
+        bfloat16 = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+        return bfloat16 if wide == torch.bfloat16 else tl.float16, tl.float32, "ieee"
     return tl.float32, tl.float32, "tf32" if wide.itemsize == 2 else "tf32x3"
+
+
+def _exact(bank: torch.dtype) -> tl.dtype:
+    return tl.float64 if bank == torch.float64 else tl.float32

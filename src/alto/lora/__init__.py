@@ -1,11 +1,13 @@
 """Adapters: the bank that owns them, the layers that serve them, their optimizer, their files."""
 
-from alto.lora.bank import AdapterBank, AdapterShape, AdapterWeights
+from alto.lora.bank import AdapterBank, AdapterWeights
+from alto.lora.eight_bit import check_optimizer
 from alto.lora.injection import eject, inject
-from alto.lora.layout import BankLayout, TargetModule
+from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import MultiLoraLinear, PassContext
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
 from alto.lora.peft_format import read_adapter, write_adapter
+from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
 
 __all__ = [
@@ -19,7 +21,9 @@ __all__ = [
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
+    "check_optimizer",
     "eject",
+    "find_shared_inputs",
     "find_targets",
     "inject",
     "linear_modules",

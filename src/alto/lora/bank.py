@@ -1,47 +1,34 @@
 """The adapter bank: every resident adapter of an executor in one flat tensor, a row per slot.
 
-Shapes: ``Z`` slots, ``P`` parameters of a slot, ``R`` largest rank, ``K`` in-features, ``N`` out-features.
-A slot of smaller rank uses the first columns of ``A`` and the first rows of ``B``; the rest is zero and stays zero.
+Shapes: ``Z`` slots, ``P`` parameters of the largest adapter, ``K`` in-features, ``N`` out-features, ``r`` an adapter's
+rank. An adapter fills its row from the start, without padding; what is behind it is zero and stays zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from alto.kernels import LoraOperands
-from alto.lora.layout import BankLayout, TargetModule
+from alto.lora.layout import AdapterShape, BankLayout, RowPlaces, TargetModule
 from alto.spec.job_config import InitLoraWeights
 
-__all__ = ["AdapterBank", "AdapterShape", "AdapterWeights"]
+__all__ = ["AdapterBank", "AdapterWeights"]
 
 AdapterWeights = dict[str, tuple[Tensor, Tensor]]
-"""One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, without padding, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterShape:
-    """Rank and targets of one adapter."""
-
-    rank: int
-    targets: tuple[TargetModule, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(self.rank * (module.in_features + module.out_features) for module in self.targets)
+"""One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, on the CPU."""
 
 
 class AdapterBank:
     """Weights and gradients of all slots.
 
     Attributes:
-        layout: Where each module lies in a row.
+        layout: What a row may hold.
         params_ZP: Adapter weights.
-        grads_ZP: Their gradients; written by the backward pass, zeroed by :meth:`zero_grads`.
+        grads_ZP: Their gradients; added to by the backward pass, forgotten by the optimizer's step.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
 
@@ -58,50 +45,47 @@ class AdapterBank:
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._shapes: list[AdapterShape | None] = [None] * num_slots
-        self._ranks_MZ = [[0] * num_slots for _ in layout.modules]
-        self._views = [
-            (self._a_view(self.params_ZP, index), self._b_view(self.params_ZP, index))
-            for index in range(len(layout.modules))
-        ]
+        self._places: dict[int, RowPlaces] = {}
+        self._operands: list[tuple[int, LoraOperands]] = []
 
-    def operands(self, module_index: int, number: int) -> LoraOperands:
-        """Module ``module_index``'s view of the bank; stays valid as jobs come and go.
+    def operands(self, group_index: int, number: int) -> LoraOperands:
+        """The view that group ``group_index`` of the layout has of the bank; stays valid as jobs come and go.
 
         Args:
-            number: The module's number among all linear modules of the model.
+            number: The group's number in the model, which no job's targets change.
         """
-        a_ZKR, b_ZRN = self._views[module_index]
-        return LoraOperands(
-            module=number,
-            a_ZKR=a_ZKR,
-            b_ZRN=b_ZRN,
-            da_ZKR=self._a_view(self.grads_ZP, module_index),
-            db_ZRN=self._b_view(self.grads_ZP, module_index),
-            ranks=self._ranks_MZ[module_index],
+        group = self.layout.groups[group_index]
+        operands = LoraOperands(
+            number=number,
+            in_features=group[0].in_features,
+            out_features=[module.out_features for module in group],
+            params_ZP=self.params_ZP,
+            grads_ZP=self.grads_ZP,
+            max_rank=self.layout.max_rank,
         )
+        self._operands.append((group_index, operands))
+        for slot in self._places:
+            self._seat(operands, group_index, slot)
+        return operands
 
     def occupy(self, slot: int, shape: AdapterShape) -> None:
         """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
-        assert shape.rank <= self.layout.max_rank
-        names = {module.name for module in shape.targets}
-        assert names <= {module.name for module in self.layout.modules}
         self.params_ZP[slot].zero_()
         self.grads_ZP[slot].zero_()
-        self._shapes[slot] = shape
-        for index, module in enumerate(self.layout.modules):
-            self._ranks_MZ[index][slot] = shape.rank if module.name in names else 0
+        self._places[slot] = self.layout.places(shape)
+        for group_index, operands in self._operands:
+            self._seat(operands, group_index, slot)
 
     def release(self, slot: int) -> None:
         """Take ``slot`` back."""
-        self._shapes[slot] = None
-        for ranks in self._ranks_MZ:
-            ranks[slot] = 0
+        del self._places[slot]
+        for _, operands in self._operands:
+            operands.clear(slot)
 
-    def zero_grads(self, slots: list[int]) -> None:
-        """Forget the gradients of ``slots``."""
-        for slot in slots:
-            self.grads_ZP[slot].zero_()
+    def places(self, slot: int) -> RowPlaces:
+        """Where the adapter in ``slot`` lies in its row."""
+        assert slot in self._places, f"slot {slot} is empty"
+        return self._places[slot]
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
         """Fill ``slot`` as PEFT does: ``B`` zero, ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
@@ -131,23 +115,26 @@ class AdapterBank:
             b.copy_(weights[module.name][1])
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
-        """Views of ``slot``'s own ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in any tensor laid out as the bank."""
-        shape = self._shapes[slot]
-        assert shape is not None, f"slot {slot} is empty"
-        for index, module in enumerate(self.layout.modules):
-            rank = self._ranks_MZ[index][slot]
-            if rank:
-                yield module, self._a_view(rows_ZP, index)[slot, :, :rank], self._b_view(rows_ZP, index)[slot, :rank]
+        """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in any tensor laid out as the bank, module by
+        module in the model's order."""
+        places = self.places(slot)
+        views: dict[TargetModule, tuple[Tensor, Tensor]] = {}
+        for group, place in zip(self.layout.groups, places.groups, strict=True):
+            width, last = sum(place.ranks), 0
+            a_end = place.a_start + group[0].in_features * width
+            a_KQ = rows_ZP[slot, place.a_start : a_end].view(-1, width) if width else None
+            for module, rank, b_start in zip(group, place.ranks, place.b_starts, strict=True):
+                if a_KQ is not None and rank:
+                    first, last = last, last + rank
+                    b = rows_ZP[slot, b_start : b_start + rank * module.out_features].view(rank, -1)
+                    views[module] = a_KQ[:, first:last], b
+        for module in self.layout.modules:
+            if module in views:
+                yield module, *views[module]
 
-    def _a_view(self, rows_ZP: Tensor, index: int) -> Tensor:
-        module, start, rank = self.layout.modules[index], self.layout.offsets()[index][0], self.layout.max_rank
-        flat = rows_ZP[:, start : start + module.in_features * rank]
-        return flat.unflatten(1, (module.in_features, rank))
-
-    def _b_view(self, rows_ZP: Tensor, index: int) -> Tensor:
-        module, start, rank = self.layout.modules[index], self.layout.offsets()[index][1], self.layout.max_rank
-        flat = rows_ZP[:, start : start + rank * module.out_features]
-        return flat.unflatten(1, (rank, module.out_features))
+    def _seat(self, operands: LoraOperands, group_index: int, slot: int) -> None:
+        place = self.places(slot).groups[group_index]
+        operands.seat(slot, place.ranks, place.a_start, place.b_starts)
 
 
 def _copy(matrix: Tensor) -> Tensor:

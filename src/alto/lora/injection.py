@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from alto.kernels import choose_backend
 from alto.lora.bank import AdapterBank
-from alto.lora.linear import MultiLoraLinear, PassContext
-from alto.lora.targets import linear_modules
+from alto.lora.linear import MultiLoraLinear, PassContext, SharedInput
+from alto.lora.targets import linear_bases
 
 __all__ = ["eject", "inject"]
 
@@ -20,13 +19,16 @@ def inject(model: PreTrainedModel, bank: AdapterBank) -> PassContext:
         The context that tells the wrapped modules whose tokens a pass holds.
     """
     eject(model)
-    context, ops = PassContext(), choose_backend()
-    numbers = {module.name: number for number, module in enumerate(linear_modules(model))}
-    for index, target in enumerate(bank.layout.modules):
-        base = model.get_submodule(target.name)
-        assert isinstance(base, nn.Linear)
-        operands = bank.operands(index, numbers[target.name])
-        model.set_submodule(target.name, MultiLoraLinear(base, bank, operands, context, ops))
+    context, ops = PassContext(), choose_backend(device=bank.params_ZP.device)
+    bases = linear_bases(model)
+    numbers = {name: number for number, name in enumerate(bases)}
+    # A group goes by the number of its first module in the model, whether or not somebody targets that one.
+    numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
+    for index, group in enumerate(bank.layout.groups):
+        members = [bases[module.name] for module in group]
+        shared = SharedInput(members, bank, bank.operands(index, numbers[group[0].name]), context, ops)
+        for member, (module, base) in enumerate(zip(group, members, strict=True)):
+            model.set_submodule(module.name, MultiLoraLinear(base, shared, member))
     return context
 
 

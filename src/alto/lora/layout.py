@@ -1,10 +1,13 @@
-"""Where each linear module's adapter lies in a row of the bank."""
+"""Where an adapter lies in a row of the bank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["BankLayout", "TargetModule"]
+__all__ = ["AdapterShape", "BankLayout", "GroupPlace", "RowPlaces", "TargetModule"]
+
+_ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,34 +20,96 @@ class TargetModule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BankLayout:
-    """Where each module's ``A`` (``[K, R]``) and ``B`` (``[R, N]``) lie in a row of the bank.
+class AdapterShape:
+    """Rank and targets of one adapter."""
 
-    A row holds the modules end to end in the model's order, ``A`` before ``B``.
+    rank: int
+    targets: tuple[TargetModule, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.rank * (module.in_features + module.out_features) for module in self.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """Where one group's part of an adapter begins in its row.
 
     Attributes:
-        modules: Every module that at least one job targets.
+        ranks: Of every member; 0 where it is not targeted.
+        a_start: Of the members' ``A`` side by side, ``[K, Q]``.
+        b_starts: Of every member's ``B``, ``[r, N]``.
+    """
+
+    ranks: tuple[int, ...]
+    a_start: int
+    b_starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlaces:
+    """Where an adapter lies in its row: all its ``A`` from the start, then all its ``B``, then nothing.
+
+    Attributes:
+        groups: Its part in every group of the layout.
+        a_end: Where its ``A`` end and its ``B`` begin.
+        end: Its number of parameters.
+    """
+
+    groups: tuple[GroupPlace, ...]
+    a_end: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BankLayout:
+    """What the rows of a bank may hold. Where an adapter lies in its row depends on that adapter alone.
+
+    Attributes:
+        modules: Every module that at least one job targets, in the model's order.
         max_rank: ``R``, the largest rank a slot can hold.
+        shared_inputs: Names of modules of the model that read the same input, of which ``modules`` may hold a part;
+            see :func:`alto.lora.shared_inputs.find_shared_inputs`.
     """
 
     modules: tuple[TargetModule, ...]
     max_rank: int
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
 
     @property
     def row_size(self) -> int:
-        """``P``, parameters of a slot."""
-        return sum(self.max_rank * (module.in_features + module.out_features) for module in self.modules)
+        """``P``, parameters of the largest adapter, rounded up so that every row begins where vectors may."""
+        largest = AdapterShape(rank=self.max_rank, targets=self.modules).num_parameters
+        return -(-largest // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
-    def offsets(self) -> list[tuple[int, int]]:
-        """Start of ``A`` and of ``B`` of every module in a row."""
-        result, start = [], 0
+    @cached_property
+    def groups(self) -> tuple[tuple[TargetModule, ...], ...]:
+        """The modules by input, in the order of their first members."""
+        leaders = {name: names[0] for names in self.shared_inputs for name in names}
+        groups: dict[str, list[TargetModule]] = {}
         for module in self.modules:
-            b_start = start + module.in_features * self.max_rank
-            result.append((start, b_start))
-            start = b_start + self.max_rank * module.out_features
-        return result
+            groups.setdefault(leaders.get(module.name, module.name), []).append(module)
+        return tuple(map(tuple, groups.values()))
 
-    def b_spans(self) -> list[tuple[int, int]]:
-        """Columns ``[start, end)`` of a row that hold the modules' ``B``."""
-        sizes = (self.max_rank * module.out_features for module in self.modules)
-        return [(start, start + size) for (_, start), size in zip(self.offsets(), sizes, strict=True)]
+    def places(self, shape: AdapterShape) -> RowPlaces:
+        """Where an adapter of ``shape`` lies in its row."""
+        targets = set(shape.targets)
+        assert shape.rank <= self.max_rank
+        assert targets <= set(self.modules)
+        ranks = [tuple(shape.rank if module in targets else 0 for module in group) for group in self.groups]
+        a_starts, start = [], 0
+        for group, of_group in zip(self.groups, ranks, strict=True):
+            a_starts.append(start)
+            start += group[0].in_features * sum(of_group)
+        a_end, b_starts = start, []
+        for group, of_group in zip(self.groups, ranks, strict=True):
+            starts = []
+            for module, rank in zip(group, of_group, strict=True):
+                starts.append(start)
+                start += rank * module.out_features
+            b_starts.append(tuple(starts))
+        places = tuple(
+            GroupPlace(ranks=of_group, a_start=a_start, b_starts=starts)
+            for of_group, a_start, starts in zip(ranks, a_starts, b_starts, strict=True)
+        )
+        return RowPlaces(groups=places, a_end=a_end, end=start)

@@ -1,17 +1,18 @@
-"""A frozen linear layer that serves every slot of a bank at once."""
+"""Frozen linear layers that serve every slot of a bank at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.bank import AdapterBank
 
-__all__ = ["MultiLoraLinear", "PassContext"]
+__all__ = ["MultiLoraLinear", "PassContext", "SharedInput"]
 
 
 class PassContext:
@@ -19,6 +20,7 @@ class PassContext:
 
     def __init__(self) -> None:
         self.schedule: TokenSchedule | None = None
+        self.groups: list[SharedInput] = []
 
     @contextmanager
     def use(self, schedule: TokenSchedule) -> Iterator[None]:
@@ -29,33 +31,71 @@ class PassContext:
             yield
         finally:
             self.schedule = None
+            for group in self.groups:
+                group.forget()
+
+
+class SharedInput:
+    """Linear layers that read the same input: the first that is asked computes the outputs of all.
+
+    A member that is asked about another tensor than the one at hand is right too; it only shares nothing.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[nn.Linear],
+        bank: AdapterBank,
+        operands: LoraOperands,
+        context: PassContext,
+        ops: ModuleType,
+    ) -> None:
+        self._bases = tuple(bases)
+        self._bank = bank
+        self._operands = operands
+        self._context = context
+        self._ops = ops
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        context.groups.append(self)
+
+    @property
+    def is_in_pass(self) -> bool:
+        return self._context.schedule is not None
+
+    def output(self, member: int, x: Tensor) -> Tensor:
+        """What layer ``member`` makes of ``x``; every output is handed out once."""
+        if self._input is not x or member not in self._outputs:
+            self._input, self._outputs = x, dict(enumerate(self._compute(x)))
+        output = self._outputs.pop(member)
+        if not self._outputs:
+            self.forget()
+        return output
+
+    def forget(self) -> None:
+        """Let go of outputs that nobody has asked for."""
+        self._input, self._outputs = None, {}
+
+    def _compute(self, x: Tensor) -> Iterator[Tensor]:
+        schedule = self._context.schedule
+        assert schedule is not None
+        ys = grouped_lora_linear(
+            x.reshape(-1, x.shape[-1]), self._bank.anchor, self._bases, self._operands, schedule, self._ops
+        )
+        return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
 
 
 class MultiLoraLinear(nn.Module):
     """A frozen linear layer with one adapter per slot. Outside a pass it is the base layer alone."""
 
-    def __init__(
-        self, base: nn.Linear, bank: AdapterBank, operands: LoraOperands, context: PassContext, ops: ModuleType
-    ) -> None:
+    def __init__(self, base: nn.Linear, shared: SharedInput, member: int) -> None:
         super().__init__()
         self.base = base
-        self._bank = bank
-        self._operands = operands
-        self._context = context
-        self._ops = ops
+        self._shared = shared
+        self._member = member
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which no graph sees
     def forward(self, x: Tensor) -> Tensor:
-        schedule = self._context.schedule
-        if schedule is None:
-            result: Tensor = self.base(x)
-            return result
-        y_TN = grouped_lora_linear(
-            x.reshape(-1, x.shape[-1]),
-            self._bank.anchor,
-            self.base.weight,
-            self.base.bias,
-            self._operands,
-            schedule,
-            self._ops,
-        )
-        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+        if self._shared.is_in_pass:
+            return self._shared.output(self._member, x)
+        result: Tensor = self.base(x)
+        return result

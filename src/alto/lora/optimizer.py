@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from alto.kernels import choose_backend
-from alto.lora.bank import AdapterBank, AdapterWeights
+from alto.kernels import choose_backend, upload
+from alto.lora.bank import AdapterBank
+from alto.lora.eight_bit import EightBitAdamW
 from alto.spec import JobConfig
+from alto.spec.job_config import OptimizerName
 
 __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
@@ -26,26 +28,36 @@ class SlotUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """One adapter's AdamW state, shaped as the adapter itself."""
+    """One adapter's AdamW state, on the CPU.
+
+    Attributes:
+        step: Steps done.
+        tensors: What the optimizer keeps of every matrix, by ``<module>.<A or B>.<part>``. The parts of ``adamw_torch``
+            are ``exp_avg`` and ``exp_avg_sq``, of the shape that the matrix has in
+            :data:`alto.lora.bank.AdapterWeights`; those of an 8-bit AdamW are bitsandbytes' own.
+    """
 
     step: int
-    exp_avg: AdapterWeights
-    exp_avg_sq: AdapterWeights
+    tensors: Mapping[str, Tensor]
 
 
 class SlotAdamW:
-    """Clips and updates the rows it is told to; a row that is not named does not change by one bit."""
+    """Clips and updates the rows it is told to; a row that is not named does not change by one bit.
+
+    Rows of ``adamw_torch`` are updated together; every row of an 8-bit AdamW has an optimizer of its own.
+    """
 
     def __init__(self, bank: AdapterBank) -> None:
         self._bank = bank
-        self._b_spans = bank.layout.b_spans()
-        self._ops = choose_backend()
+        self._ops = choose_backend(device=bank.params_ZP.device)
         self.exp_avg_ZP = torch.zeros_like(bank.params_ZP)
         self.exp_avg_sq_ZP = torch.zeros_like(bank.params_ZP)
         self.steps = [0] * bank.num_slots
+        self._eight_bit: dict[int, EightBitAdamW] = {}
+        self._left_paged: list[EightBitAdamW] = []
 
     def step(self, updates: Sequence[SlotUpdate]) -> Tensor:
-        """One step of every named slot on the gradients in the bank.
+        """One step of every named slot on the gradients in the bank, which are forgotten.
 
         Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
 
@@ -53,51 +65,116 @@ class SlotAdamW:
             Gradient norms before clipping, ``[len(updates)]``.
         """
         slots = [update.slot for update in updates]
-        norms = torch.stack([torch.linalg.vector_norm(self._bank.grads_ZP[slot]) for slot in slots])
-        limits = norms.new_tensor([update.config.max_grad_norm or float("inf") for update in updates])
-        for slot in slots:
-            self.steps[slot] += 1
+        ends = [self._bank.places(slot).end for slot in slots]
+        norms = self._ops.row_norms(self._bank.grads_ZP, slots, ends)
+        limits = upload([update.config.max_grad_norm or float("inf") for update in updates], norms.dtype, norms.device)
+        grad_scales = (limits / (norms + 1e-6)).clamp(max=1.0)
+        for update in updates:
+            assert (update.slot in self._eight_bit) == (update.config.optim != "adamw_torch")
+            self.steps[update.slot] += 1
+        together = [index for index, slot in enumerate(slots) if slot not in self._eight_bit]
+        if len(together) == len(updates):
+            self._step_together(updates, grad_scales)
+        else:
+            self._step_together([updates[index] for index in together], grad_scales[together])
+            for index, slot in enumerate(slots):
+                if slot in self._eight_bit:
+                    self._step_eight_bit(updates[index], grad_scales[index])
+        return norms
+
+    def reset(self, slot: int, optim: OptimizerName) -> None:
+        """Begin with ``optim`` in ``slot``, which the bank has given to an adapter; forget what was there."""
+        self.steps[slot] = 0
+        self.exp_avg_ZP[slot].zero_()
+        self.exp_avg_sq_ZP[slot].zero_()
+        left = self._eight_bit.pop(slot, None)
+        if left is not None and left.is_paged:
+            self._left_paged.append(left)
+        if optim != "adamw_torch":
+            self._eight_bit[slot] = self._new_eight_bit(slot, paged=optim == "paged_adamw_8bit")
+
+    def read(self, slot: int) -> OptimizerState:
+        """A copy of ``slot``'s state."""
+        if slot in self._eight_bit:
+            return OptimizerState(step=self.steps[slot], tensors=self._eight_bit[slot].read())
+        tensors = {
+            name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, part in self._moments(slot).items()
+        }
+        return OptimizerState(step=self.steps[slot], tensors=tensors)
+
+    def write(self, slot: int, optim: OptimizerName, state: OptimizerState) -> None:
+        """Go on with ``optim`` from ``state`` in ``slot``, which the bank has given to an adapter of the same shape."""
+        self.reset(slot, optim)
+        self.steps[slot] = state.step
+        if slot in self._eight_bit:
+            self._eight_bit[slot].write(state.step, state.tensors)
+        else:
+            for name, part in self._moments(slot).items():
+                part.copy_(state.tensors[name])
+
+    def _step_together(self, updates: Sequence[SlotUpdate], grad_scales: Tensor) -> None:
+        if not updates:
+            return
+        slots = [update.slot for update in updates]
+        places = [self._bank.places(slot) for slot in slots]
         self._ops.bank_adamw(
             self._bank.params_ZP,
             self._bank.grads_ZP,
             self.exp_avg_ZP,
             self.exp_avg_sq_ZP,
             slots,
+            sizes=[(place.a_end, place.end) for place in places],
             steps=[self.steps[slot] for slot in slots],
             learning_rates=[
                 (update.learning_rate, update.learning_rate * update.config.loraplus_lr_ratio) for update in updates
             ],
-            b_spans=self._b_spans,
             betas=[(update.config.adam_beta1, update.config.adam_beta2) for update in updates],
             epsilons=[update.config.adam_epsilon for update in updates],
             weight_decays=[update.config.weight_decay for update in updates],
-            grad_scales=(limits / (norms + 1e-6)).clamp(max=1.0),
-        )
-        return norms
-
-    def reset(self, slot: int) -> None:
-        """Forget everything about ``slot``."""
-        self.steps[slot] = 0
-        self.exp_avg_ZP[slot].zero_()
-        self.exp_avg_sq_ZP[slot].zero_()
-
-    def read(self, slot: int) -> OptimizerState:
-        """A copy of ``slot``'s state on the CPU."""
-        return OptimizerState(
-            step=self.steps[slot],
-            exp_avg=_read(self._bank, self.exp_avg_ZP, slot),
-            exp_avg_sq=_read(self._bank, self.exp_avg_sq_ZP, slot),
+            grad_scales=grad_scales,
         )
 
-    def write(self, slot: int, state: OptimizerState) -> None:
-        """Put ``state`` into ``slot``, which the bank has given to an adapter of the same shape."""
-        self.reset(slot)
-        self.steps[slot] = state.step
-        for rows_ZP, weights in ((self.exp_avg_ZP, state.exp_avg), (self.exp_avg_sq_ZP, state.exp_avg_sq)):
-            for module, a, b in self._bank.matrices(rows_ZP, slot):
-                a.copy_(weights[module.name][0])
-                b.copy_(weights[module.name][1])
+    def _step_eight_bit(self, update: SlotUpdate, grad_scale: Tensor) -> None:
+        bank, slot = self._bank, update.slot
+        self._eight_bit[slot].step(
+            _as_in_peft(bank, bank.params_ZP, slot),
+            _as_in_peft(bank, bank.grads_ZP, slot),
+            grad_scale=grad_scale,
+            config=update.config,
+            learning_rate=update.learning_rate,
+        )
+        bank.grads_ZP[slot, : bank.places(slot).end].zero_()
+
+    def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:
+        """An optimizer that has taken no step.
+
+        bitsandbytes never gives paged memory back, so jobs take over what others of their shape have left.
+        """
+        matrices = _as_in_peft(self._bank, self._bank.params_ZP, slot)
+        if paged:
+            for index, left in enumerate(self._left_paged):
+                if left.fits(matrices):
+                    left.reset()
+                    return self._left_paged.pop(index)
+        return EightBitAdamW(matrices, paged=paged)
+
+    def _moments(self, slot: int) -> dict[str, Tensor]:
+        """Views of the state of ``adamw_torch``."""
+        rows = {"exp_avg": self.exp_avg_ZP, "exp_avg_sq": self.exp_avg_sq_ZP}
+        return {
+            f"{module.name}.{which}.{part}": matrix
+            for part, rows_ZP in rows.items()
+            for module, *pair in self._bank.matrices(rows_ZP, slot)
+            for which, matrix in zip("AB", pair, strict=True)
+        }
 
 
-def _read(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> AdapterWeights:
-    return {module.name: (a.cpu().clone(), b.cpu().clone()) for module, a, b in bank.matrices(rows_ZP, slot)}
+def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tensor]:
+    """Views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
+    (``[N, r]``)."""
+    return {
+        f"{module.name}.{which}": matrix.T
+        for module, *pair in bank.matrices(rows_ZP, slot)
+        for which, matrix in zip("AB", pair, strict=True)
+    }

@@ -14,7 +14,7 @@ from alto.lora.layout import TargetModule
 from alto.lora.linear import MultiLoraLinear
 from alto.spec.job_config import ALL_LINEAR
 
-__all__ = ["find_targets", "linear_modules"]
+__all__ = ["find_targets", "linear_bases", "linear_modules"]
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
@@ -22,12 +22,18 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 
     The same whether or not adapters have been injected.
     """
-    head = model.get_output_embeddings()
     return tuple(
         TargetModule(name=name, in_features=module.in_features, out_features=module.out_features)
-        for name, module in _modules(model).items()
-        if isinstance(module, nn.Linear) and module is not head
+        for name, module in linear_bases(model).items()
     )
+
+
+def linear_bases(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The modules that :func:`linear_modules` names, as they are without injection."""
+    head = model.get_output_embeddings()
+    return {
+        name: module for name, module in _modules(model).items() if isinstance(module, nn.Linear) and module is not head
+    }
 
 
 def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], rank: int) -> tuple[TargetModule, ...]:

@@ -15,7 +15,7 @@ from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
-__all__ = ["ALL_LINEAR", "JOB_FIELDS", "InitLoraWeights", "JobConfig", "LrSchedulerType"]
+__all__ = ["ALL_LINEAR", "JOB_FIELDS", "InitLoraWeights", "JobConfig", "LrSchedulerType", "OptimizerName"]
 
 ALL_LINEAR = "all-linear"
 """As in PEFT: every linear layer of the model except its output head."""
@@ -25,10 +25,14 @@ LrSchedulerType: TypeAlias = Literal["linear", "cosine", "constant", "constant_w
 InitLoraWeights: TypeAlias = Literal["default", "gaussian"]
 """How ``A`` starts; ``default`` is PEFT's ``True``: Kaiming-uniform."""
 
+OptimizerName: TypeAlias = Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"]
+"""AdamW with its state in 32 bits, or in 8 bits as bitsandbytes keeps it, or that in memory that can be paged out."""
+
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
 _MODULE_NAME = r"[A-Za-z0-9_.-]+"
 _OTHER_INITS = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
+_OTHER_SPELLINGS_OF_OPTIM = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
 
 
@@ -42,7 +46,7 @@ class JobConfig(SpecModel):
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
     sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
-    ``max_grad_norm`` 0 as None: no clipping.
+    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where Hugging Face has two.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.
@@ -68,6 +72,7 @@ class JobConfig(SpecModel):
         default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; a share is warmup_ratio"
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
+    optim: OptimizerName = Field(default="adamw_torch", description="which AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay")
     max_grad_norm: float | None = Field(default=1.0, ge=0, description="gradients are clipped to this norm")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
@@ -136,6 +141,11 @@ class JobConfig(SpecModel):
                     f"supported. Write one of the two."
                 )
         return value
+
+    @field_validator("optim", mode="before")
+    @classmethod
+    def _choose_a_spelling(cls, value: Any) -> Any:
+        return _OTHER_SPELLINGS_OF_OPTIM.get(value, value) if isinstance(value, str) else value
 
     @field_validator("num_train_epochs", mode="before")
     @classmethod

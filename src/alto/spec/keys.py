@@ -28,6 +28,7 @@ JOB_ALIASES: Mapping[str, str] = {
     "num_epochs": "num_train_epochs",
     "lr_scheduler": "lr_scheduler_type",
     "gradient_clipping": "max_grad_norm",
+    "optimizer": "optim",
 }
 """Other spellings of a job's fields: the paper's, LLaMA-Factory's and Axolotl's."""
 
@@ -48,7 +49,6 @@ TASK_ALIASES: Mapping[str, str] = {
 """Other spellings of a task's own fields."""
 
 _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
-_ONLY_ADAMW = "Every job is trained with AdamW; remove the key."
 _NO_QUANTISATION = "The base model is loaded unquantised; remove the key and choose the precision with 'dtype'."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 
@@ -95,8 +95,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "task_type": "Every job trains a causal language model; remove the key.",
     "exclude_modules": "Name the modules to train in 'target_modules' instead.",
     "layers_to_transform": "Adapters are trained in every layer; remove the key.",
-    "optim": _ONLY_ADAMW,
-    "optimizer": _ONLY_ADAMW,
     "beta": "It belongs to DPO, which is not there yet; remove the key.",
     "lr_scheduler_kwargs": "Schedules have no further settings; remove the key.",
     "gradient_accumulation_steps": (
@@ -123,8 +121,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "label_smoothing_factor": (0,),
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
-    "optim": ("adamw_torch", "adamw_torch_fused"),
-    "optimizer": ("adamw_torch", "adamw_torch_fused"),
     "packing": (False,),
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),

@@ -111,6 +111,7 @@ class Task(SpecModel):
         default=None, ge=1, le=2**24, description="tokens of one forward and backward"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations instead of keeping them")
+    torch_compile: bool = Field(default=False, description="compile the layers of the base model")
     checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
     trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")

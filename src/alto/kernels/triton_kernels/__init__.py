@@ -1,8 +1,9 @@
-"""Device code in Triton, a kernel a file; :mod:`alto.kernels.triton_backend` launches it.
+"""Device code in Triton; :mod:`alto.kernels.triton_backend` launches it.
 
-Shapes as in :mod:`alto.kernels.reference`, and ``W`` for the wide side of a product: ``K`` in-features or ``N``
-out-features. Shrinking by ``A`` and by the transpose of ``B`` differ in strides alone, as do adding through ``B`` and
-through the transpose of ``A``, and the gradients of both; so three kernels serve all products.
+Shapes as in :mod:`alto.kernels.reference`, and ``W`` for the wide side of a product, ``R`` for its narrow one: ``K``
+in-features and the ``Q`` columns of the packed ``A``, or ``N`` out-features and the ranks of one member's ``B``. The
+two differ in where a matrix lies and in its strides alone, so each file has one body and two kernels that find it work:
+one through the packed ``A`` of a group, one through the ``B`` of up to three of its members.
 
 Token counts reach a kernel only through the grid and the tables of :mod:`alto.kernels.pass_table`: no argument changes
 from step to step, and so nothing is compiled anew.

@@ -1,68 +1,193 @@
-"""``wide[i] += narrow[i] @ weight_i``: every slot's own ranks back up, added to what the base has left there."""
+"""``wide[i] += scale_i * narrow[i] @ weight_i``: every slot's own ranks back up, added to what the base has left."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["expand_kernel"]
+from alto.kernels.triton_kernels.dropout import is_kept, token_keys
+from alto.kernels.triton_kernels.members import of_member, tile_of_members
+
+__all__ = ["dx_kernel", "expand_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
 def expand_kernel(
-    narrow_TR,
-    weight_ZRW,
-    wide_TW,
-    blocks_B3,
-    scales_Z,
-    ranks_Z,
-    num_wide,
-    stride_narrow_t,
-    stride_weight_z,
-    stride_weight_r,
-    stride_weight_w,
-    stride_wide_t,
-    stride_wide_w,
-    SCALED: tl.constexpr,
-    RANK_TILE: tl.constexpr,
+    s_TQ,
+    params_ZP,
+    y_0,
+    y_1,
+    y_2,
+    blocks_B6,
+    factors_Z2,
+    places_Z,
+    num_0,
+    num_1,
+    num_2,
+    stride_s_t,
+    stride_z,
+    stride_0_t,
+    stride_1_t,
+    stride_2_t,
+    stride_0_n,
+    stride_1_n,
+    stride_2_n,
+    stride_place,
+    first_place,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: tiles of ``BLOCK_W`` wide columns, blocks of tokens."""
-    first_wide = tl.program_id(0) * BLOCK_W
-    block = tl.program_id(1)
-    slot = tl.load(blocks_B3 + 3 * block).to(tl.int64)
-    first = tl.load(blocks_B3 + 3 * block + 1)
-    end = tl.load(blocks_B3 + 3 * block + 2)
-    rank = tl.load(ranks_Z + slot)
+    """``y[i] += scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, blocks of tokens.
+
+    Args:
+        first_place: Where the first of the members begins in a row of ``places_Z``.
+    """
+    member, first_wide = tile_of_members(tl.program_id(0), num_0, num_1, BLOCK_W)
+    block = blocks_B6 + 6 * tl.program_id(1)
+    slot = tl.load(block).to(tl.int64)
+    first = tl.load(block + 1)
+    place = places_Z + slot * stride_place + first_place + 3 * member
+    column = tl.multiple_of(tl.load(place), ALIGNMENT)
+    rank = tl.multiple_of(tl.load(place + 1).to(tl.int32), ALIGNMENT)
     if rank == 0:
         return
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scales_Z + slot)
-    narrow_TR += first.to(tl.int64) * stride_narrow_t
-    weight_ZRW += slot * stride_weight_z + first_wide * stride_weight_w
-    wide_TW += first.to(tl.int64) * stride_wide_t + first_wide * stride_wide_w
-    # The smallest tile that holds the slot's own rank; the largest is repeated where the rank is above it.
-    for exponent in tl.static_range(4, 7):
-        if 2**exponent <= RANK_TILE:
-            if (rank <= 2**exponent or 2**exponent == RANK_TILE) and (rank > 2**exponent // 2 or exponent == 4):
+    b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
+    num_wide = of_member(member, num_0, num_1, num_2)
+    stride_y_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
+    stride_y_n = of_member(member, stride_0_n, stride_1_n, stride_2_n)
+    _expand_by_own_tile(
+        s_TQ + first.to(tl.int64) * stride_s_t + column,
+        params_ZP + b_start + first_wide,
+        of_member(member, y_0, y_1, y_2) + first.to(tl.int64) * stride_y_t,
+        block,
+        tl.load(factors_Z2 + 2 * slot),
+        0,
+        rank,
+        first_wide,
+        num_wide,
+        stride_s_t,
+        num_wide,
+        1,
+        stride_y_t,
+        stride_y_n,
+        False,
+        TILE,
+        BLOCK_T,
+        BLOCK_W,
+        OPERAND,
+        ACCUMULATOR,
+        PRECISION,
+    )
+
+
+@triton.jit(do_not_specialize=["number", "stride_z", "stride_place"])
+def dx_kernel(
+    ds_TQ,
+    params_ZP,
+    dx_TK,
+    blocks_B6,
+    factors_Z2,
+    places_Z,
+    number,
+    num_features,
+    stride_ds_t,
+    stride_z,
+    stride_dx_t,
+    stride_dx_k,
+    stride_place,
+    DROPOUT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``dx[i] += dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, blocks of tokens."""
+    first_wide = tl.program_id(0) * BLOCK_W
+    block = blocks_B6 + 6 * tl.program_id(1)
+    slot = tl.load(block).to(tl.int64)
+    first = tl.load(block + 1)
+    place = places_Z + slot * stride_place
+    width = tl.multiple_of(tl.load(place).to(tl.int32), ALIGNMENT)
+    if width == 0:
+        return
+    a_start = tl.multiple_of(slot * stride_z + tl.load(place + 1), ALIGNMENT)
+    _expand_by_own_tile(
+        ds_TQ + first.to(tl.int64) * stride_ds_t,
+        params_ZP + a_start + first_wide * width,
+        dx_TK + first.to(tl.int64) * stride_dx_t,
+        block,
+        tl.load(factors_Z2 + 2 * slot) * tl.load(factors_Z2 + 2 * slot + 1),
+        number,
+        width,
+        first_wide,
+        num_features,
+        stride_ds_t,
+        1,
+        width,
+        stride_dx_t,
+        stride_dx_k,
+        DROPOUT,
+        TILE,
+        BLOCK_T,
+        BLOCK_W,
+        OPERAND,
+        ACCUMULATOR,
+        PRECISION,
+    )
+
+
+@triton.jit
+def _expand_by_own_tile(
+    narrow_TR,
+    weight_RW,
+    wide_TW,
+    block,
+    factor,
+    number,
+    num_narrow,
+    first_wide,
+    num_wide,
+    stride_narrow_t,
+    stride_weight_r,
+    stride_weight_w,
+    stride_wide_t,
+    stride_wide_w,
+    DROPOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # The smallest tile that holds the slot's own ranks; the largest is repeated where there are more.
+    for exponent in tl.static_range(5, 7):
+        if 2**exponent <= TILE:
+            if (num_narrow <= 2**exponent or 2**exponent == TILE) and (num_narrow > 2**exponent // 2 or exponent == 5):
                 _expand(
                     narrow_TR,
-                    weight_ZRW,
+                    weight_RW,
                     wide_TW,
-                    end - first,
-                    rank,
-                    scale,
-                    num_wide - first_wide,
+                    block,
+                    factor,
+                    number,
+                    num_narrow,
+                    first_wide,
+                    num_wide,
                     stride_narrow_t,
                     stride_weight_r,
                     stride_weight_w,
                     stride_wide_t,
                     stride_wide_w,
+                    DROPOUT,
                     2**exponent,
                     BLOCK_T,
                     BLOCK_W,
@@ -77,15 +202,18 @@ def _expand(
     narrow_TR,
     weight_RW,
     wide_TW,
-    num_tokens,
-    rank,
-    scale,
+    block,
+    factor,
+    number,
+    num_narrow,
+    first_wide,
     num_wide,
     stride_narrow_t,
     stride_weight_r,
     stride_weight_w,
     stride_wide_t,
     stride_wide_w,
+    DROPOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -93,23 +221,31 @@ def _expand(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    num_tokens = tl.load(block + 2) - tl.load(block + 1)
     t = tl.arange(0, BLOCK_T)[:, None]
-    w = tl.arange(0, BLOCK_W)[None, :]
-    columns = tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_W)[None, :]
+    w = first_wide + columns
+    ranks = tl.arange(0, BLOCK_R)
+    wide_TW += t * stride_wide_t + w * stride_wide_w
+    mask = (t < num_tokens) & (w < num_wide)
+    # Asked for before the product is formed, so that it arrives meanwhile.
+    wide = tl.load(wide_TW, mask=mask, other=0.0)
     total = tl.zeros((BLOCK_T, BLOCK_W), dtype=ACCUMULATOR)
-    for first_rank in range(0, rank, BLOCK_R):
-        r = first_rank + columns
+    for first_rank in range(0, num_narrow, BLOCK_R):
+        r = first_rank + ranks
         # Both sides are masked: a zero times the NaN of unwritten memory would be NaN.
         narrow = tl.load(
-            narrow_TR + t * stride_narrow_t + r[None, :], mask=(t < num_tokens) & (r[None, :] < rank), other=0.0
+            narrow_TR + t * stride_narrow_t + r[None, :],
+            mask=(t < num_tokens) & (r[None, :] < num_narrow),
+            other=0.0,
         )
         weight = tl.load(
-            weight_RW + r[:, None] * stride_weight_r + w * stride_weight_w,
-            mask=(r[:, None] < rank) & (w < num_wide),
+            weight_RW + r[:, None] * stride_weight_r + columns * stride_weight_w,
+            mask=(r[:, None] < num_narrow) & (w < num_wide),
             other=0.0,
         )
         total = tl.dot(narrow.to(OPERAND), weight.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    wide_TW += t * stride_wide_t + w * stride_wide_w
-    mask = (t < num_tokens) & (w < num_wide)
-    wide = tl.load(wide_TW, mask=mask, other=0.0).to(ACCUMULATOR) + total * scale
-    tl.store(wide_TW, wide.to(wide_TW.dtype.element_ty), mask=mask)
+    if DROPOUT:
+        keys = token_keys(tl.load(block + 4), number, tl.load(block + 3) + t)
+        total = tl.where(is_kept(keys, w, tl.load(block + 5)), total, 0.0)
+    tl.store(wide_TW, (wide.to(ACCUMULATOR) + total * factor.to(ACCUMULATOR)).to(wide.dtype), mask=mask)

@@ -1,71 +1,196 @@
-"""``narrow[i] = wide[i] @ weight_i``: the tokens of every slot through its own matrix, down to its own rank."""
+"""``narrow[i] = wide[i] @ weight_i``: the tokens of every slot through its own matrix, down to its own ranks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["shrink_kernel"]
+from alto.kernels.triton_kernels.dropout import is_kept, token_keys
+from alto.kernels.triton_kernels.members import of_member
+
+__all__ = ["ds_kernel", "shrink_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number", "stride_z", "stride_place"])
 def shrink_kernel(
-    wide_TW,
-    weight_ZWR,
-    narrow_TR,
-    blocks_B3,
-    scales_Z,
-    ranks_Z,
-    num_wide,
-    stride_wide_t,
-    stride_wide_w,
-    stride_weight_z,
-    stride_weight_w,
-    stride_weight_r,
-    stride_narrow_t,
-    SCALED: tl.constexpr,
-    RANK_TILE: tl.constexpr,
+    x_TK,
+    params_ZP,
+    s_TQ,
+    blocks_B6,
+    factors_Z2,
+    places_Z,
+    number,
+    num_features,
+    stride_x_t,
+    stride_x_k,
+    stride_z,
+    stride_s_t,
+    stride_place,
+    DROPOUT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     OPERAND: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: blocks of tokens, tiles of ``RANK_TILE`` ranks. Columns past a slot's rank are left unwritten."""
-    block = tl.program_id(0)
-    slot = tl.load(blocks_B3 + 3 * block).to(tl.int64)
-    first = tl.load(blocks_B3 + 3 * block + 1)
-    end = tl.load(blocks_B3 + 3 * block + 2)
-    first_rank = tl.program_id(1) * RANK_TILE
-    rank = tl.minimum(tl.load(ranks_Z + slot) - first_rank, RANK_TILE)
-    if rank <= 0:
+    """``s[i] = dropout_i(x[i]) @ a_i``. Grid: blocks of tokens, tiles of ``TILE`` columns of ``Q``.
+
+    Columns past a slot's own are left unwritten.
+    """
+    block = blocks_B6 + 6 * tl.program_id(0)
+    slot = tl.load(block).to(tl.int64)
+    first = tl.load(block + 1)
+    place = places_Z + slot * stride_place
+    width = tl.multiple_of(tl.load(place).to(tl.int32), ALIGNMENT)
+    a_start = tl.multiple_of(slot * stride_z + tl.load(place + 1), ALIGNMENT)
+    first_column = tl.program_id(1) * TILE
+    num_columns = tl.multiple_of(tl.minimum(width - first_column, TILE), ALIGNMENT)
+    if num_columns <= 0:
         return
-    scale = 1.0
-    if SCALED:
-        scale = tl.load(scales_Z + slot)
-    wide_TW += first.to(tl.int64) * stride_wide_t
-    weight_ZWR += slot * stride_weight_z + first_rank * stride_weight_r
-    narrow_TR += first.to(tl.int64) * stride_narrow_t + first_rank
-    # The smallest tile that holds the slot's own rank: a slot of rank 16 does not pay for a neighbour of rank 128.
-    for exponent in tl.static_range(4, 8):
-        if 2**exponent <= RANK_TILE:
-            if (rank <= 2**exponent) and (rank > 2**exponent // 2 or exponent == 4):
+    _shrink_by_own_tile(
+        x_TK + first.to(tl.int64) * stride_x_t,
+        params_ZP + a_start + first_column,
+        s_TQ + first.to(tl.int64) * stride_s_t + first_column,
+        block,
+        tl.load(factors_Z2 + 2 * slot + 1),
+        number,
+        num_features,
+        num_columns,
+        stride_x_t,
+        stride_x_k,
+        width,
+        1,
+        stride_s_t,
+        DROPOUT,
+        TILE,
+        BLOCK_T,
+        BLOCK_W,
+        OPERAND,
+        ACCUMULATOR,
+        PRECISION,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
+def ds_kernel(
+    dy_0,
+    dy_1,
+    dy_2,
+    params_ZP,
+    ds_TQ,
+    blocks_B6,
+    places_Z,
+    num_0,
+    num_1,
+    num_2,
+    stride_0_t,
+    stride_1_t,
+    stride_2_t,
+    stride_0_n,
+    stride_1_n,
+    stride_2_n,
+    stride_z,
+    stride_ds_t,
+    stride_place,
+    first_place,
+    ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``ds[i] = dy[i] @ b_iᵀ`` of up to three members. Grid: blocks of tokens, members, tiles of ``TILE`` ranks.
+
+    Args:
+        first_place: Where the first of the members begins in a row of ``places_Z``.
+    """
+    block = blocks_B6 + 6 * tl.program_id(0)
+    slot = tl.load(block).to(tl.int64)
+    first = tl.load(block + 1)
+    member = tl.program_id(1)
+    place = places_Z + slot * stride_place + first_place + 3 * member
+    column = tl.multiple_of(tl.load(place), ALIGNMENT)
+    first_rank = tl.program_id(2) * TILE
+    num_ranks = tl.multiple_of(tl.minimum(tl.load(place + 1).to(tl.int32) - first_rank, TILE), ALIGNMENT)
+    if num_ranks <= 0:
+        return
+    b_start = tl.multiple_of(slot * stride_z + tl.load(place + 2), ALIGNMENT)
+    num_wide = of_member(member, num_0, num_1, num_2)
+    stride_dy_t = of_member(member, stride_0_t, stride_1_t, stride_2_t)
+    _shrink_by_own_tile(
+        of_member(member, dy_0, dy_1, dy_2) + first.to(tl.int64) * stride_dy_t,
+        params_ZP + b_start + first_rank * num_wide,
+        ds_TQ + first.to(tl.int64) * stride_ds_t + column + first_rank,
+        block,
+        1.0,
+        0,
+        num_wide,
+        num_ranks,
+        stride_dy_t,
+        of_member(member, stride_0_n, stride_1_n, stride_2_n),
+        1,
+        num_wide,
+        stride_ds_t,
+        False,
+        TILE,
+        BLOCK_T,
+        BLOCK_W,
+        OPERAND,
+        ACCUMULATOR,
+        PRECISION,
+    )
+
+
+@triton.jit
+def _shrink_by_own_tile(
+    wide_TW,
+    weight_WR,
+    narrow_TR,
+    block,
+    factor,
+    number,
+    num_wide,
+    num_narrow,
+    stride_wide_t,
+    stride_wide_w,
+    stride_weight_w,
+    stride_weight_r,
+    stride_narrow_t,
+    DROPOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # The smallest tile that holds the slot's own ranks: a slot of rank 16 does not pay for a neighbour of rank 128. The
+    # widest take half the step, to fit in shared memory.
+    for exponent in tl.static_range(5, 9):
+        if 2**exponent <= TILE:
+            if (num_narrow <= 2**exponent) and (num_narrow > 2**exponent // 2 or exponent == 5):
                 _shrink(
                     wide_TW,
-                    weight_ZWR,
+                    weight_WR,
                     narrow_TR,
-                    end - first,
-                    rank,
-                    scale,
+                    block,
+                    factor,
+                    number,
                     num_wide,
+                    num_narrow,
                     stride_wide_t,
                     stride_wide_w,
                     stride_weight_w,
                     stride_weight_r,
                     stride_narrow_t,
+                    DROPOUT,
                     2**exponent,
                     BLOCK_T,
-                    BLOCK_W,
+                    BLOCK_W if exponent <= 6 else BLOCK_W // 2,
                     OPERAND,
                     ACCUMULATOR,
                     PRECISION,
@@ -77,15 +202,17 @@ def _shrink(
     wide_TW,
     weight_WR,
     narrow_TR,
-    num_tokens,
-    rank,
-    scale,
+    block,
+    factor,
+    number,
     num_wide,
+    num_narrow,
     stride_wide_t,
     stride_wide_w,
     stride_weight_w,
     stride_weight_r,
     stride_narrow_t,
+    DROPOUT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -93,10 +220,14 @@ def _shrink(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    num_tokens = tl.load(block + 2) - tl.load(block + 1)
     t = tl.arange(0, BLOCK_T)[:, None]
     r = tl.arange(0, BLOCK_R)[None, :]
     columns = tl.arange(0, BLOCK_W)
     total = tl.zeros((BLOCK_T, BLOCK_R), dtype=ACCUMULATOR)
+    if DROPOUT:
+        keys = token_keys(tl.load(block + 4), number, tl.load(block + 3) + t)
+        threshold = tl.load(block + 5)
     for first_wide in range(0, num_wide, BLOCK_W):
         w = first_wide + columns
         wide = tl.load(
@@ -106,13 +237,16 @@ def _shrink(
         )
         weight = tl.load(
             weight_WR + w[:, None] * stride_weight_w + r * stride_weight_r,
-            mask=(w[:, None] < num_wide) & (r < rank),
+            mask=(w[:, None] < num_wide) & (r < num_narrow),
             other=0.0,
         )
+        if DROPOUT:
+            wide = tl.where(is_kept(keys, w[None, :], threshold), wide, 0.0)
         total = tl.dot(wide.to(OPERAND), weight.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-    total *= scale
+    if DROPOUT:
+        total *= factor.to(ACCUMULATOR)
     tl.store(
         narrow_TR + t * stride_narrow_t + r,
         total.to(narrow_TR.dtype.element_ty),
-        mask=(t < num_tokens) & (r < rank),
+        mask=(t < num_tokens) & (r < num_narrow),
     )

@@ -1,0 +1,216 @@
+"""Padding-free causal attention in one launch, on the FlashAttention 2 kernels of a GPU.
+
+They come with PyTorch (``torch.nn.attention.varlen``) and with the package ``flash-attn``, which can also cap scores.
+
+Every query and key is read from its own sequence alone, and tokens past a sequence's end are cleared, so a NaN stays
+in its sequence. FlashAttention 3 and 4 do not hold that (they load whole blocks, and zero weight times the NaN of the
+sequence behind is NaN), so they are not used.
+
+Bits: the backward pass is asked to be deterministic, as its gradient of the queries is otherwise summed by atomics in
+the order of their arrival. Where a pass has fewer sequences times heads than the GPU has multiprocessors, it sums that
+gradient in parts, whose number depends on that product; and a window counts as one only where a sequence of the pass
+is longer. So the same pass gives the same bits, and another company the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from alto.backbone.sequences import Sequences
+
+__all__ = ["FlashKernel", "find_kernel", "flash_attn_kernel", "installed_kernels", "torch_kernel"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_SIZE, _HEAD_SIZE_MULTIPLE = 256, 8
+_MIN_CAPABILITY = (8, 0)
+
+
+class Attend(Protocol):
+    """See :func:`alto.backbone.attention.varlen_attention`."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sequences: Sequences,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashKernel:
+    """One library's attention.
+
+    Attributes:
+        can_cap: Whether it takes a ``softcap``; where not, it is to be None.
+    """
+
+    attend: Attend
+    can_cap: bool
+
+
+def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> FlashKernel | None:
+    """The kernel for such operands, ``flash-attn`` first; None where there is none."""
+    head_size = q_THD.shape[-1]
+    if (
+        q_THD.device.type != "cuda"
+        or q_THD.dtype not in _DTYPES
+        or head_size != v_TGD.shape[-1]
+        or head_size > _MAX_HEAD_SIZE
+        or head_size % _HEAD_SIZE_MULTIPLE
+        or torch.cuda.get_device_capability(q_THD.device) < _MIN_CAPABILITY
+    ):
+        return None
+    return next((kernel for kernel in installed_kernels() if softcap is None or kernel.can_cap), None)
+
+
+@cache
+def installed_kernels() -> tuple[FlashKernel, ...]:
+    """What is there, the better first."""
+    kernels = []
+    if is_flash_attn_2_available():
+        from flash_attn import flash_attn_varlen_func
+
+        kernels.append(flash_attn_kernel(flash_attn_varlen_func))
+    kernels.append(torch_kernel(varlen_attn, torch.ops.aten._flash_attention_backward))
+    return tuple(kernels)
+
+
+def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
+    """Of ``flash_attn.flash_attn_varlen_func``."""
+
+    def attend(
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sequences: Sequences,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        offsets, longest = sequences.offsets(q_THD.device), sequences.longest
+        output: Tensor = function(
+            q_THD,
+            k_TGD,
+            v_TGD,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+            softcap=softcap or 0.0,
+            deterministic=True,
+        )
+        return output
+
+    return FlashKernel(attend=attend, can_cap=True)
+
+
+def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> FlashKernel:
+    """Of ``torch.nn.attention.varlen.varlen_attn`` and the op behind its backward pass.
+
+    Of the former's options some came later: before ``enable_gqa`` grouped queries needed no word, before ``num_splits``
+    the keys of a sequence were never split among blocks.
+    """
+    known = inspect.signature(forward).parameters
+    options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}
+    forward = partial(forward, **options)
+
+    def attend(
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sequences: Sequences,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        assert softcap is None
+        output: Tensor = _TorchVarlen.apply(
+            q_THD, k_TGD, v_TGD, sequences, {"scale": scale, "window_size": _window_size(window)}, forward, backward
+        )
+        return output
+
+    return FlashKernel(attend=attend, can_cap=False)
+
+
+class _TorchVarlen(torch.autograd.Function):
+    """PyTorch's attention with a backward pass of our own call.
+
+    Its own is deterministic only while PyTorch as a whole is asked to be, which is too much to ask of a training:
+    cuBLAS then wants an environment variable, and other ops refuse.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        sequences: Sequences,
+        settings: dict[str, Any],
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+    ) -> Tensor:
+        lengths = (*(2 * [sequences.offsets(q_THD.device)]), *(2 * [sequences.longest]))
+        output: Tensor
+        output, normaliser = forward(q_THD, k_TGD, v_TGD, *lengths, return_aux=AuxRequest(lse=True), **settings)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, output, normaliser)
+        ctx.lengths, ctx.settings, ctx.run = lengths, settings, backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient_THD: Tensor) -> tuple[Tensor | None, ...]:
+        left, right = ctx.settings["window_size"]
+        random_state = torch.zeros(2, dtype=torch.uint64, device=gradient_THD.device)
+        with _deterministic_algorithms():
+            dq_THD, dk_TGD, dv_TGD = ctx.run(
+                gradient_THD,
+                *ctx.saved_tensors,
+                *ctx.lengths,
+                0.0,  # dropout
+                left == -1,  # causal; with a window the window itself says so
+                random_state,
+                random_state,  # unused by the op
+                scale=ctx.settings["scale"],
+                window_size_left=left,
+                window_size_right=right,
+            )
+        return dq_THD, dk_TGD, dv_TGD, None, None, None, None
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Also without filling fresh memory with NaN, which the mode does otherwise."""
+    filling: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), filling.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    filling.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        filling.fill_uninitialized_memory = fill
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """How many tokens each token sees before and behind itself; -1 for all."""
+    return (-1 if window is None else window - 1, 0)

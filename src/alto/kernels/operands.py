@@ -1,0 +1,142 @@
+"""The adapters of linear modules that read the same input, as the ops see them.
+
+``M`` modules that read the same input (q, k and v of an attention, gate and up of an MLP; often one alone) are a group:
+to the ops one wide linear layer. In the row of a slot the ``A`` of all members lie side by side as one ``[K, Q]``,
+where ``Q`` is the slot's own rank times the members it targets, and every ``B`` by itself as ``[r, N]``. Nothing is
+padded: where things lie depends on the slot's own adapter alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alto.kernels.pass_table import upload
+
+__all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
+
+VECTOR_SIZE = 8
+"""Most numbers, of two bytes, that one instruction of a GPU moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMatrices:
+    """One slot's adapter on a group, as views of its row.
+
+    Attributes:
+        a_KQ, da_KQ: Down-projections of the targeted members side by side, and their gradients.
+        bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 where it is not targeted.
+        columns: Where in ``Q`` every member's ranks are, first and end.
+    """
+
+    a_KQ: Tensor
+    da_KQ: Tensor
+    bs: tuple[Tensor, ...]
+    dbs: tuple[Tensor, ...]
+    columns: tuple[tuple[int, int], ...]
+
+    @property
+    def width(self) -> int:
+        """``Q``."""
+        return self.a_KQ.shape[1]
+
+
+class LoraOperands:
+    """A group's view of the bank; the bank tells it who comes and goes.
+
+    Attributes:
+        number: Of the group in the model, part of the key of its dropout masks. Not its place in the bank, which
+            depends on what other jobs target.
+        in_features: ``K``.
+        out_features: ``N`` of every member.
+        params_ZP, grads_ZP: The bank, contiguous.
+        max_rank: The largest rank that a slot may hold.
+        max_width: The largest ``Q`` that a slot may have.
+        slots: The adapters by slot; a slot that targets no member is absent.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        in_features: int,
+        out_features: Sequence[int],
+        params_ZP: Tensor,
+        grads_ZP: Tensor,
+        max_rank: int,
+    ) -> None:
+        assert params_ZP.is_contiguous()
+        assert grads_ZP.is_contiguous()
+        self.number = number
+        self.in_features = in_features
+        self.out_features = tuple(out_features)
+        self.params_ZP = params_ZP
+        self.grads_ZP = grads_ZP
+        self.max_rank = max_rank
+        self.max_width = len(self.out_features) * max_rank
+        self.slots: dict[int, SlotMatrices] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
+        self._table: Tensor | None = None
+        self._alignment: int | None = None
+
+    def seat(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
+        """Tell where in its row ``slot``'s adapter lies.
+
+        Args:
+            ranks: Of every member; all that are not 0 are the same.
+            a_start, b_starts: Where the ``[K, Q]`` and every member's ``[r, N]`` begin.
+        """
+        self.clear(slot)
+        width = sum(ranks)
+        if not width:
+            return
+        ends = [sum(ranks[: member + 1]) for member in range(len(ranks))]
+        a_end = a_start + self.in_features * width
+        b_shapes = list(zip(b_starts, ranks, self.out_features, strict=True))
+
+        def views(row_P: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            a_KQ = row_P[a_start:a_end].view(self.in_features, width)
+            return a_KQ, tuple(row_P[start : start + rank * n].view(rank, n) for start, rank, n in b_shapes)
+
+        (a_KQ, bs), (da_KQ, dbs) = views(self.params_ZP[slot]), views(self.grads_ZP[slot])
+        columns = tuple((end - rank, end) for end, rank in zip(ends, ranks, strict=True))
+        self.slots[slot] = SlotMatrices(a_KQ=a_KQ, da_KQ=da_KQ, bs=bs, dbs=dbs, columns=columns)
+        members = (
+            place
+            for (first, _), rank, start in zip(columns, ranks, b_starts, strict=True)
+            for place in (first, rank, start)
+        )
+        self._places[slot] = (width, a_start, *members)
+
+    def clear(self, slot: int) -> None:
+        """Tell that nobody sits in ``slot``."""
+        self.slots.pop(slot, None)
+        self._places.pop(slot, None)
+        self._table = None
+        self._alignment = None
+
+    def alignment(self) -> int:
+        """The largest power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns.
+
+        Kernels are compiled for it: numbers are moved that many at a time.
+        """
+        if self._alignment is None:
+            places = (place for places in self._places.values() for place in places)
+            self._alignment = math.gcd(VECTOR_SIZE, self.params_ZP.shape[1], *self.out_features, *places)
+        return self._alignment
+
+    def table(self) -> Tensor:
+        """Where everything lies, on the bank's device: ``[Z, 2 + 3 M]`` int64.
+
+        Of every slot ``Q`` and the start of ``A``; then of every member its first column in ``Q``, its rank, and the
+        start of its ``B``. Zeros where a slot targets no member. Sent again after somebody has come or gone.
+        """
+        if self._table is None:
+            nobody = (0,) * (2 + 3 * len(self.out_features))
+            rows = [self._places.get(slot, nobody) for slot in range(self.params_ZP.shape[0])]
+            self._table = upload(rows, torch.int64, self.params_ZP.device)
+        return self._table

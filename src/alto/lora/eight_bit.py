@@ -1,0 +1,136 @@
+"""bitsandbytes' AdamW with its state in 8 bits, for one adapter.
+
+Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for in-features
+``K``, out-features ``N`` and rank ``r``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from alto.errors import UnsupportedError
+from alto.spec import JobConfig
+from alto.spec.job_config import OptimizerName
+
+__all__ = ["EightBitAdamW", "check_optimizer"]
+
+_STATE = ("state1", "state2", "absmax1", "absmax2")
+
+
+def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
+    """Find out whether a job can be trained with ``optim`` on ``device``.
+
+    Raises:
+        UnsupportedError: bitsandbytes is not installed, or has no paged memory on this device.
+    """
+    if optim == "adamw_torch":
+        return
+    if find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            f"optim: {optim!r} needs the package bitsandbytes, found none; install it with: "
+            f'pip install "alto-lora[bnb]"; or write adamw_torch.'
+        )
+    if optim == "paged_adamw_8bit" and device.type != "cuda":
+        raise UnsupportedError(
+            f"optim: expected a CUDA device to page {optim!r} out of, found {device.type!r}; write adamw_8bit, which "
+            f"takes the same steps."
+        )
+
+
+class EightBitAdamW:
+    """The 8-bit AdamW of one adapter.
+
+    It computes on copies of the adapter's matrices, because it has to see what PEFT's parameters are: its state is
+    quantised in blocks of numbers that are neighbours in a contiguous matrix. bitsandbytes keeps the state of matrices
+    of less than 4096 numbers in 32 bits.
+
+    Args:
+        matrices: The adapter's, any strides; only shapes, dtype and device count.
+        paged: The state of large matrices lies in memory that the driver can page out of the device.
+    """
+
+    def __init__(self, matrices: Mapping[str, Tensor], *, paged: bool) -> None:
+        from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+
+        self.is_paged = paged
+        self._parameters = {
+            name: nn.Parameter(torch.zeros_like(matrix, memory_format=torch.contiguous_format))
+            for name, matrix in matrices.items()
+        }
+        groups = [
+            {"params": [parameter for name, parameter in self._parameters.items() if name.endswith(which)]}
+            for which in (".A", ".B")
+        ]
+        self._optimizer = (PagedAdamW8bit if paged else AdamW8bit)(groups)
+        for group_index, group in enumerate(self._optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                self._optimizer.init_state(group, parameter, group_index, index)
+
+    def fits(self, matrices: Mapping[str, Tensor]) -> bool:
+        """Whether it could serve an adapter of these matrices."""
+        return {name: parameter.shape for name, parameter in self._parameters.items()} == {
+            name: matrix.shape for name, matrix in matrices.items()
+        }
+
+    @torch.no_grad()
+    def step(
+        self,
+        matrices: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        *,
+        grad_scale: Tensor,
+        config: JobConfig,
+        learning_rate: float,
+    ) -> None:
+        """One step of ``matrices``, in place.
+
+        Args:
+            grad_scale: Factor on the gradients (clipping), a scalar.
+            learning_rate: Of every ``A``; that of ``B`` follows by ``config.loraplus_lr_ratio``.
+        """
+        for name, parameter in self._parameters.items():
+            parameter.copy_(matrices[name])
+            parameter.grad = (gradients[name] * grad_scale).contiguous()
+        rates = (learning_rate, learning_rate * config.loraplus_lr_ratio)
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+            group["betas"] = (config.adam_beta1, config.adam_beta2)
+            group["eps"] = config.adam_epsilon
+            group["weight_decay"] = config.weight_decay
+        self._optimizer.step()
+        for name, parameter in self._parameters.items():
+            matrices[name].copy_(parameter)
+            parameter.grad = None
+
+    def read(self) -> dict[str, Tensor]:
+        """A copy of the state on the CPU, by ``<matrix>.<part>``."""
+        return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
+
+    def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a state that :meth:`read` gave after ``step`` steps."""
+        for name, part in self._parts().items():
+            part.copy_(tensors[name])
+        self._set_step(step)
+
+    def reset(self) -> None:
+        """Be as before the first step."""
+        for part in self._parts().values():
+            part.zero_()
+        self._set_step(0)
+
+    def _parts(self) -> dict[str, Tensor]:
+        # The maps from 8 bits to numbers are always the same, and shared.
+        return {
+            f"{name}.{part}": self._optimizer.state[parameter][part]
+            for name, parameter in self._parameters.items()
+            for part in _STATE
+            if part in self._optimizer.state[parameter]
+        }
+
+    def _set_step(self, step: int) -> None:
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter]["step"] = step

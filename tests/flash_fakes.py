@@ -1,0 +1,148 @@
+"""The attention functions of GPU libraries, with their signatures and contracts, in plain PyTorch on any device.
+
+They are strict where the real ones are: int32 offsets, the longest sequence as an int, grouped queries only where told.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Of the package flash-attn, version 2."""
+    assert deterministic, "gradients of queries would be summed in the order of arrival"
+    assert dropout_p == 0.0
+    left, right = window_size
+    right = 0 if causal else right
+    return _attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, (left, right), softcap)[0]
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """Of torch.nn.attention.varlen, with all its options."""
+    assert num_splits == 1, "the keys would be split by the longest sequence of the pass"
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    output, normaliser = _attend(query, key, value, cu_seq_q, max_q, scale, window_size, 0.0)
+    return (output, normaliser) if return_aux is not None and return_aux.lse else output
+
+
+def early_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Any:
+    """Of torch.nn.attention.varlen, before it had ``enable_gqa`` and ``num_splits``."""
+    output, normaliser = _attend(query, key, value, cu_seq_q, max_q, scale, window_size, 0.0)
+    return (output, normaliser) if return_aux is not None and return_aux.lse else output
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Of torch.ops.aten; deterministic where PyTorch is asked to be at this moment."""
+    assert torch.get_deterministic_debug_mode() == 2, "gradients of queries would be summed in the order of arrival"
+    assert dropout_p == 0.0
+    left, right = window_size_left, 0 if is_causal else window_size_right
+    assert left is not None
+    assert right is not None
+    assert is_causal == (left == -1 and window_size_right == 0)
+    with torch.enable_grad():
+        operands = [x.detach().requires_grad_() for x in (query, key, value)]
+        output, normaliser = _attend(*operands, cum_seq_q, max_q, scale, (left, right), 0.0)
+    assert torch.equal(normaliser, logsumexp) or normaliser.isnan().any()
+    assert torch.equal(output, out) or output.isnan().any()
+    return torch.autograd.grad(output, operands, grad_out)
+
+
+def _attend(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float | None,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, D]`` and the logarithm ``[H, T]`` of every softmax's sum."""
+    assert offsets.dtype == torch.int32
+    bounds = offsets.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == q_THD.shape[0]
+    assert longest == max(end - start for start, end in pairwise(bounds))
+    share = q_THD.shape[1] // k_TGD.shape[1]
+    outputs, normalisers = [], []
+    for start, end in pairwise(bounds):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (q_THD, k_TGD, v_TGD))
+        scores = (q.shape[-1] ** -0.5 if scale is None else scale) * q @ k.repeat_interleave(share, 0).mT
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(end - start)
+        back, (left, right) = position[:, None] - position[None, :], window_size
+        hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        outputs.append((scores.softmax(-1) @ v.repeat_interleave(share, 0)).transpose(0, 1))
+        normalisers.append(scores.detach().logsumexp(-1))
+    return torch.cat(outputs), torch.cat(normalisers, 1)
