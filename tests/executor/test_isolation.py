@@ -198,7 +198,7 @@ def assert_same_step(found: StepFacts, expected: StepFacts) -> None:
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=NORM_TOLERANCE)
     assert relative_distance(found.gradients, expected.gradients) <= NORM_TOLERANCE
     masks = {name: above_rounding(expected, name) for name in expected.gradients}
-    assert sum(int(mask.sum()) for mask in masks.values()) >= 0.95 * sum(mask.numel() for mask in masks.values())
+    assert sum(int(mask.sum()) for mask in masks.values()) >= 0.9 * sum(mask.numel() for mask in masks.values())
     updates = [{name: step.updates[name] * mask for name, mask in masks.items()} for step in (found, expected)]
     assert relative_distance(*updates) <= NORM_TOLERANCE
 
