@@ -48,7 +48,8 @@ def measure_throughput(base: PreTrainedModel, workload: Workload, repeats: int) 
     alto, peft = [], []
     for _ in range(repeats):
         alto.append(samples / _alto_epoch_s(ours, workload))
-        peft.append(samples / sum(job.train_s for job in _peft_epoch(prepared, workload)))
+        jobs = _peft_epoch(prepared, workload)
+        peft.append(sum(job.samples for job in jobs) / sum(job.train_s for job in jobs))
     return Throughput(
         alto=spread(alto),
         peft=spread(peft),

@@ -65,6 +65,7 @@ class Workload:
             learning_rate=LEARNING_RATE,
             lora_alpha="2*r",
             per_device_train_batch_size=batch_size,
+            num_train_epochs=1,
             lr_scheduler_type="constant",
             search_space={"paired": {"r": list(self.ranks), "seed": numbers}},
         )

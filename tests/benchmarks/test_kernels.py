@@ -13,8 +13,9 @@ pytest.importorskip("peft", reason="the baselines need the bench extra: pip inst
 
 import torch
 from baselines import grouped_mm, loop, wide
+from baselines.bare_peft import bare_peft_one
 from common import ROOT
-from kernels_lib import lengths, stages
+from kernels_lib import lengths, stages, throughput
 from kernels_lib.flops import base_flops, lora_flops
 from kernels_lib.gate import TOLERANCES, gate_failures, reference_ops
 from kernels_lib.main import main
@@ -243,6 +244,18 @@ def test_committed_lengths_are_those_of_the_data():
         pytest.skip(f"needs GSM8K at {data} and GPT-2's tokenizer at {gpt2}")
     for tokenizer, found in lengths.derive(data, gpt2).items():
         assert tuple(found) == lengths.row_lengths(tokenizer)
+
+
+def test_both_sides_of_the_throughput_figure_train_every_row_once(base, workload, monkeypatch):
+    jobs = []
+
+    def remember(*arguments, **settings):
+        jobs.append(bare_peft_one(*arguments, **settings))
+        return jobs[-1]
+
+    monkeypatch.setattr(throughput, "bare_peft_one", remember)
+    throughput.measure_throughput(base, workload, repeats=1)
+    assert {job.samples for job in jobs} == {len(workload.data.train)}
 
 
 def test_the_rows_of_the_throughput_figure_have_177_tokens_on_average():
