@@ -21,6 +21,7 @@
     │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
+    ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
 
@@ -36,6 +37,7 @@ __all__ = [
     "DataError",
     "DataFileNotFoundError",
     "DataFormatError",
+    "DeviceMemoryError",
     "JobCommandError",
     "ModelError",
     "ModelNotFoundError",
@@ -129,6 +131,10 @@ class TaskInterruptedError(AltoError, RuntimeError):
 
 class NoResultError(AltoError, RuntimeError):
     """A task ended without one usable adapter."""
+
+
+class DeviceMemoryError(AltoError, MemoryError):
+    """Something does not fit into the device's memory, however it is cut."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):

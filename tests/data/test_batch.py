@@ -61,10 +61,17 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
     for parts in passes:
         assert len({part.slot for part in parts}) == len(parts)
         tokens = sum(lengths[row] for part in parts for row in part.rows)
-        is_smallest = len(parts) == 1 and (len(parts[0].rows) == 1 or not split_jobs)
-        assert tokens <= max_tokens or is_smallest
-    if not split_jobs:
-        assert [part for parts in passes for part in parts] == jobs
+        assert tokens <= max_tokens or (len(parts) == 1 and len(parts[0].rows) == 1)
+    for job in jobs:
+        own = [part for parts in passes for part in parts if part.slot == job.slot]
+        is_whole = sum(lengths[row] for row in job.rows) <= max_tokens
+        assert own == [job] or split_jobs or not is_whole
+        done = 0
+        for part in own:
+            assert part.first_token == done
+            assert part.num_trained in (None, sum(lengths[row] - 2 for row in job.rows))
+            assert part.num_trained is not None or part == job
+            done += sum(lengths[row] for row in part.rows)
 
 
 def test_passes_are_as_few_as_order_allows() -> None:
@@ -72,6 +79,11 @@ def test_passes_are_as_few_as_order_allows() -> None:
     jobs = [JobRows(slot, (slot,)) for slot in range(3)]
     assert list(split_into_passes(dataset, jobs, 8)) == [jobs[:2], jobs[2:]]
     assert list(split_into_passes(dataset, jobs, 12)) == [jobs]
-    whole = [JobRows(0, (0, 1, 2))]
-    assert list(split_into_passes(dataset, whole, 8)) == [whole]
-    assert list(split_into_passes(dataset, whole, 8, split_jobs=True)) == [[JobRows(0, (0, 1))], [JobRows(0, (2,))]]
+    large = JobRows(0, (0, 1, 2))
+    parts = [JobRows(0, (0, 1), 0, 6), JobRows(0, (2,), 8, 6)]
+    assert list(split_into_passes(dataset, [large], 8)) == [[part] for part in parts]
+    small = JobRows(1, (0,))
+    after_small = [[small, JobRows(0, (0,), 0, 6)], [JobRows(0, (1, 2), 4, 6)]]
+    assert list(split_into_passes(dataset, [small, large], 8)) == after_small
+    assert list(split_into_passes(dataset, [large], 12)) == [[large]]
+    assert list(split_into_passes(dataset, [large], 8, split_jobs=True)) == [[part] for part in parts]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from adapter_groups import Group
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_backends import BACKENDS
 from torch import Tensor
 
 from alto.kernels import DropoutKey, TokenSchedule, torch_backend
@@ -137,6 +139,30 @@ def test_company_slot_and_offset_do_not_matter() -> None:
     assert torch.equal(alone, dropout_factor(KEY, 2, 30, 9, CPU).double())
     assert (together[3:8] == 1.0).all(), "a job without dropout was masked"
     assert torch.equal(together[:3], dropout_factor(KEY._replace(seed=1), 2, 3, 9, CPU).double())
+
+
+@BACKENDS
+def test_a_batch_spread_over_passes_has_the_masks_of_one(ops: Any) -> None:
+    """Every op that knows dropout, on parts that begin at odd places and are longer than a block."""
+    key, count, first = KEY._replace(probability=0.5), 150, 67
+    results = []
+    for parts in ([(0, count)], [(0, first), (first, count)]):
+        group = Group([[4]], in_features=9, out_features=[7], number=2)
+        generator = torch.Generator().manual_seed(0)
+        x_TK = torch.randn(count, 9, dtype=torch.float64, generator=generator)
+        dy_TN = torch.randn(count, 7, dtype=torch.float64, generator=generator)
+        s, dx = [], []
+        for start, end in parts:
+            schedule = TokenSchedule.build([0], [end - start], [1.5], [key._replace(first_token=start)])
+            x, dy, dx_part = x_TK[start:end], dy_TN[start:end], torch.zeros(end - start, 9, dtype=torch.float64)
+            s_part = ops.grouped_shrink(x, group.operands, schedule)
+            ds_part = ops.grouped_backward_input([dy], group.operands, dx_part, schedule)
+            ops.grouped_backward_weight(x, s_part, [dy], ds_part, group.operands, schedule)
+            s.append(s_part)
+            dx.append(dx_part)
+        results.append((torch.cat(s), torch.cat(dx), group.operands.grads_ZP))
+    for whole, in_parts in zip(*results, strict=True):
+        torch.testing.assert_close(in_parts, whole)
 
 
 @pytest.mark.gpu

@@ -158,7 +158,8 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
             base.weight.normal_(generator=generator)
             (y_TN,) = grouped_lora_linear(x_TK, bank.anchor, [base], operands, schedule, torch_backend)
             y_TN.square().sum().backward()
-        optimizer.step([SlotUpdate(slot=slot, config=config, learning_rate=0.05) for slot in range(3)])
+        updates = [SlotUpdate(slot=slot, config=config, learning_rate=0.05) for slot in range(3)]
+        optimizer.step(updates, optimizer.gradient_norms(range(3)))
     for rows_ZP in (bank.params_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP):
         for slot, adapter in enumerate(shapes):
             assert int(rows_ZP[slot].ne(0).sum()) == adapter.num_parameters

@@ -89,7 +89,12 @@ class World:
 
     def step(self, number: int, indices: Sequence[int] = (0, 1, 2)) -> torch.Tensor:
         self.give_gradients(number)
-        return self.optimizer.step(self.updates(number, indices))
+        return self.apply_gradients(number, indices)
+
+    def apply_gradients(self, number: int, indices: Sequence[int] = (0, 1, 2)) -> torch.Tensor:
+        norms = self.optimizer.gradient_norms([self.slots[index] for index in indices])
+        self.optimizer.step(self.updates(number, indices), norms)
+        return norms
 
     def weights(self, index: int) -> list[torch.Tensor]:
         return [matrix.clone() for matrix in self.matrices(index, self.bank.params_ZP)]
@@ -180,7 +185,7 @@ def test_a_nan_gradient_touches_its_own_row_only(victim: int) -> None:
         if number == 1:
             poisoned.give_gradients(number)
             poisoned.bank.grads_ZP[poisoned.slots[victim]] = float("nan")
-            poisoned.optimizer.step(poisoned.updates(number))
+            poisoned.apply_gradients(number)
         else:
             poisoned.step(number)
     for index in {CLIPPED, IN_32_BITS, UNCLIPPED} - {victim}:

@@ -60,12 +60,12 @@ class Adapters:
             group_of_a["lr"] = config.learning_rate * rate
             group_of_b["lr"] = config.learning_rate * rate * config.loraplus_lr_ratio
             self.alone_optimizers[slot].step()
-        norms = self.optimizer.step(
-            [
-                SlotUpdate(slot=slot, config=CONFIGS[slot], learning_rate=CONFIGS[slot].learning_rate * rate)
-                for slot in slots
-            ]
-        )
+        norms = self.optimizer.gradient_norms(slots)
+        updates = [
+            SlotUpdate(slot=slot, config=CONFIGS[slot], learning_rate=CONFIGS[slot].learning_rate * rate)
+            for slot in slots
+        ]
+        self.optimizer.step(updates, norms)
         assert not self.bank.grads_ZP[slots].any(), "a step forgets its gradients"
         return norms, expected
 
@@ -115,8 +115,9 @@ def test_a_nan_gradient_touches_its_own_row_only(adapters: Adapters, slot: int) 
         world.bank.grads_ZP[:3] = torch.randn(3, world.bank.layout.row_size, generator=world.generator).double()
     adapters.bank.grads_ZP[slot] = float("nan")
     updates = [SlotUpdate(slot=index, config=CONFIGS[index], learning_rate=0.1) for index in range(3)]
-    clean.optimizer.step(updates)
-    norms = adapters.optimizer.step(updates)
+    clean.optimizer.step(updates, clean.optimizer.gradient_norms([0, 1, 2]))
+    norms = adapters.optimizer.gradient_norms([0, 1, 2])
+    adapters.optimizer.step(updates, norms)
     others = [index for index in range(4) if index != slot]
     assert torch.equal(clean.bank.params_ZP[others], adapters.bank.params_ZP[others])
     assert adapters.bank.params_ZP[slot].isnan().any()
@@ -140,7 +141,7 @@ def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None
         for index, (_, a, b) in enumerate(world.bank.matrices(world.bank.grads_ZP, slot)):
             a.fill_(0.1 + index)
             b.fill_(0.2 + index)
-        world.optimizer.step([SlotUpdate(slot=slot, **update)])
+        world.optimizer.step([SlotUpdate(slot=slot, **update)], world.optimizer.gradient_norms([slot]))
     for name, pair in adapters.bank.read(0).items():
         for expected, found in zip(pair, other.bank.read(1)[name], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)

@@ -105,7 +105,7 @@ def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tens
 
 @torch.no_grad()
 def test_a_long_mean_is_exact() -> None:
-    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,))
+    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,), job_trained=(100_000,))
     losses_S = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     assert float(sft_losses(GivenLosses(losses_S), batch)[0]) == pytest.approx(
         float(losses_S.double().mean()), rel=1e-7

@@ -6,7 +6,7 @@ Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,10 +18,18 @@ __all__ = ["JobRows", "TokenBatch", "collate", "split_into_passes"]
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job in one batch; ``slot`` is where the job's adapter lies."""
+    """Rows of one job in one pass.
+
+    Attributes:
+        slot: Where the job's adapter lies.
+        first_token: Tokens of the job's batch that lie in passes before this one.
+        num_trained: Trained tokens of the job's whole batch; None where ``rows`` are all of it.
+    """
 
     slot: int
     rows: tuple[int, ...]
+    first_token: int = 0
+    num_trained: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class TokenBatch:
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
         loss_targets_S: What they have to predict.
         job_targets: How many of the ``S`` positions are each job's.
+        job_trained: How many the job's whole batch has, whose rows may be spread over passes.
+        job_first_tokens: How many tokens of it lie in passes before this one.
     """
 
     slots: tuple[int, ...]
@@ -46,6 +56,8 @@ class TokenBatch:
     loss_positions_S: Tensor
     loss_targets_S: Tensor
     job_targets: tuple[int, ...]
+    job_trained: tuple[int, ...]
+    job_first_tokens: tuple[int, ...]
 
 
 def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
@@ -54,7 +66,7 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
     lengths = [dataset.input_ids[row].numel() for row in rows]
     targets_T = torch.cat([dataset.targets[row] for row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
-    job_tokens = tuple(sum(dataset.input_ids[row].numel() for row in job.rows) for job in jobs)
+    job_tokens = tuple(_num_tokens(dataset, job.rows) for job in jobs)
     counts = [int((part >= 0).sum()) for part in targets_T.split(job_tokens)]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
@@ -65,6 +77,10 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
         loss_positions_S=_send(loss_positions_S, device),
         loss_targets_S=_send(targets_T[loss_positions_S], device),
         job_targets=tuple(counts),
+        job_trained=tuple(
+            count if job.num_trained is None else job.num_trained for job, count in zip(jobs, counts, strict=True)
+        ),
+        job_first_tokens=tuple(job.first_token for job in jobs),
     )
 
 
@@ -73,25 +89,40 @@ def split_into_passes(
 ) -> Iterator[list[JobRows]]:
     """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.
 
+    A row larger than ``max_tokens`` is a pass of its own.
+
     Args:
-        split_jobs: Whether a job's rows may be spread over passes. Where not, a job larger than ``max_tokens`` is a
-            pass of its own; likewise always a row.
+        split_jobs: Whether the rows of every job may be spread over passes, so that these are filled best. Where not,
+            only those of a job larger than ``max_tokens`` are.
     """
     current: list[JobRows] = []
     filled = 0
     for job in jobs:
-        for rows in [(row,) for row in job.rows] if split_jobs else [job.rows]:
-            tokens = sum(dataset.input_ids[row].numel() for row in rows)
+        is_whole = not split_jobs and _num_tokens(dataset, job.rows) <= max_tokens
+        for part in [job] if is_whole else _single_rows(dataset, job):
+            tokens = _num_tokens(dataset, part.rows)
             if current and filled + tokens > max_tokens:
                 yield current
                 current, filled = [], 0
-            if current and current[-1].slot == job.slot:
-                current[-1] = JobRows(job.slot, current[-1].rows + rows)
+            if current and current[-1].slot == part.slot:
+                current[-1] = replace(current[-1], rows=current[-1].rows + part.rows)
             else:
-                current.append(JobRows(job.slot, rows))
+                current.append(part)
             filled += tokens
     if current:
         yield current
+
+
+def _single_rows(dataset: EncodedDataset, job: JobRows) -> Iterator[JobRows]:
+    num_trained = sum(int((dataset.targets[row] >= 0).sum()) for row in job.rows)
+    first_token = 0
+    for row in job.rows:
+        yield JobRows(job.slot, (row,), first_token, num_trained)
+        first_token += _num_tokens(dataset, (row,))
+
+
+def _num_tokens(dataset: EncodedDataset, rows: Sequence[int]) -> int:
+    return sum(dataset.input_ids[row].numel() for row in rows)
 
 
 def _send(tensor: Tensor, device: torch.device | str) -> Tensor:

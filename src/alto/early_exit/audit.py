@@ -81,7 +81,8 @@ def _feed(race: Race, event: Event) -> None:
         case "job_exited" if race.is_training(event["job"]):
             reason = ExitReason(event["reason"])
             if reason in EXITS_FROM_OUTSIDE:
-                race.end(ExitDecision(job=event["job"], step=event["step"], reason=reason))
+                evidence = {key: loss_of(value) for key, value in event["evidence"].items()}
+                race.end(ExitDecision(job=event["job"], step=event["step"], reason=reason, evidence=evidence))
         case "job_added":
             race.add(event["job"], event["total_steps"])
         case "job_reopened":

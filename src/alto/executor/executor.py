@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from alto.backbone import Backbone
 from alto.data import TaskData
-from alto.errors import NoResultError, TaskInterruptedError
+from alto.errors import DeviceMemoryError, NoResultError, TaskInterruptedError
 from alto.executor.control import Control
 from alto.executor.job_run import JobRun
+from alto.executor.memory_errors import RowTooLargeError, is_out_of_memory
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
+from alto.records import ExitReason
 from alto.runs import Journal, Mailbox, RunDir
 from alto.scheduler import plan_residents
 from alto.spec import Task
@@ -52,6 +54,7 @@ class Executor:
         self._control = Control(self._state, Mailbox(run_dir), self._past)
         self._save_interval_s = task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
+        self._stuck: DeviceMemoryError | None = None
 
     def run(self) -> None:
         """Train until no job is left; the result is in the journal.
@@ -59,8 +62,20 @@ class Executor:
         Raises:
             NoResultError: No job was ever evaluated with a finite loss.
             TaskInterruptedError: It was asked to stop, and everything is on disk.
+            DeviceMemoryError: There is no memory to go on with; what was saved can be resumed.
             RunWriteError: The run directory cannot be written any more.
         """
+        try:
+            self._run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceMemoryError(
+                f"task {self._state.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in its "
+                f"task.yaml, the run goes on from its last checkpoint with: alto resume {self._run_dir.root}"
+            ) from error
+
+    def _run(self) -> None:
         state = self._state
         if self._past.events:
             state.go_on(self._past)
@@ -75,9 +90,11 @@ class Executor:
             if self._is_interrupted():
                 self._interrupt()
             self._seat_jobs()
-            runs = state.active()
-            self._train_one_step(runs)
-            self._evaluate([run for run in runs if run.step in run.evaluation_steps and state.in_race(run)])
+            stepped = self._train_one_step(state.active())
+            self._evaluate([run for run in stepped if run.step in run.evaluation_steps and state.in_race(run)])
+            if self._stuck is not None:
+                self._save()
+                raise self._stuck
             if self._control.has_answers or time.monotonic() >= self._next_save_at:
                 self._save()
         self._save()
@@ -92,19 +109,32 @@ class Executor:
         for job, slot in plan.seat:
             self._state.seat(self._state.runs[job], slot)
 
-    def _train_one_step(self, runs: Sequence[JobRun]) -> None:
-        for run, loss in zip(runs, self._state.roster.trainer.step(runs), strict=True):
+    def _train_one_step(self, runs: Sequence[JobRun]) -> Sequence[JobRun]:
+        """Train; returns those who have taken a step: nobody where a job cannot and ends."""
+        trainer = self._state.roster.trainer
+        try:
+            losses = trainer.backward(runs)
+        except RowTooLargeError as error:
+            self._state.fail(error)
+            return ()
+        try:
+            trainer.update(runs)
+        except DeviceMemoryError as error:
+            self._stuck = error
+        # Read last: until here nothing has waited for the device.
+        stepped = [(run, loss) for run, loss in zip(runs, losses.tolist(), strict=True) if trainer.has_stepped(run)]
+        for run, loss in stepped:
             run.step += 1
             run.unsaved_losses.append(loss)
             decision = self._state.race.observe_losses(run.id, run.step, [loss])
             if decision is not None:
                 self._state.end(run, decision)
+        return [run for run, _ in stepped]
 
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
-        if not runs:
-            return
         race = self._state.race
-        for run, loss in zip(runs, self._state.roster.trainer.evaluate(runs), strict=True):
+        runs, losses = self._evaluated(runs)
+        for run, loss in zip(runs, losses, strict=True):
             decision = race.observe(run.id, run.step, loss)
             best = race.best(run.id)
             is_best = best is not None and best.step == run.step
@@ -122,6 +152,16 @@ class Executor:
             )
             if not race.is_training(run.id):
                 self._state.end(run, decision)
+
+    def _evaluated(self, runs: Sequence[JobRun]) -> tuple[Sequence[JobRun], Sequence[float]]:
+        """Validation losses, of those who can be evaluated; the others end."""
+        while runs:
+            try:
+                return runs, self._state.roster.trainer.evaluate(runs)
+            except RowTooLargeError as error:
+                self._state.fail(error)
+            runs = [run for run in runs if self._state.in_race(run)]
+        return (), ()
 
     def _hold_rung(self) -> None:
         race = self._state.race
@@ -160,7 +200,19 @@ class Executor:
         if self._state.race.winner() is None:
             raise NoResultError(
                 f"task {self._state.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
-                f"found that all {len(self._state.runs)} diverged before; lower the learning rates"
+                f"found that {self._why_there_is_none()}"
             )
         self._state.complete()
         self._control.close()
+
+    def _why_there_is_none(self) -> str:
+        decisions = [self._state.race.decision_on(job) for job in self._state.runs]
+        failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
+        if not failed:
+            return f"all {len(decisions)} diverged before; lower the learning rates"
+        row, fits = failed[0].evidence["row_tokens"], self._state.roster.trainer.passes.largest
+        remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
+        return (
+            f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
+            f"(the largest pass that did fit has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+        )

@@ -34,6 +34,11 @@ class Past:
         return next((event for event in reversed(self.events) if event["event"] == "checkpoint"), None)
 
     @property
+    def max_tokens_per_pass(self) -> int | None:
+        """Tokens of a pass after memory last ran out; None if it never did."""
+        return next((event["max_tokens_per_pass"] for event in reversed(self.events) if event["event"] == "oom"), None)
+
+    @property
     def is_finished(self) -> bool:
         """Whether the task has its result."""
         return bool(self.events) and self.events[-1]["event"] == "task_completed"

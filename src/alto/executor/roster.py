@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from alto.backbone import Backbone
 from alto.data import TaskData
+from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.job_run import JobRun
+from alto.executor.memory_errors import MemoryEvent, NoMemoryError, release_memory, watching
+from alto.executor.passes import OnMemoryEvent
 from alto.executor.trainer import Trainer
-from alto.lora import AdapterWeights, TargetModule, linear_modules, read_adapter, write_adapter
+from alto.lora import AdapterWeights, BankLayout, TargetModule, eject, linear_modules, read_adapter, write_adapter
 from alto.runs import RunDir
 from alto.spec import Task
 
 __all__ = ["Roster"]
+
+_TENSORS_PER_SLOT = 4
+"""Weights, gradients, and two averages of these, all in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,15 @@ class _BankSize:
 
 class Roster:
     """Moves jobs between the bank's slots and their folders.
+
+    A bank that does not fit into memory is made with half the slots, down to one.
+
+    Args:
+        max_tokens_per_pass: Most tokens of a pass to begin with.
+        on_memory_event: Is told whenever memory ran out.
+
+    Raises:
+        DeviceMemoryError: Not even one slot fits.
 
     Attributes:
         trainer: Trains those that have a slot.
@@ -41,6 +57,8 @@ class Roster:
         data: TaskData,
         *,
         run_dir: RunDir,
+        max_tokens_per_pass: int,
+        on_memory_event: OnMemoryEvent,
     ) -> None:
         self._task = task
         self._backbone = backbone
@@ -48,8 +66,8 @@ class Roster:
         self._modules = linear_modules(backbone.model)
         self._run_dir = run_dir
         self._store = StateStore(run_dir)
-        self._size = self._size_for(list(runs))
-        self.trainer = self._new_trainer()
+        self._on_memory_event = on_memory_event
+        self._build(self._size_for(list(runs)), max_tokens_per_pass)
 
     @property
     def num_slots(self) -> int:
@@ -105,19 +123,38 @@ class Roster:
         self._write_adapter(self._run_dir.job(clone.id, "start"), clone, weights)
         clone.starts_warm = True
 
-    def fit(self, runs: Iterable[JobRun]) -> None:
-        """Make the bank large enough for ``runs``, whoever sits in it already."""
+    def fit(self, runs: Iterable[JobRun]) -> tuple[JobRun, ...]:
+        """Make the bank large enough for ``runs``, whoever sits in it already.
+
+        Returns:
+            Those who have lost their slot, as the new bank has fewer; everything of them is on disk.
+
+        Raises:
+            DeviceMemoryError: Not even one slot of that size fits; the bank is as large as before.
+        """
         runs = list(runs)
-        size = self._size_for(runs)
-        if size == self._size:
-            return
+        before, wanted = self._size, self._size_for(runs)
+        if wanted == self._wanted:
+            return ()
         seated = [(run, run.slot) for run in runs if run.slot is not None]
         for run, _ in seated:
             self.leave(run)
-        self._size = size
-        self.trainer = self._new_trainer()
+        max_tokens = self.trainer.passes.max_tokens
+        del self.trainer
+        eject(self._backbone.model)  # which holds the bank too
+        try:
+            self._build(wanted, max_tokens)
+        except DeviceMemoryError:
+            self._build(before, max_tokens)
+            self._seat_again(seated)
+            raise
+        self._seat_again(seated)
+        return tuple(run for run, _ in seated if run.slot is None)
+
+    def _seat_again(self, seated: Iterable[tuple[JobRun, int]]) -> None:
         for run, slot in seated:
-            self.seat(run, slot)
+            if slot < self.num_slots:
+                self.seat(run, slot)
 
     def _size_for(self, runs: Sequence[JobRun]) -> _BankSize:
         targeted = {module for run in runs for module in run.shape.targets}
@@ -127,14 +164,45 @@ class Roster:
             num_slots=min(self._task.max_slots, len(runs)),
         )
 
-    def _new_trainer(self) -> Trainer:
+    def _build(self, size: _BankSize, max_tokens: int) -> None:
+        """Set up a bank of ``size``, or with as many of its slots as fit."""
+        self._wanted = size
+        while True:
+            try:
+                with watching("bank"):
+                    self.trainer = self._new_trainer(size, max_tokens)
+                self._size = size
+                return
+            except NoMemoryError:
+                pass  # tried again outside of this clause, which holds what is to be released
+            release_memory()
+            if size.num_slots == 1:
+                raise DeviceMemoryError(self._no_bank(size))
+            size = replace(size, num_slots=size.num_slots // 2)
+            self._on_memory_event(
+                MemoryEvent(
+                    phase="bank", slots=(), num_tokens=0, max_tokens_per_pass=max_tokens, num_slots=size.num_slots
+                )
+            )
+
+    def _new_trainer(self, size: _BankSize, max_tokens: int) -> Trainer:
         return Trainer(
             self._backbone,
             self._data,
-            modules=self._size.modules,
-            max_rank=self._size.max_rank,
-            num_slots=self._size.num_slots,
-            max_tokens_per_pass=self._task.max_tokens_per_pass or sys.maxsize,
+            modules=size.modules,
+            max_rank=size.max_rank,
+            num_slots=size.num_slots,
+            max_tokens_per_pass=max_tokens,
+            on_memory_event=self._on_memory_event,
+        )
+
+    def _no_bank(self, size: _BankSize) -> str:
+        row_size = BankLayout(modules=size.modules, max_rank=size.max_rank).row_size
+        num_bytes = _TENSORS_PER_SLOT * row_size * torch.finfo(torch.float32).bits // 8
+        return (
+            f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
+            f"and optimizer state, {num_bytes / 2**20:,.1f} MiB, found less left on {self._backbone.device} beside the "
+            "base model; lower r, target fewer modules, or free memory on the device"
         )
 
     def _write_adapter(self, folder: Path, run: JobRun, weights: AdapterWeights) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -10,9 +11,10 @@ from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.early_exit import Race, policy_from, race_of, rung_notes
 from alto.executor.job_run import JobPlanner, JobRun
+from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint
 from alto.executor.roster import Roster
-from alto.records import ExitDecision
+from alto.records import ExitDecision, ExitReason
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand
 from alto.spec import Job, JobConfig, Task
@@ -53,7 +55,17 @@ class TaskRun:
         self._planner = JobPlanner(task, backbone.model, len(data.train))
         self.runs = {run.id: run for run in [*runs, *self._clones(past)]}
         self.race = self._race_after(past)
-        self.roster = Roster(task, self.runs.values(), backbone, data, run_dir=run_dir)
+        self._untold: list[MemoryEvent] = []
+        self._has_begun = False
+        self.roster = Roster(
+            task,
+            self.runs.values(),
+            backbone,
+            data,
+            run_dir=run_dir,
+            max_tokens_per_pass=min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize),
+            on_memory_event=self._on_memory_event,
+        )
 
     def begin(self, past: Past) -> None:
         """Say what is about to be trained."""
@@ -74,6 +86,7 @@ class TaskRun:
             versions=_versions(),
             jobs=[self._description(run) for run in self.runs.values()],
         )
+        self._tell_memory_events()
 
     def go_on(self, past: Past) -> None:
         """Put every job where the checkpoint left it.
@@ -84,6 +97,7 @@ class TaskRun:
         check_data(past.events[0], self._data)
         check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, self.task)
         self.journal.append("task_resumed", notes=list(past.notes), versions=_versions())
+        self._tell_memory_events()
         assert past.checkpoint is not None
         for job, at in past.checkpoint["jobs"].items():
             run = self.runs[job]
@@ -128,13 +142,29 @@ class TaskRun:
         return self._planner.plan(job)
 
     def add(self, clone: JobRun, origin: JobRun, command: str) -> None:
-        """A job that came up while the task runs is pending from now on."""
+        """A job that came up while the task runs is pending from now on.
+
+        Raises:
+            DeviceMemoryError: Its adapter does not fit; nothing has changed.
+        """
+        slots = {run.id: run.slot for run in self.runs.values()}
+        unseated = self.roster.fit([*self.runs.values(), clone])
+        for run in unseated:
+            self.tell_losses(run)
+            self.journal.append("job_parked", job=run.id, slot=slots[run.id], step=run.step)
         self.runs[clone.id] = clone
         self.race.add(clone.id, clone.total_steps)
-        self.roster.fit(self.runs.values())
         self.journal.append(
             "job_added", origin=origin.id, warm=clone.starts_warm, command=command, **self._description(clone)
         )
+
+    def fail(self, error: RowTooLargeError) -> None:
+        """End the job whose row does not fit into memory."""
+        run = next(run for run in self.runs.values() if run.slot == error.slot)
+        evidence = {"row_tokens": error.num_tokens, "largest_pass": self.roster.trainer.passes.largest}
+        decision = ExitDecision(job=run.id, step=run.step, reason=ExitReason.FAILED, evidence=evidence)
+        self.race.end(decision)
+        self.end(run, decision)
 
     def reopen(self, run: JobRun, command: str) -> None:
         """A job that was ended goes on."""
@@ -189,6 +219,25 @@ class TaskRun:
     def active(self) -> list[JobRun]:
         """The jobs that take the next step."""
         return [run for run in self.runs.values() if run.slot is not None and not self.race.is_waiting(run.id)]
+
+    def _on_memory_event(self, event: MemoryEvent) -> None:
+        self._untold.append(event)
+        if self._has_begun:
+            self._tell_memory_events()
+
+    def _tell_memory_events(self) -> None:
+        """Journal what has happened; the bank is made before there is anything that it could follow."""
+        self._has_begun = True
+        for event in self._untold:
+            self.journal.append(
+                "oom",
+                phase=event.phase,
+                residents=[run.id for run in self.runs.values() if run.slot is not None and run.slot in event.slots],
+                num_tokens=event.num_tokens,
+                max_tokens_per_pass=event.max_tokens_per_pass,
+                **({} if event.num_slots is None else {"num_slots": event.num_slots}),
+            )
+        self._untold.clear()
 
     def _clones(self, past: Past) -> list[JobRun]:
         clones = []

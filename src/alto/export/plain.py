@@ -13,6 +13,7 @@ from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
     describe_config,
+    describe_memory_event,
     describe_rungs,
     format_count,
     format_duration,
@@ -89,6 +90,8 @@ class PlainView:
                 self._say(f"{self._name(job)} completed, best validation loss {format_loss(job.best_validation_loss)}")
             case "warmup_ended":
                 self._on_rung()
+            case "oom":
+                self._say(describe_memory_event(event))
             case "task_completed":
                 self._on_completed()
 

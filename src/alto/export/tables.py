@@ -13,6 +13,8 @@ from typing import Any
 from alto.export.wording import (
     clean,
     describe_config,
+    describe_memory_event,
+    format_count,
     format_loss,
     format_setting,
     format_share,
@@ -97,8 +99,12 @@ def job_table(history: RunHistory) -> JobTable:
 
 
 def run_notes(history: RunHistory) -> list[str]:
-    """What the task's data gave reason to say (rows cut, skipped, …), safe to print."""
-    return [clean(note) for note in history.settings.get("notes") or ()]
+    """What the task's data gave reason to say (rows cut, skipped, …), and how memory last ran out; safe to print."""
+    notes = [clean(note) for note in history.settings.get("notes") or ()]
+    if events := history.memory_events:
+        times = "" if len(events) == 1 else f" ({len(events)} times so far)"
+        notes.append(describe_memory_event(events[-1]) + times)
+    return notes
 
 
 def time_saved_s(history: RunHistory) -> float | None:
@@ -150,6 +156,8 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
         progress = job.progress if rung_progress is None else rung_progress
         sentence = _explain_underperforming(numbers, progress)
+    elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
+        sentence = f"a row of {format_count(numbers['row_tokens'])} tokens does not fit into memory by itself"
     return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 
 

@@ -21,7 +21,15 @@ from alto.export.job_grid import GRID_LINES, JobGrid
 from alto.export.pace import Pace, expected_samples_left, next_stop
 from alto.export.plain import PlainView
 from alto.export.tables import JobTable, exit_totals, job_table, run_notes
-from alto.export.wording import clean, describe_task, format_count, format_duration, format_loss, format_share
+from alto.export.wording import (
+    clean,
+    describe_memory_event,
+    describe_task,
+    format_count,
+    format_duration,
+    format_loss,
+    format_share,
+)
 from alto.runs import Event, JobHistory, RunHistory
 
 __all__ = ["LiveView", "final_summary", "open_view"]
@@ -87,8 +95,12 @@ class LiveView:
                     # With the losers gone every other job goes faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
-        if event.get("event") in ("task_started", "task_resumed") and not event.get("replayed"):
-            # Outside of the lock, which drawing takes too.
+        if event.get("replayed"):
+            return
+        # Outside of the lock, which drawing takes too.
+        if event.get("event") == "oom":
+            self._console.print(Text(describe_memory_event(event), style="yellow"))
+        if event.get("event") in ("task_started", "task_resumed"):
             for note in event.get("notes") or ():
                 self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 

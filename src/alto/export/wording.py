@@ -17,6 +17,7 @@ from alto.records import Rung
 __all__ = [
     "clean",
     "describe_config",
+    "describe_memory_event",
     "describe_rungs",
     "describe_task",
     "format_count",
@@ -107,6 +108,19 @@ def short_path(name: object) -> str:
 def describe_rungs(rungs: Sequence[Rung]) -> str:
     """``at 2.5 % keep 50 %, at 5 % keep 20 %``; empty without rungs."""
     return ", ".join(f"at {format_share(rung.progress)} keep {format_share(rung.keep)}" for rung in rungs)
+
+
+def describe_memory_event(event: Mapping[str, Any]) -> str:
+    """What was done where memory ran out: ``memory ran out in the forward pass; now at most 512 tokens a pass``."""
+    phase = str(event.get("phase"))
+    where = {"forward": "the forward pass", "backward": "the backward pass", "bank": "setting up the slots"}
+    if "num_slots" in event:
+        change = f"now {event['num_slots']} slots"
+    elif phase == "update":
+        change = "tried again"
+    else:
+        change = f"now at most {format_count(event.get('max_tokens_per_pass') or 0)} tokens a pass"
+    return f"memory ran out in {where.get(phase, 'the ' + clean(phase))}; {change}"
 
 
 def format_setting(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Dropout whose mask depends on the job alone.
 
-Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place among the job's
-tokens and the feature: the same in any company, on any device and from every backend, and made again in the backward
+Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place in the job's
+batch and the feature: the same in any company, on any device and from every backend, and made again in the backward
 pass instead of being stored. Modules that read the same input see the same mask.
 
 ``triton_kernels/dropout.py`` computes the same bits on a GPU. There a pass sends every segment's ``stream_key``,
@@ -23,11 +23,17 @@ _MASK = 0xFFFFFFFF
 
 
 class DropoutKey(NamedTuple):
-    """What a slot's dropout mask depends on, besides the module: the job alone, never its company."""
+    """What a slot's dropout mask depends on, besides the module: the job alone, never its company.
+
+    Attributes:
+        first_token: Place of the pass's first token in the job's batch. Not 0 where the rows of a batch are spread over
+            passes, whose masks are then those of one pass.
+    """
 
     probability: float
     seed: int
     step: int
+    first_token: int = 0
 
 
 def stream_key(key: DropoutKey) -> int:
@@ -58,7 +64,7 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
 def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
     """``[num_tokens, num_features]`` float32: 0 where dropped, ``kept_factor`` elsewhere; ``number`` is the
     group's."""
-    tokens_T1 = torch.arange(num_tokens, device=device)[:, None]
+    tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
     group_key = _hash_int((stream_key(key) + number + 1) & _MASK)
     rows_T1 = _hash((tokens_T1 + group_key).bitwise_and_(_MASK))

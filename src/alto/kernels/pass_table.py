@@ -33,7 +33,7 @@ class PassTable:
         num_segments: ``S``.
         has_dropout: Whether any segment has dropout.
         blocks_B6: Of every block, int32: its slot; its first token and end in the pass; the place of the first among
-            the tokens of the segment; stream key and threshold of the segment's dropout, 32 bits each, where a
+            the tokens of the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where a
             threshold of 0 keeps everything. A block lies in one segment.
         segments_S6: The same of every segment.
         factors_Z2: Of every slot up to the largest of the pass, float64: ``lora_alpha / r``, and what dropout
@@ -51,9 +51,10 @@ class PassTable:
         factors_Z2 = [(0.0, 0.0)] * (1 + max((slot for slot, _, _ in segments), default=-1))
         for (slot, start, end), scale, key in zip(segments, scales, dropout, strict=True):
             bits = (_signed(stream_key(key)), _signed(threshold(key))) if key else (0, 0)
-            whole.append((slot, start, end, 0, *bits))
+            place = key.first_token if key else 0
+            whole.append((slot, start, end, place, *bits))
             for first in range(start, end, BLOCK_TOKENS):
-                blocks.append((slot, first, min(first + BLOCK_TOKENS, end), first - start, *bits))
+                blocks.append((slot, first, min(first + BLOCK_TOKENS, end), place + first - start, *bits))
             factors_Z2[slot] = (scale, kept_factor(key) if key else 1.0)
         self.num_blocks = len(blocks)
         self.num_segments = len(segments)

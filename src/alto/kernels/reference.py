@@ -117,7 +117,8 @@ def bank_adamw(
 ) -> None:
     """One AdamW step of every listed row, in place, which then forgets its gradient; other rows are not touched.
 
-    The update is that of ``torch.optim.AdamW`` with each row's own settings.
+    The update is that of ``torch.optim.AdamW`` with each row's own settings. Everything that takes memory is done
+    before the first row changes: where there is none, no row has.
 
     Args:
         slots: Rows to update.
@@ -126,6 +127,7 @@ def bank_adamw(
         learning_rates: Each row's rates for its ``A`` and its ``B`` matrices.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
     """
+    updates = []
     for index, slot in enumerate(slots):
         beta1, beta2 = betas[index]
         a_end, end = sizes[index]
@@ -136,12 +138,16 @@ def bank_adamw(
         rate = torch.full_like(params, rate_of_b)
         rate[:a_end] = rate_of_a
         gradient = grads * grad_scales[index]
-        params *= 1.0 - rate * weight_decays[index]
-        exp_avg.copy_(beta1 * exp_avg + (1.0 - beta1) * gradient)
-        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient)
-        mean = exp_avg / (1.0 - beta1 ** steps[index])
-        deviation = torch.sqrt(exp_avg_sq / (1.0 - beta2 ** steps[index]))
-        params -= rate * mean / (deviation + epsilons[index])
+        next_avg = beta1 * exp_avg + (1.0 - beta1) * gradient
+        next_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient
+        mean = next_avg / (1.0 - beta1 ** steps[index])
+        deviation = torch.sqrt(next_avg_sq / (1.0 - beta2 ** steps[index]))
+        decayed = params * (1.0 - rate * weight_decays[index])
+        next_params = decayed - rate * mean / (deviation + epsilons[index])
+        updates.append(((params, exp_avg, exp_avg_sq, grads), (next_params, next_avg, next_avg_sq)))
+    for (*targets, grads), values in updates:
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
         grads.zero_()
 
 

@@ -103,12 +103,14 @@ def bank_adamw(
 
     A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
     """
+    # One tensor a row and rate, as each call counts its own up; all of them before anything changes.
+    counts = [[torch.tensor(float(step - 1), device=params_ZP.device) for _ in range(2)] for step in steps]
     for index, slot in enumerate(slots):
         a_end, end = sizes[index]
         rate_of_a, rate_of_b = learning_rates[index]
         spans = [(0, a_end, rate_of_a), (a_end, end, rate_of_b)] if rate_of_a != rate_of_b else [(0, end, rate_of_a)]
         grads_ZP[slot, :end].mul_(grad_scales[index])
-        for first, last, rate in spans:
+        for (first, last, rate), count in zip(spans, counts[index], strict=False):
             params, grads, exp_avg, exp_avg_sq = (
                 [bank_ZP[slot, first:last]] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
             )
@@ -118,7 +120,7 @@ def bank_adamw(
                 exp_avg,
                 exp_avg_sq,
                 [],
-                [torch.tensor(float(steps[index] - 1), device=params_ZP.device)],
+                [count],
                 fused=True,
                 amsgrad=False,
                 maximize=False,

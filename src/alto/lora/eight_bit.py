@@ -86,7 +86,7 @@ class EightBitAdamW:
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """One step of ``matrices``, in place.
+        """One step of ``matrices``, in place; where there is no memory for it, all is as it was.
 
         Args:
             grad_scale: Factor on the gradients (clipping), a scalar.
@@ -101,10 +101,23 @@ class EightBitAdamW:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_epsilon
             group["weight_decay"] = config.weight_decay
-        self._optimizer.step()
+        self._step_whole()
         for name, parameter in self._parameters.items():
             matrices[name].copy_(parameter)
             parameter.grad = None
+
+    def _step_whole(self) -> None:
+        """Step every matrix, or none."""
+        some = next(iter(self._parameters.values()))
+        if some.device.type != "cpu":
+            self._optimizer.step()  # its kernels take no memory
+            return
+        step, before = self._optimizer.state[some]["step"], self.read()
+        try:
+            self._optimizer.step()
+        except Exception:
+            self.write(step, before)
+            raise
 
     def read(self) -> dict[str, Tensor]:
         """A copy of the state on the CPU, by ``<matrix>.<part>``."""

@@ -45,6 +45,9 @@ class SlotAdamW:
     """Clips and updates the rows it is told to; a row that is not named does not change by one bit.
 
     Rows of ``adamw_torch`` are updated together; every row of an 8-bit AdamW has an optimizer of its own.
+
+    Attributes:
+        steps: Steps that every slot's adapter has taken.
     """
 
     def __init__(self, bank: AdapterBank) -> None:
@@ -56,31 +59,32 @@ class SlotAdamW:
         self._eight_bit: dict[int, EightBitAdamW] = {}
         self._left_paged: list[EightBitAdamW] = []
 
-    def step(self, updates: Sequence[SlotUpdate]) -> Tensor:
+    def gradient_norms(self, slots: Sequence[int]) -> Tensor:
+        """Norm ``[len(slots)]`` of every named slot's gradient in the bank."""
+        return self._ops.row_norms(self._bank.grads_ZP, slots, [self._bank.places(slot).end for slot in slots])
+
+    def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
         """One step of every named slot on the gradients in the bank, which are forgotten.
 
         Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
+        Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is as it
+        was, its gradient too: the others can be tried again.
 
-        Returns:
-            Gradient norms before clipping, ``[len(updates)]``.
+        Args:
+            norms: What :meth:`gradient_norms` says of these slots.
         """
-        slots = [update.slot for update in updates]
-        ends = [self._bank.places(slot).end for slot in slots]
-        norms = self._ops.row_norms(self._bank.grads_ZP, slots, ends)
         limits = upload([update.config.max_grad_norm or float("inf") for update in updates], norms.dtype, norms.device)
         grad_scales = (limits / (norms + 1e-6)).clamp(max=1.0)
         for update in updates:
             assert (update.slot in self._eight_bit) == (update.config.optim != "adamw_torch")
-            self.steps[update.slot] += 1
-        together = [index for index, slot in enumerate(slots) if slot not in self._eight_bit]
+        together = [index for index, update in enumerate(updates) if update.slot not in self._eight_bit]
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
             self._step_together([updates[index] for index in together], grad_scales[together])
-            for index, slot in enumerate(slots):
-                if slot in self._eight_bit:
-                    self._step_eight_bit(updates[index], grad_scales[index])
-        return norms
+            for index, update in enumerate(updates):
+                if update.slot in self._eight_bit:
+                    self._step_eight_bit(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
         """Begin with ``optim`` in ``slot``, which the bank has given to an adapter; forget what was there."""
@@ -125,7 +129,7 @@ class SlotAdamW:
             self.exp_avg_sq_ZP,
             slots,
             sizes=[(place.a_end, place.end) for place in places],
-            steps=[self.steps[slot] for slot in slots],
+            steps=[self.steps[slot] + 1 for slot in slots],
             learning_rates=[
                 (update.learning_rate, update.learning_rate * update.config.loraplus_lr_ratio) for update in updates
             ],
@@ -134,6 +138,8 @@ class SlotAdamW:
             weight_decays=[update.config.weight_decay for update in updates],
             grad_scales=grad_scales,
         )
+        for slot in slots:
+            self.steps[slot] += 1
 
     def _step_eight_bit(self, update: SlotUpdate, grad_scale: Tensor) -> None:
         bank, slot = self._bank, update.slot
@@ -145,6 +151,7 @@ class SlotAdamW:
             learning_rate=update.learning_rate,
         )
         bank.grads_ZP[slot, : bank.places(slot).end].zero_()
+        self.steps[slot] += 1
 
     def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:
         """An optimizer that has taken no step.

@@ -149,6 +149,7 @@ class RunHistory:
         started_at: Unix time of the first event, None before it.
         last_seen_at: Unix time of the latest event.
         interruptions: Spans of unix seconds in which nobody worked on the run.
+        memory_events: Every time memory ran out, oldest first, as the journal tells it.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
@@ -160,6 +161,7 @@ class RunHistory:
         self.started_at: float | None = None
         self.last_seen_at: float | None = None
         self.interruptions: list[tuple[float, float]] = []
+        self.memory_events: list[Event] = []
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, Occupancy] = {}
         self._handlers: dict[str, Callable[[Event], None]] = {
@@ -175,6 +177,7 @@ class RunHistory:
             "job_exited": self._on_exited,
             "job_completed": self._on_completed,
             "warmup_ended": self._on_warmup_ended,
+            "oom": self.memory_events.append,
             "task_completed": self._on_task_completed,
         }
 

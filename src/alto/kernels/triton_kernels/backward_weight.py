@@ -241,6 +241,7 @@ def _accumulate(
     tokens = tl.arange(0, BLOCK_T)
     total = tl.zeros((BLOCK_W, BLOCK_R), dtype=ACCUMULATOR)
     if DROPOUT:
+        place = tl.load(segment + 3)
         stream_key = tl.load(segment + 4)
         threshold = tl.load(segment + 5)
     for first_token in range(0, num_tokens, BLOCK_T):
@@ -257,7 +258,7 @@ def _accumulate(
             other=0.0,
         )
         if DROPOUT:
-            wide = tl.where(is_kept(token_keys(stream_key, number, t[None, :]), w, threshold), wide, 0.0)
+            wide = tl.where(is_kept(token_keys(stream_key, number, place + t[None, :]), w, threshold), wide, 0.0)
         total = tl.dot(wide.to(OPERAND), narrow.to(OPERAND), total, input_precision=PRECISION, out_dtype=ACCUMULATOR)
     gradient_WR += rows * stride_gradient_w + r * stride_gradient_r
     mask = (w < num_wide) & (r < num_narrow)

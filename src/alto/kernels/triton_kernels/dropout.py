@@ -15,7 +15,7 @@ def token_keys(stream_key, number, tokens):
     Args:
         stream_key: Of the segment, 32 bits as int32.
         number: Of the group.
-        tokens: Places in the segment.
+        tokens: Places in the job's batch.
     """
     group_key = _hash(stream_key.to(tl.uint32, bitcast=True) + number.to(tl.uint32) + 1)
     return _hash(group_key + tokens.to(tl.uint32))

@@ -1,0 +1,99 @@
+"""Out-of-memory errors of every library below, told apart from other errors once, at the edge."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+__all__ = [
+    "MemoryEvent",
+    "NoMemoryError",
+    "Phase",
+    "RowTooLargeError",
+    "is_out_of_memory",
+    "release_memory",
+    "watching",
+]
+
+Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"]
+
+_MESSAGES = (
+    "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
+    "DefaultCPUAllocator: not enough memory",  # the same on Windows
+    "std::bad_alloc",
+    "could not create a memory object",  # oneDNN
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+)
+"""What libraries say that have no type of their own for it, in a ``RuntimeError``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvent:
+    """Memory ran out, and what was done about it.
+
+    Attributes:
+        slots: Who had a part in what did not fit.
+        num_tokens: Tokens of the pass that did not fit; 0 where it was no pass.
+        max_tokens_per_pass: Tokens of a pass from now on.
+        num_slots: Slots of the bank from now on; None where it keeps those it has.
+    """
+
+    phase: Phase
+    slots: tuple[int, ...]
+    num_tokens: int
+    max_tokens_per_pass: int
+    num_slots: int | None = None
+
+
+class NoMemoryError(Exception):
+    """Signal inside this room: what was tried in ``phase`` did not fit."""
+
+    def __init__(self, phase: Phase) -> None:
+        super().__init__(phase)
+        self.phase: Phase = phase
+
+
+class RowTooLargeError(Exception):
+    """Signal inside this room: a row of the job in ``slot`` does not fit, not even in a pass of its own."""
+
+    def __init__(self, slot: int, num_tokens: int) -> None:
+        super().__init__(slot, num_tokens)
+        self.slot = slot
+        self.num_tokens = num_tokens
+
+
+@contextmanager
+def watching(phase: Phase) -> Iterator[None]:
+    """Turn every out-of-memory error of the enclosed work into :class:`NoMemoryError`.
+
+    Whoever catches that must leave its ``except`` clause before trying again: until then the error holds the frames
+    it came through, and these hold their tensors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NoMemoryError(phase) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that the device, or the machine, has no memory left."""
+    if isinstance(error, NoMemoryError | torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def release_memory() -> None:
+    """Give back what nobody needs any more: cycles that hold tensors, and what PyTorch keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,90 @@
+"""Work cut into passes that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from alto.data import EncodedDataset, JobRows, split_into_passes
+from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError, release_memory
+
+__all__ = ["OnMemoryEvent", "Passes"]
+
+OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
+
+
+class Passes:
+    """Runs work pass by pass; where a pass does not fit into memory, again from its beginning in smaller ones.
+
+    Attributes:
+        max_tokens: Most tokens of a pass, half of those that did not fit. A row that has more is a pass of its own.
+        largest: Tokens of the largest pass that fitted; 0 before the first.
+    """
+
+    def __init__(self, max_tokens: int, on_memory_event: OnMemoryEvent) -> None:
+        self.max_tokens = max_tokens
+        self.largest = 0
+        self._on_memory_event = on_memory_event
+
+    def run(
+        self,
+        dataset: EncodedDataset,
+        work: Sequence[JobRows],
+        run_pass: Callable[[Sequence[JobRows]], None],
+        *,
+        forget: Callable[[], None],
+        split_jobs: bool = False,
+    ) -> None:
+        """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
+
+        Args:
+            run_pass: Does one pass; raises :class:`NoMemoryError` where it does not fit.
+            forget: Undoes all passes so far.
+            split_jobs: See :func:`alto.data.split_into_passes`.
+
+        Raises:
+            RowTooLargeError: A row does not fit by itself; all passes are undone.
+        """
+        refused = set()
+        while True:
+            failure = self._first_failure(dataset, work, run_pass, split_jobs=split_jobs)
+            if failure is None:
+                return
+            phase, jobs = failure
+            forget()
+            release_memory()
+            slots = tuple(job.slot for job in jobs)
+            rows = tuple(row for job in jobs for row in job.rows)
+            num_tokens = _num_tokens(dataset, jobs)
+            self.max_tokens = max(1, min(self.max_tokens, num_tokens // 2))
+            self.tell(phase, slots, num_tokens)
+            if (slots, rows) in refused:  # nothing was left to be cut
+                raise RowTooLargeError(jobs[0].slot, num_tokens)
+            refused.add((slots, rows))
+
+    def tell(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
+        """Say that memory ran out, and how large passes are from now on."""
+        self._on_memory_event(
+            MemoryEvent(phase=phase, slots=tuple(slots), num_tokens=num_tokens, max_tokens_per_pass=self.max_tokens)
+        )
+
+    def _first_failure(
+        self,
+        dataset: EncodedDataset,
+        work: Sequence[JobRows],
+        run_pass: Callable[[Sequence[JobRows]], None],
+        *,
+        split_jobs: bool,
+    ) -> tuple[Phase, list[JobRows]] | None:
+        """The first pass that does not fit, and what it was about; None when all is done."""
+        for jobs in split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs):
+            try:
+                run_pass(jobs)
+            except NoMemoryError as error:
+                return error.phase, jobs
+            self.largest = max(self.largest, _num_tokens(dataset, jobs))
+        return None
+
+
+def _num_tokens(dataset: EncodedDataset, jobs: Sequence[JobRows]) -> int:
+    return sum(dataset.input_ids[row].numel() for job in jobs for row in job.rows)
