@@ -21,6 +21,7 @@
     │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
+    ├── ProfileError (ValueError)           measurements that do not tell what was asked of them
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
 
@@ -40,6 +41,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "NoResultError",
+    "ProfileError",
     "RunBusyError",
     "RunError",
     "RunExistsError",
@@ -129,6 +131,10 @@ class TaskInterruptedError(AltoError, RuntimeError):
 
 class NoResultError(AltoError, RuntimeError):
     """A task ended without one usable adapter."""
+
+
+class ProfileError(AltoError, ValueError):
+    """Measurements of memory or time do not tell what was asked of them."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):

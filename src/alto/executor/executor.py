@@ -13,7 +13,6 @@ from alto.executor.job_run import JobRun
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
 from alto.runs import Journal, Mailbox, RunDir
-from alto.scheduler import plan_residents
 from alto.spec import Task
 
 __all__ = ["Executor"]
@@ -31,6 +30,7 @@ class Executor:
         run_dir, journal: Where everything goes.
         past: What an interrupted run goes on from; None begins the task.
         is_interrupted: Asked before every step; once true, the task stops and can be resumed.
+        max_tokens: Tokens that a step of all residents may have in expectation; None sets no limit.
     """
 
     def __init__(
@@ -44,11 +44,14 @@ class Executor:
         journal: Journal,
         past: Past | None = None,
         is_interrupted: Callable[[], bool] | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self._past = past or Past()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
-        self._state = TaskRun(task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past)
+        self._state = TaskRun(
+            task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past, max_tokens=max_tokens
+        )
         self._control = Control(self._state, Mailbox(run_dir), self._past)
         self._save_interval_s = task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
@@ -74,7 +77,7 @@ class Executor:
                 break
             if self._is_interrupted():
                 self._interrupt()
-            self._seat_jobs()
+            state.seat_jobs()
             runs = state.active()
             self._train_one_step(runs)
             self._evaluate([run for run in runs if run.step in run.evaluation_steps and state.in_race(run)])
@@ -84,13 +87,6 @@ class Executor:
         self._conclude()
 
     # -- one turn of the loop ------------------------------------------------------------------------------------
-
-    def _seat_jobs(self) -> None:
-        plan = plan_residents(self._state.demands(), self._state.roster.num_slots)
-        for job in plan.park:
-            self._state.park(self._state.runs[job])
-        for job, slot in plan.seat:
-            self._state.seat(self._state.runs[job], slot)
 
     def _train_one_step(self, runs: Sequence[JobRun]) -> None:
         for run, loss in zip(runs, self._state.roster.trainer.step(runs), strict=True):
@@ -127,6 +123,9 @@ class Executor:
         race = self._state.race
         rung, index = race.next_rung, race.rungs_held
         assert rung is not None
+        # A job that ran ahead has taken steps that the race knows of; whoever reads the journal must, too.
+        for run in self._state.runs.values():
+            self._state.tell_losses(run)
         selection = race.select()
         self._state.journal.append(
             "warmup_ended",
