@@ -163,6 +163,5 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(path: Path, num_slo
         while race.rung_ready():
             for decision in race.select().dropped:
                 seats.pop(decision.job, None)
-    print(num_slots, used / offered)
     assert offered
     assert used / offered >= 0.95
