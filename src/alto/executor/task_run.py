@@ -120,8 +120,9 @@ class TaskRun:
     def seat(self, run: JobRun, slot: int, reason: str) -> None:
         """A job enters ``slot``."""
         self.roster.seat(run, slot)
-        event = "job_resumed" if run.step else "job_admitted"
-        self.journal.append(event, job=run.id, slot=slot, step=run.step, reason=reason)
+        self.journal.append(
+            "job_resumed" if run.step else "job_admitted", job=run.id, slot=slot, step=run.step, reason=reason
+        )
 
     def park(self, run: JobRun, reason: str) -> None:
         """A job leaves its slot and will come back."""
