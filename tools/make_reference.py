@@ -91,9 +91,9 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "a process goes on with the run; what came after the last checkpoint is cut",
         ("notes", "versions"),
     ),
-    "job_admitted": ("a job enters a slot for the first time", ("job", "slot", "step")),
-    "job_parked": ("it leaves its slot and will come back", ("job", "slot", "step")),
-    "job_resumed": ("it is in a slot again", ("job", "slot", "step")),
+    "job_admitted": ("a job enters a slot for the first time, and why it of all", ("job", "slot", "step", "reason")),
+    "job_parked": ("it leaves its slot and will come back", ("job", "slot", "step", "reason")),
+    "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason")),
     "train": ("training losses of consecutive steps, nats per token", ("job", "first_step", "losses")),
     "eval": (
         "an evaluation; `train_ema` is the smoothed training loss",

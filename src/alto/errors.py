@@ -22,6 +22,7 @@
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
+    ├── ProfileError (ValueError)           measurements that do not tell what was asked of them
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
 
@@ -42,6 +43,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "NoResultError",
+    "ProfileError",
     "RunBusyError",
     "RunError",
     "RunExistsError",
@@ -135,6 +137,10 @@ class NoResultError(AltoError, RuntimeError):
 
 class DeviceMemoryError(AltoError, MemoryError):
     """Something does not fit into the device's memory, however it is cut."""
+
+
+class ProfileError(AltoError, ValueError):
+    """Measurements of memory or time do not tell what was asked of them."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):

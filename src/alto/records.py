@@ -18,6 +18,8 @@ __all__ = [
     "ExitReason",
     "JobResult",
     "LossPoint",
+    "MemoryPoint",
+    "MemoryProfile",
     "Metric",
     "Placement",
     "Prediction",
@@ -27,6 +29,8 @@ __all__ = [
     "Selection",
     "Standing",
     "TaskResult",
+    "Throughput",
+    "ThroughputPoint",
 ]
 
 
@@ -298,3 +302,63 @@ class Schedule:
 
     method: str
     placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """The peak of one measured step.
+
+    Attributes:
+        num_jobs: Jobs that took the step together.
+        num_tokens: Tokens of all of them.
+        peak_bytes: Largest amount of memory in use, without the bank, whose bytes are known exactly.
+    """
+
+    num_jobs: int
+    num_tokens: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """What a step takes: ``fixed_bytes + bytes_per_token * tokens``, and the bank's bytes on top.
+
+    Attributes:
+        capacity_bytes: Memory of the device.
+        margin: Share of the capacity that may be planned with, in (0, 1].
+        error_median, error_worst: Of the law against ``points``, relative to what was measured.
+        points: What was measured.
+    """
+
+    fixed_bytes: float
+    bytes_per_token: float
+    capacity_bytes: int
+    margin: float
+    error_median: float
+    error_worst: float
+    points: tuple[MemoryPoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputPoint:
+    """The duration of one measured training step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
+
+    num_jobs: int
+    num_tokens: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """How long a training step takes: ``step_s + job_s * jobs + token_s * tokens`` seconds.
+
+    Attributes:
+        eval_token_s: Seconds per validation token of an evaluation.
+        points: What was measured.
+    """
+
+    step_s: float
+    job_s: float
+    token_s: float
+    eval_token_s: float
+    points: tuple[ThroughputPoint, ...]

@@ -167,7 +167,7 @@ def test_a_copy_goes_its_own_way() -> None:
     ("case", "misuse", "message"),
     [
         ("a step is missing", lambda race: race.observe_losses("c", 2, [1.0]), "expected step 1 of c, found step 2"),
-        ("past the rung", lambda race: race.observe_losses("a", 2, [1.0]), "to wait for its rung"),
+        ("past the rung after", lambda race: race.observe_losses("a", 2, [1.0] * 5), "to wait for its rung"),
         ("evaluated before its losses", lambda race: race.observe("a", 2, 1.0), "after the 1 steps"),
         ("evaluated twice", lambda race: race.observe("a", 1, 1.0), "an evaluation of a after step 1"),
         ("a rung too early", lambda race: race.select(), "found that some do not"),

@@ -12,7 +12,7 @@ import pytest
 from tiny import load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
-from alto.early_exit import Recording, audit, policy_from, replay, rung_step
+from alto.early_exit import Recording, audit, policy_from, race_of, replay, rung_step
 from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import JobRun, Trainer, plan_jobs
@@ -99,26 +99,39 @@ def test_the_task_has_something_of_everything(narrow: Run) -> None:
 
 
 def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
+    """Nobody trains past a rung that is still to be held but those whose place is certain, and they to the next."""
     total_steps = {entry["job"]: entry["total_steps"] for entry in narrow.of("task_started")[0]["jobs"]}
     ended: set[str] = set()
-    evaluated: dict[str, int] = {}
+    reached: dict[str, set[int]] = {job: set() for job in total_steps}
+    ran_ahead: set[str] = set()
     held = 0
     for event in narrow.events:
         match event["event"]:
             case "eval":
-                evaluated[event["job"]] = event["step"]
-                if held < len(RUNGS):
-                    rung = Rung(progress=RUNGS[held][0], keep=1.0)
-                    assert event["step"] <= rung_step(rung, total_steps[event["job"]]), "trained past a rung"
+                job, step = event["job"], event["step"]
+                reached[job].add(step)
+                race = race_of(narrow.events[: event["seq"]])
+                if step > race.next_stop(job):
+                    assert job in race.certain_to_be_kept(), "trained past a rung"
+                    assert step <= race.furthest_stop(job)
+                    ran_ahead.add(job)
             case "job_exited" | "job_completed":
                 ended.add(event["job"])
             case "warmup_ended":
                 rung = Rung(progress=event["progress"], keep=1.0)
                 assert event["progress"] == RUNGS[held][0]
-                waiting = {job for job, steps in total_steps.items() if evaluated.get(job) == rung_step(rung, steps)}
-                assert waiting >= total_steps.keys() - ended
+                there = {job for job, steps in total_steps.items() if rung_step(rung, steps) in reached[job]}
+                assert there >= total_steps.keys() - ended
+                assert ran_ahead.isdisjoint(event["dropped"])
                 held += 1
     assert held == 2
+    assert ran_ahead
+
+
+def test_every_change_of_seats_says_why(narrow: Run) -> None:
+    reasons = {kind: {event["reason"] for event in narrow.of(kind)} for kind in ("job_admitted", "job_parked")}
+    assert reasons == {"job_admitted": {"largest_first", "same_batch_size"}, "job_parked": {"slot_wanted"}}
+    assert "runs_ahead" in {event["reason"] for event in narrow.of("job_resumed")}
 
 
 def test_a_rung_keeps_its_share_best_first(narrow: Run) -> None:
@@ -165,9 +178,9 @@ def test_early_exit_does_not_bend_the_curves_of_those_it_spares(narrow: Run, run
 def test_journal_follows_the_schema(narrow: Run) -> None:
     required = {
         "task_started": {"task", "model", "dataset", "num_train", "num_validation", "max_slots", "early_exit", "jobs"},
-        "job_admitted": {"job", "slot", "step"},
-        "job_resumed": {"job", "slot", "step"},
-        "job_parked": {"job", "slot", "step"},
+        "job_admitted": {"job", "slot", "step", "reason"},
+        "job_resumed": {"job", "slot", "step", "reason"},
+        "job_parked": {"job", "slot", "step", "reason"},
         "train": {"job", "first_step", "losses"},
         "eval": {"job", "step", "total_steps", "train_ema", "validation_loss", "is_best"},
         "job_exited": {"job", "slot", "step", "reason", "evidence", "best_step", "best_validation_loss"},

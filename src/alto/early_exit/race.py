@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, Standing
 
 __all__ = ["Race"]
+
+# Below every loss, and finite: what is not finite ranks last.
+UNBEATABLE = -sys.float_info.max
 
 
 @dataclass(slots=True)
@@ -38,6 +42,19 @@ class _Runner:
         """Steps done as of the latest evaluation."""
         return self.history[-1].step if self.history else 0
 
+    @property
+    def stands_with(self) -> LossPoint | None:
+        """The evaluation it competes with where no other is laid down; None if it does not compete."""
+        if self.trains:
+            return self.history[-1] if self.history else None
+        return self.best if self.competes else None
+
+    def ended_after(self, point: LossPoint) -> bool:
+        """Whether it trained on after ``point`` and then ended, other than by a user."""
+        if self.decision is None:
+            return self.finished and self.steps > point.step
+        return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
+
 
 class Race:
     """Follows all jobs of a task and decides which end; the executor and the replay run this very code.
@@ -45,8 +62,8 @@ class Race:
     Told what happened (`observe_losses`, `observe`, `end`), it answers who ends. The executor's loop::
 
         while race.training:
-            job = any of race.training that race.is_waiting(job) says no of
-            train it to its next evaluation step, never past race.next_stop(job)
+            job = any of race.training that does not wait, or of race.certain_to_be_kept()
+            train it to its next evaluation step, never past race.next_stop(job), or race.furthest_stop(job)
             verdict = race.observe_losses(job, first_step, losses) or race.observe(job, step, validation_loss)
             while race.rung_ready():
                 selection = race.select()
@@ -54,6 +71,9 @@ class Race:
     Nothing depends on the order in which jobs are told of: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
     journal again rebuilds it (`alto.early_exit.audit.race_of`).
+
+    A job that waits may train on where its place is certain, as far as the rung after. The rung ranks it all the same
+    by what it was worth there, whatever has become of it: verdicts past a rung change nothing of that rung.
 
     A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
     non-finite loss is a verdict. At a rung a job that trains stands with its latest validation loss, one that overfit
@@ -73,6 +93,7 @@ class Race:
         self._ema_alpha = ema_alpha
         self._runners = {job: _Runner(steps, Ema(ema_alpha)) for job, steps in total_steps.items()}
         self._rungs_held = 0
+        self._num_changes = 0
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
         """Take in the training losses of consecutive steps from ``first_step`` (1-based) on.
@@ -82,7 +103,10 @@ class Race:
         runner = self._runners[job]
         due = runner.ema.count + 1
         _require(runner.trains, f"{job} to train, found that it has ended")
-        _require(not losses or not self.is_waiting(job), f"{job} to wait for its rung, found that it trained on")
+        _require(
+            not losses or not self.is_waiting(job) or first_step + len(losses) - 1 <= self.furthest_stop(job),
+            f"{job} to wait for its rung, found that it trained on",
+        )
         _require(first_step == due, f"step {due} of {job}, found step {first_step}")
         for step, loss in enumerate(losses, start=first_step):
             verdict = nonfinite.judge_step_loss(job, step, loss)
@@ -108,6 +132,7 @@ class Race:
             validation_loss=validation_loss,
         )
         runner.history.append(point)
+        self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
             if runner.best is None or validation_loss < runner.best.validation_loss:
@@ -124,12 +149,14 @@ class Race:
         """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``)."""
         runner = self._runners[decision.job]
         _require(runner.trains, f"{decision.job} to train, found that it has ended")
+        self._num_changes += 1
         runner.decision = decision
         runner.competes = decision.reason is ExitReason.OVERFITTING
 
     def add(self, job: str, total_steps: int) -> None:
         """Let another job in, before its first step; it takes part in every rung that is still to be held."""
         _require(job not in self._runners, f"a new job, found that {job} is there already")
+        self._num_changes += 1
         self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha))
 
     def reopen(self, job: str) -> None:
@@ -142,6 +169,7 @@ class Race:
             all(map(math.isfinite, verdict.evidence.values())),
             f"{job} to have finite losses, found that it ended with one that is not, so there is nothing to go on from",
         )
+        self._num_changes += 1
         runner.decision = None
         runner.competes = True
         runner.judged_from = len(runner.history)
@@ -167,10 +195,18 @@ class Race:
         """Rungs held so far, which is also the index of `next_rung`."""
         return self._rungs_held
 
+    @property
+    def num_changes(self) -> int:
+        """Rises with everything that may change who trains; only training losses that end nobody do not count."""
+        return self._num_changes
+
     def next_stop(self, job: str) -> int:
-        """The step past which ``job`` must not train before a rung is held; its last step if no rung is left."""
-        total_steps = self._runners[job].total_steps
-        return total_steps if self.next_rung is None else rung_step(self.next_rung, total_steps)
+        """The step at which ``job`` waits for the next rung; its last step if no rung is left."""
+        return self._stop(job, self._rungs_held)
+
+    def furthest_stop(self, job: str) -> int:
+        """The step past which ``job`` must not train before the next rung is held, certain of its place or not."""
+        return self._stop(job, self._rungs_held + 1)
 
     def is_training(self, job: str) -> bool:
         """Whether ``job`` has neither ended nor finished; a waiting job counts."""
@@ -181,18 +217,41 @@ class Race:
         runner = self._runners[job]
         return runner.trains and self.next_rung is not None and runner.steps >= self.next_stop(job)
 
+    def certain_to_be_kept(self) -> frozenset[str]:
+        """Jobs that wait and may train on all the same: the next rung will keep them, whatever the others do.
+
+        That is so where a job would be kept if all that are still to come were better. Only what users do may undo it:
+        jobs that they add, reopen or stop.
+        """
+        coming = {job for job in self.training if not self.is_waiting(job)}
+        present = [standing for standing in self.standings() if standing.job not in coming]
+        if self.next_rung is None or not any(standing.is_training for standing in present):
+            return frozenset()
+        better = [Standing(job=job, step=0, validation_loss=UNBEATABLE, is_training=False) for job in sorted(coming)]
+        kept = self.policy.select(self._rungs_held, [*present, *better]).kept
+        return frozenset(
+            job for job in kept if self.is_waiting(job) and self._runners[job].steps < self.furthest_stop(job)
+        )
+
     def rung_ready(self) -> bool:
-        """Whether the next rung can be held: somebody trains, and all who do wait at it."""
-        training = self.training
-        return bool(training) and all(self.is_waiting(job) for job in training)
+        """Whether the next rung can be held: somebody has reached it, and all who train wait at it."""
+        return all(map(self.is_waiting, self.training)) and any(map(self._stands_at_rung, self._runners))
 
     def standings(self) -> tuple[Standing, ...]:
         """How everybody who competes stands now, by job id."""
-        return tuple(
-            _standing(job, runner)
-            for job, runner in sorted(self._runners.items())
-            if runner.history and (runner.trains or runner.competes)
-        )
+        standings = []
+        for job, runner in sorted(self._runners.items()):
+            point = self._at_rung(job) if self._stands_at_rung(job) else runner.stands_with
+            if point is not None:
+                standings.append(
+                    Standing(
+                        job=job,
+                        step=runner.ema.count,
+                        validation_loss=point.validation_loss,
+                        is_training=runner.trains,
+                    )
+                )
+        return tuple(standings)
 
     def select(self) -> Selection:
         """Hold the next rung: rank, end those dropped, and let the others train on."""
@@ -203,6 +262,7 @@ class Race:
             self.end(decision)
         for standing in standings:
             self._runners[standing.job].competes &= standing.job in selection.kept
+        self._num_changes += 1
         self._rungs_held += 1
         return selection
 
@@ -223,11 +283,21 @@ class Race:
         bests = (runner.best for runner in self._runners.values() if runner.best is not None)
         return min(bests, key=lambda point: (point.validation_loss, point.job), default=None)
 
+    def _stop(self, job: str, rung_index: int) -> int:
+        rungs, total_steps = self.policy.rungs, self._runners[job].total_steps
+        return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
 
-def _standing(job: str, runner: _Runner) -> Standing:
-    stands_with = runner.history[-1] if runner.trains else runner.best
-    assert stands_with is not None
-    return Standing(job=job, step=runner.steps, validation_loss=stands_with.validation_loss, is_training=runner.trains)
+    def _at_rung(self, job: str) -> LossPoint | None:
+        """The evaluation with which ``job`` reached the next rung; None if it has not, or no rung is left."""
+        if self.next_rung is None:
+            return None
+        stop = self.next_stop(job)
+        return next((point for point in self._runners[job].history if point.step >= stop), None)
+
+    def _stands_at_rung(self, job: str) -> bool:
+        """Whether ``job`` waits at the next rung, or trained past it and ended there by what it did."""
+        point, runner = self._at_rung(job), self._runners[job]
+        return point is not None and (runner.trains or runner.ended_after(point))
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

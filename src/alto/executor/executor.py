@@ -15,7 +15,6 @@ from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
 from alto.records import ExitReason
 from alto.runs import Journal, Mailbox, RunDir
-from alto.scheduler import plan_residents
 from alto.spec import Task
 
 __all__ = ["Executor"]
@@ -89,7 +88,7 @@ class Executor:
                 break
             if self._is_interrupted():
                 self._interrupt()
-            self._seat_jobs()
+            state.seat_jobs()
             stepped = self._train_one_step(state.active())
             self._evaluate([run for run in stepped if run.step in run.evaluation_steps and state.in_race(run)])
             if self._stuck is not None:
@@ -101,13 +100,6 @@ class Executor:
         self._conclude()
 
     # -- one turn of the loop ------------------------------------------------------------------------------------
-
-    def _seat_jobs(self) -> None:
-        plan = plan_residents(self._state.demands(), self._state.roster.num_slots)
-        for job in plan.park:
-            self._state.park(self._state.runs[job])
-        for job, slot in plan.seat:
-            self._state.seat(self._state.runs[job], slot)
 
     def _train_one_step(self, runs: Sequence[JobRun]) -> Sequence[JobRun]:
         """Train; returns those who have taken a step: nobody where a job cannot and ends."""
@@ -167,6 +159,9 @@ class Executor:
         race = self._state.race
         rung, index = race.next_rung, race.rungs_held
         assert rung is not None
+        # A job that ran ahead has taken steps that the race knows of; whoever reads the journal must, too.
+        for run in self._state.runs.values():
+            self._state.tell_losses(run)
         selection = race.select()
         self._state.journal.append(
             "warmup_ended",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from alto.backbone import Backbone
@@ -16,10 +17,13 @@ from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprin
 from alto.executor.roster import Roster
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Journal, RunDir
-from alto.scheduler import JobDemand
+from alto.scheduler import JobDemand, SeatingLimits, plan_residents
 from alto.spec import Job, JobConfig, Task
 
 __all__ = ["TaskRun"]
+
+FROM_CHECKPOINT = "from_checkpoint"
+"""Why a job gets its slot where the scheduler is not asked."""
 
 
 class TaskRun:
@@ -66,6 +70,9 @@ class TaskRun:
             max_tokens_per_pass=min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize),
             on_memory_event=self._on_memory_event,
         )
+        self._row_tokens = data.train.num_tokens / len(data.train)
+        self._ahead: frozenset[str] = frozenset()
+        self._seated_for: tuple[int, SeatingLimits] | None = None
 
     def begin(self, past: Past) -> None:
         """Say what is about to be trained."""
@@ -105,18 +112,33 @@ class TaskRun:
             run.saved_best_step = at["best_step"]
             # A task may go on with fewer slots than it began with; whoever finds none is parked.
             if at["slot"] is not None and at["slot"] < self.roster.num_slots:
-                self.seat(run, at["slot"])
+                self.seat(run, at["slot"], FROM_CHECKPOINT)
 
-    def seat(self, run: JobRun, slot: int) -> None:
+    def seat_jobs(self) -> None:
+        """Carry out the scheduler's plan, where it may have changed."""
+        limits = SeatingLimits(num_slots=self.roster.num_slots, max_tokens=self.task.max_tokens_per_step)
+        if self._seated_for == (self.race.num_changes, limits):
+            return
+        plan = plan_residents(self._demands(), limits)
+        for parking in plan.park:
+            self.park(self.runs[parking.job], parking.reason)
+        for seating in plan.seat:
+            self.seat(self.runs[seating.job], seating.slot, seating.reason)
+        self._ahead = plan.ahead
+        self._seated_for = (self.race.num_changes, limits)
+
+    def seat(self, run: JobRun, slot: int, reason: str) -> None:
         """A job enters ``slot``."""
         self.roster.seat(run, slot)
-        self.journal.append("job_resumed" if run.step else "job_admitted", job=run.id, slot=slot, step=run.step)
+        self.journal.append(
+            "job_resumed" if run.step else "job_admitted", job=run.id, slot=slot, step=run.step, reason=reason
+        )
 
-    def park(self, run: JobRun) -> None:
+    def park(self, run: JobRun, reason: str) -> None:
         """A job leaves its slot and will come back."""
         self.tell_losses(run)
         slot = self.roster.leave(run)
-        self.journal.append("job_parked", job=run.id, slot=slot, step=run.step)
+        self.journal.append("job_parked", job=run.id, slot=slot, step=run.step, reason=reason)
 
     def end(self, run: JobRun, decision: ExitDecision | None, command: str | None = None) -> None:
         """A job is over: by ``decision`` (``command`` is what asked for it), or because all its steps are done."""
@@ -151,7 +173,7 @@ class TaskRun:
         unseated = self.roster.fit([*self.runs.values(), clone])
         for run in unseated:
             self.tell_losses(run)
-            self.journal.append("job_parked", job=run.id, slot=slots[run.id], step=run.step)
+            self.journal.append("job_parked", job=run.id, slot=slots[run.id], step=run.step, reason="fewer_slots")
         self.runs[clone.id] = clone
         self.race.add(clone.id, clone.total_steps)
         self.journal.append(
@@ -212,13 +234,12 @@ class TaskRun:
         """Whether the job has not ended."""
         return self.race.is_training(run.id)
 
-    def demands(self) -> list[JobDemand]:
-        """What every job that has not ended wants of the bank."""
-        return [self._demand(run) for run in self.runs.values() if self.in_race(run)]
-
     def active(self) -> list[JobRun]:
         """The jobs that take the next step."""
-        return [run for run in self.runs.values() if run.slot is not None and not self.race.is_waiting(run.id)]
+        return [run for run in self.runs.values() if run.slot is not None and self._trains(run)]
+
+    def _trains(self, run: JobRun) -> bool:
+        return run.id in self._ahead or not self.race.is_waiting(run.id)
 
     def _on_memory_event(self, event: MemoryEvent) -> None:
         self._untold.append(event)
@@ -271,14 +292,21 @@ class TaskRun:
             "num_parameters": run.shape.num_parameters,
         }
 
-    def _demand(self, run: JobRun) -> JobDemand:
-        return JobDemand(
-            job=run.id,
-            batch_size=run.config.per_device_train_batch_size,
-            slot=run.slot,
-            is_waiting=self.race.is_waiting(run.id),
-            has_started=run.step > 0,
-        )
+    def _demands(self) -> Iterator[JobDemand]:
+        """What every job that has not ended wants of the bank."""
+        certain = self.race.certain_to_be_kept()
+        for job in self.race.training:
+            run = self.runs[job]
+            num_rows = min(run.config.per_device_train_batch_size, len(self._data.train))
+            yield JobDemand(
+                job=job,
+                batch_size=run.config.per_device_train_batch_size,
+                num_tokens=math.ceil(num_rows * self._row_tokens),
+                slot=run.slot,
+                is_waiting=self.race.is_waiting(job),
+                may_run_ahead=job in certain,
+                has_started=run.step > 0,
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -1,12 +1,48 @@
-"""Which jobs of a task sit in the bank's slots now. Pure: the same on every rank and in every replay."""
+"""Which jobs of a task sit in the bank's slots now, and which train. Pure: the same in every replay."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
-__all__ = ["JobDemand", "SeatingPlan", "plan_residents"]
+__all__ = [
+    "JobDemand",
+    "ParkReason",
+    "Parking",
+    "SeatReason",
+    "Seating",
+    "SeatingLimits",
+    "SeatingPlan",
+    "plan_residents",
+]
+
+
+class SeatReason(StrEnum):
+    """Why a job is given a slot.
+
+    ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be seated is larger.
+    ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
+    limit, and nobody else trains. ``runs_ahead``: it is certain to be kept at its rung, and nobody else wants the room.
+    """
+
+    SAME_BATCH_SIZE = "same_batch_size"
+    LARGEST_FIRST = "largest_first"
+    FILLS_UP = "fills_up"
+    ALONE = "alone"
+    RUNS_AHEAD = "runs_ahead"
+
+
+class ParkReason(StrEnum):
+    """Why a job loses its slot.
+
+    ``slot_wanted``: it waits at its rung, and another can train. ``over_limit``: the residents have more tokens than
+    the limit, which was lowered.
+    """
+
+    SLOT_WANTED = "slot_wanted"
+    OVER_LIMIT = "over_limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,53 +52,188 @@ class JobDemand:
     Attributes:
         job: Job id.
         batch_size: Rows of one of its steps.
+        num_tokens: Tokens of one of its steps in expectation, rounded up.
         slot: Where it sits; None if it is pending or parked.
-        is_waiting: It has reached a rung and cannot train before the others have.
+        is_waiting: It has reached a rung that the others have not.
+        may_run_ahead: It waits, but is certain to be kept, so it may train on where nobody else can.
         has_started: It has trained before.
     """
 
     job: str
     batch_size: int
+    num_tokens: int
     slot: int | None = None
     is_waiting: bool = False
+    may_run_ahead: bool = False
     has_started: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeatingLimits:
+    """How many jobs may sit, and how many may train.
+
+    Attributes:
+        num_slots: Slots of the bank.
+        max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
+    """
+
+    num_slots: int
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parking:
+    """A job that leaves its slot for now."""
+
+    job: str
+    reason: ParkReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """A job that gets a slot."""
+
+    job: str
+    slot: int
+    reason: SeatReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeatingPlan:
-    """Jobs to park, then jobs to seat and the slot each gets."""
+    """What changes, in this order, and who trains besides the residents that do not wait.
 
-    park: tuple[str, ...]
-    seat: tuple[tuple[str, int], ...]
+    Attributes:
+        park: Jobs that leave their slots.
+        seat: Jobs that get one.
+        ahead: Waiting jobs with a slot that train on before their rung is held.
+    """
+
+    park: tuple[Parking, ...] = ()
+    seat: tuple[Seating, ...] = ()
+    ahead: frozenset[str] = frozenset()
 
 
-def plan_residents(demands: Sequence[JobDemand], num_slots: int) -> SeatingPlan:
-    """Fill the slots with jobs that can train.
+def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> SeatingPlan:
+    """Fill the slots with jobs that can train, as far as their tokens fit.
 
     A resident that can train keeps its slot. Jobs without one come in decreasing batch size, those that share the batch
     size of most residents first, so that jobs of equal length run side by side; among equals, jobs that have started
-    come before fresh ones, then the lower id. A resident that waits at a rung is parked only when its slot is wanted.
+    come before fresh ones, then the lower id. One that does not fit lets those after it pass; one that is larger than
+    the limit is seated when nobody else trains. A resident that waits at a rung is parked only when its slot is wanted.
+    The room that is left goes to waiting jobs that may run ahead, those with a slot first.
+
+    The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
+    it changes nothing.
     """
-    occupied = {demand.slot for demand in demands if demand.slot is not None}
-    free = [slot for slot in range(num_slots) if slot not in occupied]
-    waiting = sorted(
-        (demand for demand in demands if demand.slot is not None and demand.is_waiting), key=lambda demand: demand.job
-    )
-    training = [demand for demand in demands if demand.slot is not None and not demand.is_waiting]
-    applicants = [demand for demand in demands if demand.slot is None and not demand.is_waiting]
+    training: list[JobDemand] = []
+    waiting: list[JobDemand] = []
+    applicants: list[JobDemand] = []
+    certain: list[JobDemand] = []
+    for demand in demands:
+        if demand.slot is not None:
+            (waiting if demand.is_waiting else training).append(demand)
+        elif not demand.is_waiting:
+            applicants.append(demand)
+        elif demand.may_run_ahead:
+            certain.append(demand)
+    usual = _usual_batch_size(training)
+    preference = _preference(usual)
+    seats = _Seats(limits, training, waiting)
+    for demand in sorted(training, key=preference):
+        seats.keep_or_park(demand)
+    # With all slots full of jobs that train, which is so at most steps, nothing is sorted.
+    if seats.has_slot:
+        seats.seat_all(sorted(applicants, key=preference), usual)
+        seats.run_ahead(sorted(certain, key=preference))
+    return SeatingPlan(park=tuple(seats.parked), seat=tuple(seats.seated), ahead=frozenset(seats.ahead))
 
+
+class _Seats:
+    """The slots and the tokens of a plan in the making."""
+
+    def __init__(self, limits: SeatingLimits, training: Iterable[JobDemand], waiting: Iterable[JobDemand]) -> None:
+        self._max_tokens = limits.max_tokens
+        # Who may not run ahead has less use for a slot.
+        self._leavers = sorted(waiting, key=lambda demand: (demand.may_run_ahead, demand.job))
+        occupied = {demand.slot for demand in (*training, *self._leavers)}
+        self._free = [slot for slot in range(limits.num_slots) if slot not in occupied]
+        self._num_training = 0
+        self._num_tokens = 0
+        self.parked: list[Parking] = []
+        self.seated: list[Seating] = []
+        self.ahead: list[str] = []
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._free or self._leavers)
+
+    def keep_or_park(self, resident: JobDemand) -> None:
+        """A resident that can train does, unless a limit that was lowered is too low for it."""
+        if self._fits(resident):
+            self._count(resident)
+        else:
+            self._park(resident, ParkReason.OVER_LIMIT)
+
+    def seat_all(self, applicants: Iterable[JobDemand], usual: int | None) -> None:
+        """Seat as many as there is room for, in their order."""
+        someone_passed = False
+        for applicant in applicants:
+            if not self.has_slot:
+                return
+            if not self._fits(applicant):
+                someone_passed = True
+            elif self._is_too_large(applicant):
+                self._seat(applicant, SeatReason.ALONE)
+            elif someone_passed:
+                self._seat(applicant, SeatReason.FILLS_UP)
+            else:
+                same = applicant.batch_size == usual
+                self._seat(applicant, SeatReason.SAME_BATCH_SIZE if same else SeatReason.LARGEST_FIRST)
+
+    def run_ahead(self, certain: Iterable[JobDemand]) -> None:
+        """Let waiting jobs train in what room is left: those that kept their slots, then ``certain`` ones without."""
+        for resident in [leaver for leaver in self._leavers if leaver.may_run_ahead]:
+            if self._fits(resident):
+                self._leavers.remove(resident)
+                self._count(resident)
+                self.ahead.append(resident.job)
+        for demand in certain:
+            if self.has_slot and self._fits(demand):
+                self._seat(demand, SeatReason.RUNS_AHEAD)
+                self.ahead.append(demand.job)
+
+    def _fits(self, demand: JobDemand) -> bool:
+        return (
+            self._max_tokens is None
+            or not self._num_training
+            or self._num_tokens + demand.num_tokens <= self._max_tokens
+        )
+
+    def _is_too_large(self, demand: JobDemand) -> bool:
+        return self._max_tokens is not None and demand.num_tokens > self._max_tokens
+
+    def _count(self, demand: JobDemand) -> None:
+        self._num_training += 1
+        self._num_tokens += demand.num_tokens
+
+    def _seat(self, demand: JobDemand, reason: SeatReason) -> None:
+        if not self._free:
+            self._park(self._leavers.pop(0), ParkReason.SLOT_WANTED)
+        self._count(demand)
+        self.seated.append(Seating(job=demand.job, slot=self._free.pop(0), reason=reason))
+
+    def _park(self, resident: JobDemand, reason: ParkReason) -> None:
+        assert resident.slot is not None
+        self.parked.append(Parking(job=resident.job, reason=reason))
+        self._free.append(resident.slot)
+
+
+def _usual_batch_size(training: Iterable[JobDemand]) -> int | None:
+    """The batch size of most jobs that train, the largest of equals; None if there are none."""
     sizes = Counter(demand.batch_size for demand in training)
-    usual = max(sizes, key=lambda size: (sizes[size], size), default=None)
-    applicants.sort(key=lambda d: (d.batch_size != usual, -d.batch_size, not d.has_started, d.job))
+    return max(sizes, key=lambda size: (sizes[size], size), default=None)
 
-    park: list[str] = []
-    seat: list[tuple[str, int]] = []
-    for applicant in applicants:
-        if not free and waiting:
-            leaver = waiting.pop(0)
-            assert leaver.slot is not None
-            park.append(leaver.job)
-            free.append(leaver.slot)
-        if free:
-            seat.append((applicant.job, free.pop(0)))
-    return SeatingPlan(park=tuple(park), seat=tuple(seat))
+
+def _preference(usual: int | None) -> Callable[[JobDemand], tuple[bool, int, bool, str]]:
+    """Sorts those first that should be seated first."""
+    return lambda demand: (demand.batch_size != usual, -demand.batch_size, not demand.has_started, demand.job)

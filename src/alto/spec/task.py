@@ -72,9 +72,11 @@ class Task(SpecModel):
         early_exit: A mapping of settings; true for the defaults, false for none.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
-        max_slots: Jobs resident at a time.
-        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split between jobs. None leaves
-            it to the engine, which knows the device.
+        max_slots: Jobs resident at a time. None leaves it to the engine: as many as fit and make a step faster.
+        max_tokens_per_step: Tokens that a step of all residents has on average at most; one job alone may have more.
+            None leaves it to the engine.
+        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split. None leaves it to the
+            engine, which knows the device.
         checkpoint_interval_s: What a killed run loses at most; checkpoints come less often where writing them would
             take more than a twentieth of the time.
 
@@ -106,7 +108,10 @@ class Task(SpecModel):
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
-    max_slots: int = Field(default=16, ge=1, le=1024, description="jobs resident at a time")
+    max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
+    max_tokens_per_step: int | None = Field(
+        default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
+    )
     max_tokens_per_pass: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of one forward and backward"
     )

@@ -1,0 +1,127 @@
+"""How long a task will take, and what that costs, before it is run. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from alto.records import Rung, Throughput
+from alto.scheduler.intra_task import JobDemand, SeatingLimits, plan_residents
+
+__all__ = ["JobWork", "cost", "estimate_duration_s", "expected_duration_s"]
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWork:
+    """What one job has to do if nothing ends it early.
+
+    Attributes:
+        batch_size: Rows of a step.
+        num_tokens: Tokens of a step in expectation, rounded up.
+        num_steps: Training steps.
+        num_evaluations: How often it is evaluated on all validation rows.
+    """
+
+    job: str
+    batch_size: int
+    num_tokens: int
+    num_steps: int
+    num_evaluations: int
+
+
+def estimate_duration_s(
+    jobs: Iterable[JobWork], throughput: Throughput, limits: SeatingLimits, *, validation_tokens: int
+) -> float:
+    """Seconds until every job has done all its steps: what the task takes with early exit off, and at most.
+
+    The jobs are seated by `plan_residents`. Between two changes of the residents all steps take the same time, so the
+    clock goes from one change to the next.
+
+    Args:
+        validation_tokens: Tokens of one evaluation.
+    """
+    work = {job.job: job for job in jobs}
+    left = {name: job.num_steps for name, job in work.items()}
+    slots: dict[str, int] = {}
+    duration_s = sum(job.num_evaluations for job in work.values()) * validation_tokens * throughput.eval_token_s
+    while left:
+        plan = plan_residents((_demand(work[name], left[name], slots.get(name)) for name in left), limits)
+        slots.update((seating.job, seating.slot) for seating in plan.seat)
+        tokens = sum(work[name].num_tokens for name in slots)
+        step_s = throughput.step_s + throughput.job_s * len(slots) + throughput.token_s * tokens
+        num_steps = min(left[name] for name in slots)
+        duration_s += num_steps * step_s
+        for name in list(slots):
+            left[name] -= num_steps
+            if not left[name]:
+                del left[name], slots[name]
+    return duration_s
+
+
+def expected_duration_s(
+    jobs: Sequence[JobWork],
+    throughput: Throughput,
+    limits: SeatingLimits,
+    *,
+    validation_tokens: int,
+    rungs: Sequence[Rung],
+    online_exit_share: float = 0.0,
+) -> float:
+    """Seconds that the task takes with early exit, in expectation.
+
+    Nobody knows yet which jobs a rung keeps, so it keeps every n-th of them in the order of their batch sizes. From
+    rung to rung those that are left train their share of steps as in `estimate_duration_s`; nobody trains past a rung
+    before all are there. Of the sum, ``online_exit_share`` is spared by exits between rungs.
+
+    Args:
+        rungs: Points of selection, progress rising; without any, only ``online_exit_share`` is spared.
+        online_exit_share: Share of what the rungs leave that online exits have spared in other runs, in [0, 1).
+    """
+    stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
+    keeps = (*(rung.keep for rung in rungs), 1.0)
+    runners = sorted(jobs, key=lambda job: (-job.batch_size, job.job))
+    duration_s = 0.0
+    for (start, end), keep in zip(stages, keeps, strict=True):
+        stage = [part for job in runners if (part := _part(job, start, end)).num_steps]
+        duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
+        runners = _spread(runners, keep)
+    return (1.0 - online_exit_share) * duration_s
+
+
+def cost(duration_s: float, price_per_hour: float) -> float:
+    """What ``duration_s`` seconds cost, in the currency of the price."""
+    return duration_s / SECONDS_PER_HOUR * price_per_hour
+
+
+def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:
+    return JobDemand(
+        job=job.job,
+        batch_size=job.batch_size,
+        num_tokens=job.num_tokens,
+        slot=slot,
+        has_started=num_steps_left < job.num_steps,
+    )
+
+
+def _part(job: JobWork, start: float, end: float) -> JobWork:
+    """The job between two shares of its steps; the parts of consecutive shares add up to the whole."""
+
+    def between(total: int) -> int:
+        return math.ceil(round(end * total, 9)) - math.ceil(round(start * total, 9))
+
+    return JobWork(
+        job=job.job,
+        batch_size=job.batch_size,
+        num_tokens=job.num_tokens,
+        num_steps=between(job.num_steps),
+        num_evaluations=between(job.num_evaluations),
+    )
+
+
+def _spread(jobs: Sequence[JobWork], keep: float) -> list[JobWork]:
+    """The share ``keep`` of ``jobs``, rounded up, at equal distances."""
+    num_kept = math.ceil(round(keep * len(jobs), 9))
+    return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]

@@ -1,0 +1,149 @@
+"""From measured steps to laws of memory and time. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alto.errors import ProfileError
+from alto.records import MemoryPoint, MemoryProfile, ThroughputPoint
+
+__all__ = ["SATURATED", "MemoryFit", "ThroughputFit", "fit_memory", "fit_throughput", "max_tokens", "saturation"]
+
+SATURATED = 0.95
+"""Share of the best measured tokens per second from which on more tokens in a step bring next to nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """Peak memory of a step without the bank: ``fixed_bytes + bytes_per_token * tokens``.
+
+    ``error_median`` and ``error_worst`` are relative to what was measured.
+    """
+
+    fixed_bytes: float
+    bytes_per_token: float
+    error_median: float
+    error_worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputFit:
+    """Duration of a training step: ``step_s + job_s * jobs + token_s * tokens`` seconds; errors as in `MemoryFit`."""
+
+    step_s: float
+    job_s: float
+    token_s: float
+    error_median: float
+    error_worst: float
+
+
+def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
+    """The line through ``points`` with the least squares of relative errors, raised until no point lies above it.
+
+    Both coefficients are at least 0. Memory that was promised and is not there ends a run, so the law errs on the high
+    side: it is multiplied by the largest ratio of measured to fitted.
+
+    Raises:
+        ProfileError: There are not two different numbers of tokens.
+    """
+    if len({point.num_tokens for point in points}) < 2:
+        raise ProfileError(
+            f"memory profile: expected peaks at two or more different numbers of tokens, found {len(points)} "
+            "measurements at fewer; measure steps of several sizes"
+        )
+    columns = np.array([[1.0, point.num_tokens] for point in points])
+    peaks = np.array([float(point.peak_bytes) for point in points])
+    coefficients = _least_relative_squares(columns, peaks)
+    coefficients *= float(np.max(peaks / (columns @ coefficients)))
+    fixed_bytes, bytes_per_token = map(float, coefficients)
+    error_median, error_worst = _errors(columns @ coefficients, peaks)
+    return MemoryFit(
+        fixed_bytes=fixed_bytes, bytes_per_token=bytes_per_token, error_median=error_median, error_worst=error_worst
+    )
+
+
+def max_tokens(law: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
+    """Most tokens that a step may have so that it and the bank stay within ``margin * capacity_bytes``.
+
+    It is 0 where the base model and the bank alone are too much, and None where tokens take no memory to speak of.
+    """
+    left = margin * capacity_bytes - bank_bytes - law.fixed_bytes
+    if left <= 0.0:
+        return 0
+    return math.floor(left / law.bytes_per_token) if law.bytes_per_token else None
+
+
+def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
+    """The law of step durations with the least squares of relative errors; no coefficient is below 0.
+
+    Raises:
+        ProfileError: There is no point.
+    """
+    if not points:
+        raise ProfileError("throughput profile: expected measured steps, found none; measure one or more packings")
+    columns = np.array([[1.0, point.num_jobs, point.num_tokens] for point in points])
+    durations = np.array([point.duration_s for point in points])
+    coefficients = _least_relative_squares(columns, durations)
+    step_s, job_s, token_s = map(float, coefficients)
+    error_median, error_worst = _errors(columns @ coefficients, durations)
+    return ThroughputFit(
+        step_s=step_s, job_s=job_s, token_s=token_s, error_median=error_median, error_worst=error_worst
+    )
+
+
+def saturation(points: Sequence[ThroughputPoint]) -> int:
+    """Fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+
+    Raises:
+        ProfileError: There is no point.
+    """
+    if not points:
+        raise ProfileError("throughput profile: expected measured steps, found none; measure one or more packings")
+    rates = {point: point.num_tokens / point.duration_s for point in points}
+    best = max(rates.values())
+    return min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
+
+
+def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients, none below 0, of the sum of ``columns`` with the least squares of ``predicted / measured - 1``.
+
+    The best such sum is an unconstrained one of some of the columns, and there are at most three: all are tried.
+
+    Raises:
+        ProfileError: Something was measured that is not above 0.
+    """
+    if not (measured > 0.0).all():
+        raise ProfileError(
+            f"profile: expected bytes and seconds above 0, found {float(measured.min()):g}; subtract no more than the "
+            "bank's own bytes, and let the clock be one that does not go back"
+        )
+    relative = columns / measured[:, None]
+    # Columns of one size, so that rounding does not decide: bytes and tokens are millions apart.
+    scale = np.linalg.norm(relative, axis=0)
+    relative = relative / scale
+    best, least = np.zeros(columns.shape[1]), math.inf
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in itertools.combinations(range(columns.shape[1]), count):
+            solution, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(measured)))
+            if rank < count or (solution < 0.0).any():
+                continue
+            squares = float(np.sum((relative[:, chosen] @ solution - 1.0) ** 2))
+            # A column more must earn its place by more than rounding.
+            if squares < least * (1.0 - 1e-9) - 1e-24:
+                best, least = np.zeros(columns.shape[1]), squares
+                best[list(chosen)] = solution
+    coefficients: NDArray[np.float64] = best / scale
+    return coefficients
+
+
+def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> tuple[float, float]:
+    """Median and largest relative error."""
+    errors = [abs(float(error)) for error in predicted / measured - 1.0]
+    return statistics.median(errors), max(errors)

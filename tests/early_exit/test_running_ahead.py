@@ -1,0 +1,132 @@
+"""Jobs that train past a rung before it is held: every decision is the one it would have been without."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import OverfittingUpturn, Policy, Race
+from alto.records import ExitDecision, ExitReason, Rung, Selection
+
+TOTAL_STEPS = 12
+Traces = dict[str, list[tuple[float, float]]]
+
+
+@st.composite
+def races(draw: st.DrawFn) -> tuple[Policy, Traces]:
+    """A policy with rungs that coincide or not, and jobs that fall, turn up, tie or break at any step."""
+    progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
+    rungs = tuple(Rung(progress=at, keep=draw(st.sampled_from([0.2, 0.5, 0.75, 1.0]))) for at in progress)
+    rules = (OverfittingUpturn(patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
+    loss = st.integers(1, 6).map(float) | st.sampled_from([math.nan, math.inf])
+    step = st.tuples(st.sampled_from([1.0] * 15 + [math.nan]), loss | st.integers(1, 6).map(float))
+    trace = st.lists(step, min_size=TOTAL_STEPS, max_size=TOTAL_STEPS)
+    count = draw(st.integers(1, 7))
+    return Policy(rules=rules, rungs=rungs), {f"job-{index}": draw(trace) for index in range(count)}
+
+
+def run(policy: Policy, traces: Traces, shuffler: random.Random, *, ahead: bool) -> tuple[Race, list[Selection]]:
+    """Train a step of any job that may at a time, each step evaluated; ``ahead`` lets the certain ones train, too."""
+    race = Race(policy, ema_alpha=1.0, total_steps=dict.fromkeys(traces, TOTAL_STEPS))
+    selections = []
+    while True:
+        while race.rung_ready():
+            selections.append(race.select())
+        if not race.training:
+            return race, selections
+        certain = race.certain_to_be_kept() if ahead else frozenset()
+        job = shuffler.choice([job for job in race.training if not race.is_waiting(job) or job in certain])
+        step = race.history(job)[-1].step + 1 if race.history(job) else 1
+        train_loss, validation_loss = traces[job][step - 1]
+        if race.observe_losses(job, step, [train_loss]) is None:
+            race.observe(job, step, validation_loss)
+
+
+@given(races(), st.randoms(use_true_random=False))
+def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces], shuffler: random.Random) -> None:
+    policy, traces = case
+    race, selections = run(policy, traces, shuffler, ahead=False)
+    ahead, selections_ahead = run(policy, traces, shuffler, ahead=True)
+    assert selections_ahead == selections
+    for job in traces:
+        assert repr(ahead.decision_on(job)) == repr(race.decision_on(job))  # repr, because nan is not nan
+        assert repr(ahead.history(job)) == repr(race.history(job))
+    assert ahead.winner() == race.winner()
+
+
+HALF_THEN_HALF = Policy(rungs=(Rung(progress=0.25, keep=0.5), Rung(progress=0.5, keep=0.5)))
+
+
+def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Race:
+    """Jobs of twelve steps, of which those with a loss have reached the first rung at step 3."""
+    race = Race(policy, ema_alpha=1.0, total_steps=dict.fromkeys("abcdef", 12))
+    for job, loss in losses.items():
+        race.observe_losses(job, 1, [1.0] * 3)
+        race.observe(job, 3, loss)
+    return race
+
+
+@pytest.mark.parametrize(
+    ("losses", "certain"),
+    [
+        ({}, ""),
+        ({"a": 1.0, "b": 2.0, "c": 3.0}, ""),  # three are still to come, and three places
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 0.5}, "d"),
+        ({"a": 1.0, "b": 1.0, "c": 3.0, "d": 4.0, "e": 5.0}, "ab"),  # ties rank by id
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": math.nan}, "a"),  # one less competes for three of five places
+    ],
+)
+def test_a_place_is_certain_if_all_who_are_to_come_could_be_better(losses: dict[str, float], certain: str) -> None:
+    assert waiting(losses).certain_to_be_kept() == set(certain)
+
+
+def run_ahead(race: Race, job: str, losses: dict[int, float]) -> ExitDecision | None:
+    verdict = None
+    for step, loss in losses.items():
+        race.observe_losses(job, step, [1.0])
+        verdict = race.observe(job, step, loss)
+    return verdict
+
+
+def test_a_job_runs_ahead_to_the_next_rung_and_waits_there() -> None:
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert "a" in race.certain_to_be_kept()
+    assert race.furthest_stop("a") == 6
+    run_ahead(race, "a", {4: 0.9, 5: 0.8, 6: 0.7})
+    assert race.certain_to_be_kept() == {"b"}
+    race.observe_losses("f", 1, [math.nan])
+    assert race.select().kept == ("a", "b", "c")
+    assert race.is_waiting("a")
+    assert race.standings()[0].validation_loss == 0.7
+
+
+def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> None:
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert run_ahead(race, "a", {4: 99.0}) is None
+    assert race.observe_losses("b", 4, [math.nan]).reason is ExitReason.DIVERGING
+    race.observe_losses("f", 1, [1.0] * 3)
+    race.observe("f", 3, 1.5)
+    assert race.select().kept == ("a", "f", "b")
+
+
+def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    run_ahead(race, "a", {4: 0.9})
+    race.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))
+    assert "a" not in {standing.job for standing in race.standings()}
+
+
+def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}, Policy(rungs=HALF_THEN_HALF.rungs[:1]))
+    run_ahead(race, "a", dict.fromkeys(range(4, 13), 1.0))
+    for job in "bcde":
+        race.end(ExitDecision(job=job, step=3, reason=ExitReason.STOPPED))
+    race.observe_losses("f", 1, [math.nan])
+    assert race.training == ()
+    assert race.rung_ready()
+    assert race.select().kept == ("a",)
+    assert not race.rung_ready()

@@ -1,0 +1,167 @@
+"""Durations: by events as step by step, and how well seats are used on recorded jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import Race, Recording, policy_from
+from alto.records import Rung, Throughput
+from alto.scheduler import (
+    JobDemand,
+    JobWork,
+    SeatingLimits,
+    cost,
+    estimate_duration_s,
+    expected_duration_s,
+    plan_residents,
+)
+from alto.spec import EarlyExit
+
+RECORDINGS = sorted((Path(__file__).parents[2] / "benchmarks" / "recordings").glob("*.json.gz"))
+PACE = Throughput(step_s=0.1, job_s=0.01, token_s=0.001, eval_token_s=0.0005, points=())
+
+
+def work(job: str, batch_size: int, num_steps: int, num_evaluations: int = 0) -> JobWork:
+    return JobWork(
+        job=job,
+        batch_size=batch_size,
+        num_tokens=10 * batch_size,
+        num_steps=num_steps,
+        num_evaluations=num_evaluations,
+    )
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> tuple[list[JobWork], SeatingLimits]:
+    count = draw(st.integers(1, 8))
+    jobs = [
+        work(f"job-{index}", draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 9)), draw(st.integers(0, 3)))
+        for index in range(count)
+    ]
+    limits = SeatingLimits(num_slots=draw(st.integers(1, 4)), max_tokens=draw(st.none() | st.integers(5, 200)))
+    return jobs, limits
+
+
+def step_by_step(jobs: list[JobWork], limits: SeatingLimits, validation_tokens: int) -> float:
+    left = {job.job: job.num_steps for job in jobs}
+    seats: dict[str, int] = {}
+    duration_s = 0.0
+    while any(left.values()):
+        demands = [
+            JobDemand(
+                job=job.job,
+                batch_size=job.batch_size,
+                num_tokens=job.num_tokens,
+                slot=seats.get(job.job),
+                has_started=left[job.job] < job.num_steps,
+            )
+            for job in jobs
+            if left[job.job]
+        ]
+        seats |= {seating.job: seating.slot for seating in plan_residents(demands, limits).seat}
+        residents = [job for job in jobs if job.job in seats]
+        duration_s += 0.1 + 0.01 * len(residents) + 0.001 * sum(job.num_tokens for job in residents)
+        for job in residents:
+            left[job.job] -= 1
+            if not left[job.job]:
+                del seats[job.job]
+    return duration_s + 0.0005 * validation_tokens * sum(job.num_evaluations for job in jobs)
+
+
+@given(tasks())
+def test_going_from_change_to_change_is_going_step_by_step(task: tuple[list[JobWork], SeatingLimits]) -> None:
+    jobs, limits = task
+    found = estimate_duration_s(jobs, PACE, limits, validation_tokens=40)
+    assert found == pytest.approx(step_by_step(jobs, limits, 40))
+
+
+def test_without_rungs_the_task_is_expected_to_take_its_bound() -> None:
+    jobs = [work(f"job-{index}", 2, 10, 5) for index in range(4)]
+    limits = SeatingLimits(num_slots=2)
+    bound = estimate_duration_s(jobs, PACE, limits, validation_tokens=40)
+    found = expected_duration_s(jobs, PACE, limits, validation_tokens=40, rungs=())
+    assert found == pytest.approx(bound)
+    spared = expected_duration_s(jobs, PACE, limits, validation_tokens=40, rungs=(), online_exit_share=0.25)
+    assert spared == pytest.approx(0.75 * bound)
+
+
+def test_rungs_leave_the_share_of_steps_that_they_say() -> None:
+    """Sixteen equal jobs of 100 steps in one slot: all train 10, a half 40 more, a fourth of those the other 50."""
+    jobs = [work(f"job-{index:02d}", 2, 100, 10) for index in range(16)]
+    rungs = (Rung(progress=0.1, keep=0.5), Rung(progress=0.5, keep=0.25))
+    one = SeatingLimits(num_slots=1)
+    bound = estimate_duration_s(jobs, PACE, one, validation_tokens=40)
+    found = expected_duration_s(jobs, PACE, one, validation_tokens=40, rungs=rungs)
+    assert found / bound == pytest.approx((16 * 10 + 8 * 40 + 2 * 50) / (16 * 100))
+
+
+def test_what_rungs_keep_is_spread_over_the_batch_sizes() -> None:
+    jobs = [work(f"job-{index}", size, 10) for index, size in enumerate([1] * 4 + [8] * 4)]
+    wide = SeatingLimits(num_slots=8)
+    half = expected_duration_s(jobs, PACE, wide, validation_tokens=0, rungs=[Rung(progress=0.5, keep=0.5)])
+    assert half == pytest.approx(5 * (0.1 + 0.08 + 0.36) + 5 * (0.1 + 0.04 + 0.18))
+
+
+def test_hours_cost_their_price() -> None:
+    assert cost(5400.0, 2.0) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("num_slots", [4, 8, 16])
+def test_slots_are_used_until_fewer_jobs_than_slots_are_left(path: Path, num_slots: int) -> None:
+    """The recorded jobs with the default policy, as the executor would run them: rungs, waves, running ahead."""
+    recording = Recording.read(path)
+    settings = EarlyExit()
+    race = Race(
+        policy_from(settings), ema_alpha=settings.ema_alpha, total_steps={j.job: j.total_steps for j in recording.jobs}
+    )
+    tapes = {job.job: job for job in recording.jobs}
+    evaluations = {job.job: dict(job.evaluations) for job in recording.jobs}
+    steps = dict.fromkeys(tapes, 0)
+    seats: dict[str, int] = {}
+    used = offered = 0
+    while race.training:
+        certain = race.certain_to_be_kept()
+        demands = [
+            JobDemand(
+                job=job,
+                batch_size=tapes[job].rows_per_step,
+                num_tokens=tapes[job].rows_per_step,
+                slot=seats.get(job),
+                is_waiting=race.is_waiting(job),
+                may_run_ahead=job in certain,
+                has_started=steps[job] > 0,
+            )
+            for job in race.training
+        ]
+        plan = plan_residents(demands, SeatingLimits(num_slots=num_slots))
+        for parking in plan.park:
+            del seats[parking.job]
+        seats |= {seating.job: seating.slot for seating in plan.seat}
+        train = [job for job in seats if not race.is_waiting(job) or job in plan.ahead]
+        # Until somebody is evaluated or ends, the residents stay.
+        count = min(
+            next(
+                (s for s in evaluations[job] if s > steps[job]), len(tapes[job].train_losses)
+            ) - steps[job]
+            for job in train
+        )  # fmt: skip
+        if len(race.training) >= num_slots:
+            used += count * len(train)
+            offered += count * num_slots
+        for job in train:
+            first, steps[job] = steps[job], steps[job] + count
+            race.observe_losses(job, first + 1, tapes[job].train_losses[first : steps[job]])
+            if race.is_training(job) and steps[job] in evaluations[job]:
+                race.observe(job, steps[job], evaluations[job][steps[job]])
+            if not race.is_training(job):
+                del seats[job]
+        while race.rung_ready():
+            for decision in race.select().dropped:
+                seats.pop(decision.job, None)
+    assert offered
+    assert used / offered >= 0.95

@@ -1,0 +1,105 @@
+"""Laws of memory and time: known constants are found again, and memory is never promised that was not there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.errors import ProfileError
+from alto.records import MemoryPoint, ThroughputPoint
+from alto.scheduler import fit_memory, fit_throughput, max_tokens, saturation
+
+GRID = [(jobs, jobs * rows * 100) for jobs in (1, 2, 4) for rows in (1, 4, 16)]
+
+
+def peaks(fixed: float, per_token: float, factors: list[float] | None = None) -> list[MemoryPoint]:
+    factors = factors or [1.0] * len(GRID)
+    return [
+        MemoryPoint(num_jobs=jobs, num_tokens=tokens, peak_bytes=round((fixed + per_token * tokens) * factor))
+        for (jobs, tokens), factor in zip(GRID, factors, strict=True)
+    ]
+
+
+def steps(step_s: float, job_s: float, token_s: float) -> list[ThroughputPoint]:
+    return [
+        ThroughputPoint(num_jobs=jobs, num_tokens=tokens, duration_s=step_s + job_s * jobs + token_s * tokens)
+        for jobs, tokens in GRID
+    ]
+
+
+@given(st.integers(10**6, 10**11), st.integers(10**3, 10**8))
+def test_the_law_of_memory_is_found_again(fixed: int, per_token: int) -> None:
+    fit = fit_memory(peaks(fixed, per_token))
+    assert fit.fixed_bytes == pytest.approx(fixed, rel=1e-3, abs=1e-3 * per_token)
+    assert fit.bytes_per_token == pytest.approx(per_token, rel=1e-3)
+    assert fit.error_worst < 1e-6
+
+
+@given(st.lists(st.floats(0.8, 1.25), min_size=len(GRID), max_size=len(GRID)))
+def test_no_measured_peak_lies_above_the_law(factors: list[float]) -> None:
+    points = peaks(1e9, 1e6, factors)
+    fit = fit_memory(points)
+    assert fit.fixed_bytes >= 0.0
+    assert fit.bytes_per_token >= 0.0
+    predicted = [fit.fixed_bytes + fit.bytes_per_token * point.num_tokens for point in points]
+    assert all(above >= point.peak_bytes * (1 - 1e-9) for above, point in zip(predicted, points, strict=True))
+    errors = sorted(above / point.peak_bytes - 1 for above, point in zip(predicted, points, strict=True))
+    assert fit.error_median == pytest.approx(errors[len(errors) // 2], abs=1e-9)
+    assert fit.error_worst == pytest.approx(errors[-1], abs=1e-9)
+
+
+def test_peaks_that_fall_with_tokens_are_a_constant() -> None:
+    points = [MemoryPoint(num_jobs=1, num_tokens=n, peak_bytes=peak) for n, peak in ((100, 1200), (200, 1000))]
+    fit = fit_memory(points)
+    assert fit.bytes_per_token == 0.0
+    assert fit.fixed_bytes == pytest.approx(1200)
+    assert max_tokens(fit, capacity_bytes=2000, margin=0.9, bank_bytes=0) is None
+
+
+def test_tokens_that_fit_beside_the_bank_within_the_margin() -> None:
+    fit = fit_memory(peaks(1e9, 1e6))
+    fitting = max_tokens(fit, capacity_bytes=10 * 10**9, margin=0.9, bank_bytes=2 * 10**9)
+    assert fitting == pytest.approx(6000, abs=1)
+    assert max_tokens(fit, capacity_bytes=10**9, margin=0.9, bank_bytes=0) == 0
+
+
+@given(st.floats(0, 1), st.floats(0, 0.1), st.floats(1e-6, 1e-3))
+def test_the_law_of_durations_is_found_again(step_s: float, job_s: float, token_s: float) -> None:
+    fit = fit_throughput(steps(step_s, job_s, token_s))
+    assert fit.error_worst < 1e-6
+    assert (fit.step_s, fit.job_s, fit.token_s) == pytest.approx((step_s, job_s, token_s), rel=1e-3, abs=1e-6)
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=len(GRID), max_size=len(GRID)))
+def test_no_coefficient_of_time_is_negative(durations: list[float]) -> None:
+    points = [
+        ThroughputPoint(num_jobs=jobs, num_tokens=tokens, duration_s=duration)
+        for (jobs, tokens), duration in zip(GRID, durations, strict=True)
+    ]
+    fit = fit_throughput(points)
+    assert min(fit.step_s, fit.job_s, fit.token_s) >= 0.0
+    assert max(fit.step_s, fit.job_s, fit.token_s) > 0.0
+
+
+def test_saturation_is_the_smallest_step_that_is_nearly_as_fast_as_any() -> None:
+    points = [
+        ThroughputPoint(num_jobs=1, num_tokens=tokens, duration_s=tokens / rate)
+        for tokens, rate in ((100, 50.0), (200, 90.0), (400, 96.0), (800, 100.0))
+    ]
+    assert saturation(points) == 400
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        (lambda: fit_memory([]), "two or more different numbers of tokens"),
+        (lambda: fit_memory(peaks(1e9, 1e6)[:1] * 3), "two or more different numbers of tokens"),
+        (lambda: fit_memory(peaks(1e9, 1e6, [0.0] * len(GRID))), "above 0, found 0"),
+        (lambda: fit_throughput([]), "expected measured steps, found none"),
+        (lambda: saturation([]), "expected measured steps, found none"),
+    ],
+)
+def test_measurements_that_say_too_little(measure: object, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        measure()
