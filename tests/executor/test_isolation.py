@@ -164,6 +164,8 @@ class Bank:
             max_rank=max(run.config.r for run in self.runs),
             num_slots=len(self.runs) + 1,
             max_tokens_per_pass=task.max_tokens_per_pass,
+            optims={run.config.optim for run in self.runs},
+            adapter_dtype=task.adapter_dtype,
         )
         for run, slot in zip(self.runs, slots or range(len(self.runs)), strict=True):
             run.slot = slot

@@ -220,6 +220,7 @@ def test_what_is_no_way_to_start(given):
     [
         ("adamw_torch", "adamw_torch"),
         ("adamw_torch_fused", "adamw_torch"),
+        ("adamw", "adamw_torch"),
         ("adamw_8bit", "adamw_8bit"),
         ("adamw_bnb_8bit", "adamw_8bit"),
         ("paged_adamw_8bit", "paged_adamw_8bit"),

@@ -15,6 +15,7 @@ from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, TargetModule, linear_modules, read_adapter, write_adapter
 from alto.runs import RunDir
 from alto.spec import Task
+from alto.spec.job_config import OptimizerName
 
 __all__ = ["Roster"]
 
@@ -24,6 +25,7 @@ class _BankSize:
     modules: tuple[TargetModule, ...]
     max_rank: int
     num_slots: int
+    optims: frozenset[OptimizerName]
 
 
 class Roster:
@@ -125,6 +127,7 @@ class Roster:
             modules=tuple(module for module in self._modules if module in targeted),
             max_rank=max(run.shape.rank for run in runs),
             num_slots=min(self._task.max_slots, len(runs)),
+            optims=frozenset(run.config.optim for run in runs),
         )
 
     def _new_trainer(self) -> Trainer:
@@ -135,6 +138,8 @@ class Roster:
             max_rank=self._size.max_rank,
             num_slots=self._size.num_slots,
             max_tokens_per_pass=self._task.max_tokens_per_pass or sys.maxsize,
+            optims=self._size.optims,
+            adapter_dtype=self._task.adapter_dtype,
         )
 
     def _write_adapter(self, folder: Path, run: JobRun, weights: AdapterWeights) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, sp
 from alto.executor.job_run import JobRun
 from alto.kernels import DropoutKey, TokenSchedule
 from alto.lora import (
+    ADAPTER_DTYPES,
     AdapterBank,
     AdapterWeights,
     BankLayout,
@@ -23,6 +24,8 @@ from alto.lora import (
     inject,
 )
 from alto.objectives import sft_losses, sft_sums
+from alto.spec import AdapterDtype
+from alto.spec.job_config import OptimizerName
 
 __all__ = ["Trainer"]
 
@@ -35,6 +38,8 @@ class Trainer:
         modules: Every module that some job targets.
         max_rank: The largest rank of any job.
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs.
+        optims: What its jobs are trained with.
+        adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class Trainer:
         max_rank: int,
         num_slots: int,
         max_tokens_per_pass: int,
+        optims: Collection[OptimizerName],
+        adapter_dtype: AdapterDtype = "float32",
     ) -> None:
         self._backbone = backbone
         self._data = data
@@ -55,8 +62,8 @@ class Trainer:
             max_rank=max_rank,
             shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
         )
-        self.bank = AdapterBank(layout, num_slots, device=backbone.device)
-        self.optimizer = SlotAdamW(self.bank)
+        self.bank = AdapterBank(layout, num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[adapter_dtype])
+        self.optimizer = SlotAdamW(self.bank, optims)
         self._context = inject(backbone.model, self.bank)
 
     def seat_fresh(self, run: JobRun, slot: int) -> None:
