@@ -228,8 +228,8 @@ def test_what_is_no_way_to_start(given):
 )
 @pytest.mark.parametrize("key", ["optim", "optimizer"])
 def test_an_optimizer_has_one_spelling(key, given, stored):
-    """Every one of them is a name that Hugging Face knows."""
-    assert given in set(transformers.training_args.OptimizerNames)
+    """Every one of them but the shortest is a name that Hugging Face knows."""
+    assert given == "adamw" or given in set(transformers.training_args.OptimizerNames)
     assert JobConfig(**{key: given}).optim == stored
 
 
