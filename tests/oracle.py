@@ -43,6 +43,7 @@ class SoloJob:
             and nothing else.
         tamper: Changes PEFT's own settings, for tests that must fail.
         first_step: Where in the data order to begin, for tests that must fail.
+        autocast_adapter_dtype: PEFT's; false gives the adapter the dtype of the base.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SoloJob:
         tamper: Mapping[str, Any] | None = None,
         first_step: int = 0,
         dropout: Callable[[str, int], torch.nn.Module] | None = None,
+        autocast_adapter_dtype: bool = True,
     ) -> None:
         self.config = config
         self.step = 0
@@ -71,7 +73,11 @@ class SoloJob:
             "use_rslora": config.use_rslora,
             "task_type": "CAUSAL_LM",
         }
-        self.model = get_peft_model(copy.deepcopy(base), LoraConfig(**(settings | dict(tamper or {}))))
+        self.model = get_peft_model(
+            copy.deepcopy(base),
+            LoraConfig(**(settings | dict(tamper or {}))),
+            autocast_adapter_dtype=autocast_adapter_dtype,
+        )
         if dropout is not None:
             for name, module in self.model.named_modules():
                 if hasattr(module, "lora_dropout"):

@@ -190,9 +190,10 @@ with AdamW.
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
 output head), a module's name, a list of names, or a regular expression over full names. `max_grad_norm` 0 or null clips
 nothing. `warmup_steps` and `warmup_ratio` exclude each other and speak of the learning rate; early exit has a
-`warmup_ratio` of its own. `optim` may also be spelt `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for
-`adamw_8bit`). The 8-bit ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They
-train as bitsandbytes does alone, and save no memory: the bank holds 32-bit state for every slot.
+`warmup_ratio` of its own. `optim` may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and
+`adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged
+one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit state for all slots or, where no job of the
+task is trained with `adamw_torch`, for none.
 """
 
 

@@ -210,6 +210,7 @@ class Ours:
     def __init__(self, base: PreTrainedModel, workload: Workload, *, torch_compile: bool = False) -> None:
         self._workload = workload
         self._backbone = Backbone(share(base), None, "random", torch_compile=torch_compile)
+        self._runs: dict[int, list[JobRun]] = {}
         modules = linear_modules(self._backbone.model)
         self._trainer = Trainer(
             self._backbone,
@@ -218,8 +219,8 @@ class Ours:
             max_rank=max(workload.ranks),
             num_slots=len(workload.ranks),
             max_tokens_per_pass=workload.max_tokens_per_pass,
+            optims={run.config.optim for run in self.runs(1)},
         )
-        self._runs: dict[int, list[JobRun]] = {}
         for slot, run in enumerate(self.runs(1)):
             self._trainer.seat_fresh(run, slot)
 

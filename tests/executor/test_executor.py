@@ -303,7 +303,13 @@ def evaluate(task: Task, job: JobRun, folder: Path) -> float:
     """Validation loss of the adapter in ``folder``, in a fresh bank on a fresh base."""
     backbone, data = load_tiny(task)
     trainer = Trainer(
-        backbone, data, modules=job.shape.targets, max_rank=job.shape.rank, num_slots=1, max_tokens_per_pass=64
+        backbone,
+        data,
+        modules=job.shape.targets,
+        max_rank=job.shape.rank,
+        num_slots=1,
+        max_tokens_per_pass=64,
+        optims={job.config.optim},
     )
     trainer.seat_warm(job, 0, read_adapter(folder))
     job.slot = 0

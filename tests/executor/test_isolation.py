@@ -12,20 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from oracle import SoloJob, StepFacts, flat, relative_distance
+from oracle import SoloJob, flat, relative_distance
+from seated_jobs import (
+    DATA,
+    MODELS,
+    STABLE,
+    VOCABULARY,
+    Bank,
+    assert_same_step,
+    make_model,
+    make_task,
+)
 from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, TaskData
-from alto.executor import Executor, JobRun, Trainer, plan_jobs
+from alto.executor import Executor, JobRun, plan_jobs
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
@@ -39,39 +42,8 @@ needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
 )
 
-VOCABULARY = 160
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
-    "gemma": (GemmaForCausalLM, GemmaConfig),
-}
 PADDINGS = (9, 31, -2, -7)
-LOSS_TOLERANCE = 1e-5
-NORM_TOLERANCE = 1e-4
 
-STABLE = [
-    {"lr": 1e-4, "r": 4, "batch_size": 1, "seed": 1},
-    {"lr": 2e-4, "r": 8, "batch_size": 2, "lora_alpha": 8, "seed": 2},
-    {"lr": 5e-4, "r": 16, "batch_size": 4, "weight_decay": 0.1, "seed": 3},
-    {"lr": 1e-3, "r": 32, "batch_size": 8, "lr_scheduler_type": "cosine", "seed": 4},
-    {"lr": 2e-4, "r": 64, "batch_size": 3, "max_grad_norm": None, "seed": 5},
-    {"lr": 1e-3, "r": 16, "batch_size": 8, "lr_scheduler_type": "constant", "seed": 6},
-    {"lr": 5e-4, "r": 8, "batch_size": 5, "target_modules": ["q_proj", "v_proj"], "seed": 7},
-    {"lr": 1e-3, "r": 4, "batch_size": 2, "max_grad_norm": 0.05, "warmup_steps": 4, "seed": 8},
-]
 OPTIONS = [
     {"lr": 1e-3, "r": 8, "batch_size": 2, "use_rslora": True, "seed": 21},
     {"lr": 1e-3, "r": 16, "batch_size": 1, "init_lora_weights": "gaussian", "seed": 22},
@@ -104,113 +76,6 @@ CHAOTIC = [
 ]
 
 STABLE_SEEDS = {config["seed"] for config in STABLE}
-
-
-def make_model(name: str) -> PreTrainedModel:
-    torch.manual_seed(7)
-    model_class, config_class = MODELS[name]
-    return model_class(config_class(**COMMON)).eval()
-
-
-def make_dataset(num_rows: int, seed: int) -> EncodedDataset:
-    """Rows of 5 to 40 tokens from a noisy counting language, the later half trained."""
-    generator = torch.Generator().manual_seed(seed)
-    input_ids, targets = [], []
-    for _ in range(num_rows):
-        length = int(torch.randint(5, 41, (), generator=generator))
-        start = int(torch.randint(2, VOCABULARY, (), generator=generator))
-        stride = int(torch.randint(1, 4, (), generator=generator))
-        ids = 2 + (start + stride * torch.arange(length)) % (VOCABULARY - 2)
-        target = torch.full_like(ids, -100)
-        target[length // 2 : -1] = ids[length // 2 + 1 :]
-        input_ids.append(ids)
-        targets.append(target)
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
-
-
-DATA = TaskData(train=make_dataset(28, seed=1), validation=make_dataset(6, seed=2))
-
-
-def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
-    """A task with exactly these jobs."""
-    filled = [{"lora_alpha": "2*r", "target_modules": "all-linear"} | config for config in configs]
-    keys = {key for config in filled for key in config}
-    defaults = {
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "use_rslora": False,
-        "init_lora_weights": "default",
-        "loraplus_lr_ratio": 1.0,
-        "optim": "adamw_torch",
-    }
-    paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
-    values = {"model": "unused", "dataset": "unused.jsonl", "num_train_epochs": 2, "max_tokens_per_pass": 300}
-    return Task(**(values | settings), search_space={"paired": paired})
-
-
-class Bank:
-    """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``."""
-
-    def __init__(self, model: PreTrainedModel, task: Task, slots: list[int] | None = None) -> None:
-        backbone = Backbone(model, None, "unused")
-        modules = linear_modules(model)
-        self.runs: list[JobRun] = plan_jobs(task, backbone, DATA)
-        self.trainer = Trainer(
-            backbone,
-            DATA,
-            modules=modules,
-            max_rank=max(run.config.r for run in self.runs),
-            num_slots=len(self.runs) + 1,
-            max_tokens_per_pass=task.max_tokens_per_pass,
-        )
-        for run, slot in zip(self.runs, slots or range(len(self.runs)), strict=True):
-            run.slot = slot
-            self.trainer.seat_fresh(run, slot)
-
-    @property
-    def training(self) -> list[JobRun]:
-        return [run for run in self.runs if run.step < run.total_steps]
-
-    def step(self) -> dict[str, StepFacts]:
-        """One step of every job that still trains, with everything it did."""
-        runs, trainer = self.training, self.trainer
-        before = {run.id: flat(trainer.bank.read(run.slot)) for run in runs}
-        losses = trainer.backward(runs).tolist()
-        gradients = {run.id: self._gradients(run) for run in runs}
-        norms = trainer.update(runs).tolist()
-        facts = {}
-        for run, loss, norm in zip(runs, losses, norms, strict=True):
-            after = flat(trainer.bank.read(run.slot))
-            updates = {name: after[name] - before[run.id][name] for name in after}
-            facts[run.id] = StepFacts(loss=loss, grad_norm=norm, gradients=gradients[run.id], updates=updates)
-            run.step += 1
-        return facts
-
-    def _gradients(self, run: JobRun) -> dict[str, torch.Tensor]:
-        bank = self.trainer.bank
-        return flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, run.slot)})
-
-
-def assert_same_step(found: StepFacts, expected: StepFacts) -> None:
-    assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=NORM_TOLERANCE)
-    assert relative_distance(found.gradients, expected.gradients) <= NORM_TOLERANCE
-    masks = {name: above_rounding(expected, name) for name in expected.gradients}
-    assert sum(int(mask.sum()) for mask in masks.values()) >= 0.9 * sum(mask.numel() for mask in masks.values())
-    updates = [{name: step.updates[name] * mask for name, mask in masks.items()} for step in (found, expected)]
-    assert relative_distance(*updates) <= NORM_TOLERANCE
-
-
-def above_rounding(step: StepFacts, name: str) -> torch.Tensor:
-    """Entries of a matrix whose gradient is more than rounding (or zero in every implementation).
-
-    Adam divides by the root of the gradient's square, so an entry that is rounding and nothing else moves as far as any
-    other. About one in a million of them is enough to move a whole update by 1e-4 in norm.
-    """
-    gradient = step.gradients[name].abs()
-    return (gradient > 1e-5 * gradient.max()) | (gradient == 0)
 
 
 @pytest.mark.parametrize("name", MODELS)

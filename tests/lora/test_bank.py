@@ -148,7 +148,7 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
         initialised(bank, slot, slot, adapter)
     start = bank.params_ZP.clone()
     groups = [bank.operands(index, index) for index in range(len(MODULES))]
-    optimizer, config = SlotAdamW(bank), JobConfig(weight_decay=0.1, learning_rate=0.05)
+    optimizer, config = SlotAdamW(bank, ["adamw_torch"]), JobConfig(weight_decay=0.1, learning_rate=0.05)
     generator = torch.Generator().manual_seed(0)
     schedule = TokenSchedule.build([2, 0, 1], [3, 5, 2], [2.0, 1.0, 4.0])
     for _ in range(6):

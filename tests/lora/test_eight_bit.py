@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from alto.lora import (
 from alto.lora import eight_bit as eight_bit_module
 from alto.lora import optimizer as optimizer_module
 from alto.spec import JobConfig
+from alto.spec.job_config import OptimizerName
 
 MODULES = (
     TargetModule(name="q", in_features=96, out_features=128),
@@ -57,7 +59,7 @@ class World:
     def __init__(self, configs: Sequence[JobConfig] = CONFIGS, slots: Sequence[int] = (2, 0, 1)) -> None:
         layout = BankLayout(modules=MODULES, max_rank=48, shared_inputs=(("q", "k"),))
         self.bank = AdapterBank(layout, 4)
-        self.optimizer = SlotAdamW(self.bank)
+        self.optimizer = SlotAdamW(self.bank, get_args(OptimizerName))
         self.configs, self.slots = configs, slots
         for index, (config, slot) in enumerate(zip(configs, slots, strict=True)):
             self.bank.occupy(slot, AdapterShape(rank=config.r, targets=MODULES))

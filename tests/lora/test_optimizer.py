@@ -27,7 +27,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=5), 4, dtype=torch.float64)
-        self.optimizer = SlotAdamW(self.bank)
+        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
         self.generator = torch.Generator().manual_seed(0)
         self.alone, self.alone_optimizers = [], []
         for slot, config in enumerate(CONFIGS):
@@ -131,7 +131,7 @@ def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None
     other = Adapters()
     other.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=9), 2, dtype=torch.float64)
     other.bank.occupy(1, AdapterShape(rank=3, targets=MODULES))
-    other.optimizer = SlotAdamW(other.bank)
+    other.optimizer = SlotAdamW(other.bank, ["adamw_torch"])
     other.optimizer.exp_avg_ZP[1] = 9.0
     other.bank.write(1, weights)
     other.optimizer.write(1, "adamw_torch", state)

@@ -220,6 +220,7 @@ def test_what_is_no_way_to_start(given):
     [
         ("adamw_torch", "adamw_torch"),
         ("adamw_torch_fused", "adamw_torch"),
+        ("adamw", "adamw_torch"),
         ("adamw_8bit", "adamw_8bit"),
         ("adamw_bnb_8bit", "adamw_8bit"),
         ("paged_adamw_8bit", "paged_adamw_8bit"),
@@ -227,8 +228,8 @@ def test_what_is_no_way_to_start(given):
 )
 @pytest.mark.parametrize("key", ["optim", "optimizer"])
 def test_an_optimizer_has_one_spelling(key, given, stored):
-    """Every one of them is a name that Hugging Face knows."""
-    assert given in set(transformers.training_args.OptimizerNames)
+    """Every one of them but the shortest is a name that Hugging Face knows."""
+    assert given == "adamw" or given in set(transformers.training_args.OptimizerNames)
     assert JobConfig(**{key: given}).optim == stored
 
 

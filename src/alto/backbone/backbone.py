@@ -73,7 +73,7 @@ class Backbone:
             )
         probe.compare(self)
         if gradient_checkpointing:
-            _checkpoint_layers(model)
+            self.checkpoint_layers()
         if torch_compile:
             _compile_layers(model)
 
@@ -112,6 +112,21 @@ class Backbone:
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.compiler.set_stance("force_eager"):
             self.hidden_states(token, token, (1,))
+
+    def checkpoint_layers(self) -> None:
+        """Recompute every layer's activations in the backward pass from now on, instead of keeping them.
+
+        The layers are told one by one: the model's own switch has another name from version to version, and would also
+        ask for the gradient of the embeddings. They recompute in training mode only, and the mode is set on the layer
+        alone, so that no dropout of the base wakes up inside it.
+
+        Raises:
+            UnsupportedModelError: The model is not built of layers that can be told.
+        """
+        for layer in _layers(self.model, "gradient_checkpointing"):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.training = True
 
     def check_length(self, num_tokens: int) -> None:
         """Make sure that a sequence of ``num_tokens`` leaves all others of its pass alone.
@@ -168,19 +183,6 @@ def _max_length(config: PreTrainedConfig) -> int | None:
         elif settings.get("rope_type") == "dynamic":
             limits.append(int(config.get_text_config().max_position_embeddings))
     return min(limits, default=None)
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward pass.
-
-    The layers are told one by one: the model's own switch has another name from version to version, and would also ask
-    for the gradient of the embeddings. They recompute in training mode only, and the mode is set on the layer alone, so
-    that no dropout of the base wakes up inside it.
-    """
-    for layer in _layers(model, "gradient_checkpointing"):
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.training = True
 
 
 def _compile_layers(model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
 from alto.backbone.reading import has_pickle_weights, reading
 from alto.errors import ModelError, ModelNotFoundError
 
@@ -46,6 +47,8 @@ def load_backbone(
     model: str,
     *,
     dtype: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
     device: torch.device | str = "cpu",
     gradient_checkpointing: bool = False,
     torch_compile: bool = False,
@@ -57,6 +60,8 @@ def load_backbone(
     Args:
         model: ``alto-tiny``, a local folder, or a Hugging Face hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on the CPU and the model's own on CUDA.
+        load_in_4bit, load_in_8bit: Keep the linear layers, but not the output head, quantised by bitsandbytes: NF4 with
+            double quantisation, or a byte a number with a scale a row. A model that lies so on disk needs neither.
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
         torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
@@ -66,11 +71,18 @@ def load_backbone(
         ModelNotFoundError: Nothing is there under that name, or a file is missing.
         ModelError: What is there is not a whole causal LM with a tokenizer, or needs one of the two permissions.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
-        UnsupportedError: ``torch_compile`` without a compiler.
+        UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
+            quantised by other means.
     """
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     network = load_network(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, use_safetensors=use_safetensors
+        model,
+        dtype=dtype,
+        load_in_4bit=load_in_4bit,
+        load_in_8bit=load_in_8bit,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=use_safetensors,
     )
     return Backbone(
         network,
@@ -93,6 +105,8 @@ def load_network(
     model: str,
     *,
     dtype: str = "auto",
+    load_in_4bit: bool = False,
+    load_in_8bit: bool = False,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     use_safetensors: bool = True,
@@ -100,6 +114,8 @@ def load_network(
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
     config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
     device = torch.device(device)
+    quantisation = bitsandbytes_config(model, config, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+    is_quantised = quantisation is not None or hasattr(config, "quantization_config")
     wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     what = "weights (model.safetensors)" if use_safetensors else "weights (pytorch_model.bin)"
     with reading(model, path, what, "copy or download the model again"):
@@ -108,6 +124,8 @@ def load_network(
                 path,
                 config=config,
                 dtype=wanted,
+                quantization_config=quantisation,
+                device_map={"": device} if is_quantised else None,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=use_safetensors,
                 ignore_mismatched_sizes=True,  # said in better words by _check_complete
@@ -123,6 +141,8 @@ def load_network(
             raise
     network, report = loaded
     _check_complete(model, report)
+    if is_quantised:
+        unpack_on_use(network)
     on_device: PreTrainedModel = network.to(device)
     return on_device
 

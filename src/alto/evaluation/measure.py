@@ -34,6 +34,8 @@ class BaseModel:
 
     model: str
     dtype: str = "auto"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
     use_safetensors: bool = True
@@ -110,6 +112,8 @@ class _Bench:
         self.network = load_network(
             base.model,
             dtype=base.dtype,
+            load_in_4bit=base.load_in_4bit,
+            load_in_8bit=base.load_in_8bit,
             device=base.device,
             trust_remote_code=base.trust_remote_code,
             use_safetensors=base.use_safetensors,

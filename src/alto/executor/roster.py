@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.errors import DeviceMemoryError
@@ -16,21 +14,29 @@ from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, release_memory, watching
 from alto.executor.passes import OnMemoryEvent
 from alto.executor.trainer import Trainer
-from alto.lora import AdapterWeights, BankLayout, TargetModule, eject, linear_modules, read_adapter, write_adapter
+from alto.lora import (
+    ADAPTER_DTYPES,
+    AdapterWeights,
+    BankLayout,
+    TargetModule,
+    bank_bytes,
+    eject,
+    linear_modules,
+    read_adapter,
+    write_adapter,
+)
 from alto.runs import RunDir
 from alto.spec import Task
+from alto.spec.job_config import OptimizerName
 
 __all__ = ["Roster"]
-
-_TENSORS_PER_SLOT = 4
-"""Weights, gradients, and two averages of these, all in float32."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BankSize:
     modules: tuple[TargetModule, ...]
     max_rank: int
     num_slots: int
+    optims: frozenset[OptimizerName]
 
 
 class Roster:
@@ -161,7 +167,8 @@ class Roster:
         return _BankSize(
             modules=tuple(module for module in self._modules if module in targeted),
             max_rank=max(run.shape.rank for run in runs),
-            num_slots=min(self._task.max_slots, len(runs)),
+            num_slots=min(self._task.max_slots or len(runs), len(runs)),
+            optims=frozenset(run.config.optim for run in runs),
         )
 
     def _build(self, size: _BankSize, max_tokens: int) -> None:
@@ -193,12 +200,14 @@ class Roster:
             max_rank=size.max_rank,
             num_slots=size.num_slots,
             max_tokens_per_pass=max_tokens,
+            optims=size.optims,
+            adapter_dtype=self._task.adapter_dtype,
             on_memory_event=self._on_memory_event,
         )
 
     def _no_bank(self, size: _BankSize) -> str:
-        row_size = BankLayout(modules=size.modules, max_rank=size.max_rank).row_size
-        num_bytes = _TENSORS_PER_SLOT * row_size * torch.finfo(torch.float32).bits // 8
+        layout = BankLayout(modules=size.modules, max_rank=size.max_rank)
+        num_bytes = bank_bytes(layout, 1, size.optims, ADAPTER_DTYPES[self._task.adapter_dtype])
         return (
             f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
             f"and optimizer state, {num_bytes / 2**20:,.1f} MiB, found less left on {self._backbone.device} beside the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from alto.executor.memory_errors import NoMemoryError, release_memory, watching
 from alto.executor.passes import OnMemoryEvent, Passes
 from alto.kernels import DropoutKey, TokenSchedule, upload
 from alto.lora import (
+    ADAPTER_DTYPES,
     AdapterBank,
     AdapterWeights,
     BankLayout,
@@ -26,6 +27,8 @@ from alto.lora import (
     inject,
 )
 from alto.objectives import sft_losses, sft_sums
+from alto.spec import AdapterDtype
+from alto.spec.job_config import OptimizerName
 
 __all__ = ["Trainer"]
 
@@ -41,6 +44,8 @@ class Trainer:
         max_rank: The largest rank of any job.
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs, and
             between the rows of a job that is larger.
+        optims: What its jobs are trained with.
+        adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
         on_memory_event: Is told whenever memory ran out.
 
     Attributes:
@@ -56,6 +61,8 @@ class Trainer:
         max_rank: int,
         num_slots: int,
         max_tokens_per_pass: int,
+        optims: Collection[OptimizerName],
+        adapter_dtype: AdapterDtype = "float32",
         on_memory_event: OnMemoryEvent = lambda event: None,
     ) -> None:
         self._backbone = backbone
@@ -66,8 +73,8 @@ class Trainer:
             max_rank=max_rank,
             shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
         )
-        self.bank = AdapterBank(layout, num_slots, device=backbone.device)
-        self.optimizer = SlotAdamW(self.bank)
+        self.bank = AdapterBank(layout, num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[adapter_dtype])
+        self.optimizer = SlotAdamW(self.bank, optims)
         self._context = inject(backbone.model, self.bank)
 
     def seat_fresh(self, run: JobRun, slot: int) -> None:

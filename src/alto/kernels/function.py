@@ -33,19 +33,20 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ys = tuple(F.linear(x_TK, base.weight, base.bias) for base in bases)
         s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
         ops.fused_expand_add(s_TQ, operands, ys, schedule)
-        ctx.save_for_backward(x_TK, s_TQ, *(base.weight for base in bases))
-        ctx.operands, ctx.schedule, ctx.ops = operands, schedule, ops
+        ctx.save_for_backward(x_TK, s_TQ)
+        ctx.bases, ctx.operands, ctx.schedule, ctx.ops = bases, operands, schedule, ops
         return ys
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        x_TK, s_TQ, *weights = ctx.saved_tensors
+        x_TK, s_TQ = ctx.saved_tensors
         dys = [gradient.contiguous() for gradient in gradients]
         dx_TK = None
         if ctx.needs_input_grad[0]:
-            dx_TK = dys[0] @ weights[0]
-            for dy_TN, weight_NK in zip(dys[1:], weights[1:], strict=True):
-                dx_TK.addmm_(dy_TN, weight_NK)
+            # A quantised base makes its weight anew each time it is asked: one at a time, and none is kept.
+            dx_TK = dys[0] @ ctx.bases[0].weight
+            for dy_TN, base in zip(dys[1:], ctx.bases[1:], strict=True):
+                dx_TK.addmm_(dy_TN, base.weight)
         ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
         ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
         return dx_TK, None, None, None, None, None

@@ -1,7 +1,8 @@
 """Adapters: the bank that owns them, the layers that serve them, their optimizer, their files."""
 
-from alto.lora.bank import AdapterBank, AdapterWeights
+from alto.lora.bank import ADAPTER_DTYPES, AdapterBank, AdapterWeights
 from alto.lora.eight_bit import check_optimizer
+from alto.lora.footprint import bank_bytes
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import MultiLoraLinear, PassContext
@@ -11,6 +12,7 @@ from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
 
 __all__ = [
+    "ADAPTER_DTYPES",
     "AdapterBank",
     "AdapterShape",
     "AdapterWeights",
@@ -21,6 +23,7 @@ __all__ = [
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
+    "bank_bytes",
     "check_optimizer",
     "eject",
     "find_shared_inputs",

@@ -7,16 +7,19 @@ rank. An adapter fills its row from the start, without padding; what is behind i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from alto.kernels import LoraOperands
 from alto.lora.layout import AdapterShape, BankLayout, RowPlaces, TargetModule
+from alto.spec import AdapterDtype
 from alto.spec.job_config import InitLoraWeights
 
-__all__ = ["AdapterBank", "AdapterWeights"]
+__all__ = ["ADAPTER_DTYPES", "AdapterBank", "AdapterWeights"]
+
+ADAPTER_DTYPES: Mapping[AdapterDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AdapterWeights = dict[str, tuple[Tensor, Tensor]]
 """One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, on the CPU."""

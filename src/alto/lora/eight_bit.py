@@ -6,7 +6,7 @@ Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -16,9 +16,12 @@ from alto.errors import UnsupportedError
 from alto.spec import JobConfig
 from alto.spec.job_config import OptimizerName
 
-__all__ = ["EightBitAdamW", "check_optimizer"]
+__all__ = ["EightBitAdamW", "check_optimizer", "eight_bit_bytes"]
 
 _STATE = ("state1", "state2", "absmax1", "absmax2")
+_MIN_EIGHT_BIT_SIZE = 4096
+_BLOCK_SIZE = 256
+_NUM_LEVELS = 256
 
 
 def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
@@ -39,6 +42,24 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
             f"optim: expected a CUDA device to page {optim!r} out of, found {device.type!r}; write adamw_8bit, which "
             f"takes the same steps."
         )
+
+
+def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
+    """Bytes of the tensors of an :class:`EightBitAdamW` between two steps.
+
+    Args:
+        sizes: Numbers in every matrix of the adapter.
+        dtype: Of the adapter.
+    """
+    total, has_maps = 0, False
+    for size in sizes:
+        total += size * dtype.itemsize  # the copy it computes on
+        if size < _MIN_EIGHT_BIT_SIZE:
+            total += 2 * size * torch.float32.itemsize
+        else:
+            total += 2 * (size + -(-size // _BLOCK_SIZE) * torch.float32.itemsize)
+            has_maps = True
+    return total + has_maps * 2 * _NUM_LEVELS * torch.float32.itemsize
 
 
 class EightBitAdamW:

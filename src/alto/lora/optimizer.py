@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +46,21 @@ class SlotAdamW:
 
     Rows of ``adamw_torch`` are updated together; every row of an 8-bit AdamW has an optimizer of its own.
 
+    Args:
+        optims: What the slots may be asked to train with. The two moments of ``adamw_torch`` are there for all slots,
+            in the dtype of the bank, or, where it is not among them, for none.
+
     Attributes:
         steps: Steps that every slot's adapter has taken.
     """
 
-    def __init__(self, bank: AdapterBank) -> None:
+    def __init__(self, bank: AdapterBank, optims: Collection[OptimizerName]) -> None:
         self._bank = bank
+        self._optims = frozenset(optims)
         self._ops = choose_backend(device=bank.params_ZP.device)
-        self.exp_avg_ZP = torch.zeros_like(bank.params_ZP)
-        self.exp_avg_sq_ZP = torch.zeros_like(bank.params_ZP)
+        shape = bank.params_ZP.shape if "adamw_torch" in optims else (0, 0)
+        self.exp_avg_ZP = bank.params_ZP.new_zeros(shape)
+        self.exp_avg_sq_ZP = bank.params_ZP.new_zeros(shape)
         self.steps = [0] * bank.num_slots
         self._eight_bit: dict[int, EightBitAdamW] = {}
         self._left_paged: list[EightBitAdamW] = []
@@ -88,9 +94,10 @@ class SlotAdamW:
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
         """Begin with ``optim`` in ``slot``, which the bank has given to an adapter; forget what was there."""
+        assert optim in self._optims
         self.steps[slot] = 0
-        self.exp_avg_ZP[slot].zero_()
-        self.exp_avg_sq_ZP[slot].zero_()
+        for rows_ZP in (self.exp_avg_ZP, self.exp_avg_sq_ZP):
+            rows_ZP[slot : slot + 1].zero_()
         left = self._eight_bit.pop(slot, None)
         if left is not None and left.is_paged:
             self._left_paged.append(left)

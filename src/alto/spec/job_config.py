@@ -32,7 +32,7 @@ _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
 _MODULE_NAME = r"[A-Za-z0-9_.-]+"
 _OTHER_INITS = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
-_OTHER_SPELLINGS_OF_OPTIM = {"adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
+_OTHER_SPELLINGS_OF_OPTIM = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
 
 
@@ -46,7 +46,7 @@ class JobConfig(SpecModel):
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
     sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
-    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where Hugging Face has two.
+    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.

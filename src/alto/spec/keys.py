@@ -49,7 +49,6 @@ TASK_ALIASES: Mapping[str, str] = {
 """Other spellings of a task's own fields."""
 
 _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
-_NO_QUANTISATION = "The base model is loaded unquantised; remove the key and choose the precision with 'dtype'."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -100,9 +99,8 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "gradient_accumulation_steps": (
         "'per_device_train_batch_size' is the whole batch of one step, however it is split; multiply the two."
     ),
-    "load_in_4bit": _NO_QUANTISATION,
-    "load_in_8bit": _NO_QUANTISATION,
-    "quantization_config": _NO_QUANTISATION,
+    "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
+    "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
     "fp16": _USE_DTYPE,
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
@@ -119,8 +117,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "fp16": (False,),
     "gradient_accumulation_steps": (1,),
     "label_smoothing_factor": (0,),
-    "load_in_4bit": (False,),
-    "load_in_8bit": (False,),
     "packing": (False,),
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),

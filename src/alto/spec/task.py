@@ -21,8 +21,9 @@ from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["Dtype", "Job", "RowFormName", "Task"]
+__all__ = ["AdapterDtype", "Dtype", "Job", "RowFormName", "Task"]
 
+AdapterDtype = Literal["float32", "bfloat16"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RowFormName = Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference"]
 
@@ -72,6 +73,12 @@ class Task(SpecModel):
         early_exit: A mapping of settings; true for the defaults, false for none.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
+        gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` leaves it to the engine, which
+            knows the memory.
+        load_in_4bit, load_in_8bit: Keep the base model's linear layers, but not its output head, in 4 bits (NF4 with
+            double quantisation) or in 8, as bitsandbytes does. A model that lies so on disk needs neither.
+        adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
+            ``autocast_adapter_dtype=False`` on a base of that precision.
         max_slots: Jobs resident at a time. None leaves it to the engine: as many as fit and make a step faster.
         max_tokens_per_step: Tokens that a step of all residents has on average at most; one job alone may have more.
             None leaves it to the engine.
@@ -115,10 +122,17 @@ class Task(SpecModel):
     max_tokens_per_pass: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of one forward and backward"
     )
-    gradient_checkpointing: bool = Field(default=False, description="recompute activations instead of keeping them")
+    gradient_checkpointing: Literal[True, False, "auto"] = Field(
+        default=False, description="recompute activations instead of keeping them"
+    )
     torch_compile: bool = Field(default=False, description="compile the layers of the base model")
     checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
+    load_in_4bit: bool = Field(default=False, description="keep the base model's linear layers in 4 bits (NF4)")
+    load_in_8bit: bool = Field(default=False, description="keep the base model's linear layers in 8 bits")
+    adapter_dtype: AdapterDtype = Field(
+        default="float32", description="precision of adapters, their gradients and the state of adamw_torch"
+    )
     trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")
     use_safetensors: bool = Field(default=True, description="read safetensors weights; false reads pickle files")
     report_to: str | tuple[str, ...] = Field(default="auto", description="experiment trackers")
@@ -306,6 +320,11 @@ def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Non
         raise ConflictingKeysError(
             "validation_dataset and validation_split are both given; expected one: the rows to validate on, or the "
             "share of the dataset to set aside for it. Remove one."
+        )
+    if given.get("load_in_4bit") is True and given.get("load_in_8bit") is True:
+        raise ConflictingKeysError(
+            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
+            "nearer to the model. Remove one."
         )
 
 

@@ -113,7 +113,9 @@ def _expected(field: FieldInfo) -> str:
     words = []
     for kind in _types(field):
         if get_origin(kind) is Literal:
-            words.append(" or ".join(map(repr, get_args(kind))))
+            words.append(
+                " or ".join(str(value).lower() if isinstance(value, bool) else repr(value) for value in get_args(kind))
+            )
         else:
             words.append(names.get(kind) or str(getattr(kind, "__name__", kind)))
     signs = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}

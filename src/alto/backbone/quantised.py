@@ -1,0 +1,138 @@
+"""Linear layers of the base whose weights lie in 4 or 8 bits, as bitsandbytes packs them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+from alto.errors import ModelError, UnsupportedError
+
+__all__ = ["QuantisedLinear", "bitsandbytes_config", "unpack_on_use"]
+
+_PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads the one through the other
+_KEYS = {4: "load_in_4bit", 8: "load_in_8bit"}
+
+
+class QuantisedLinear(nn.Linear):
+    """A frozen linear layer that multiplies by what its packed weight stands for.
+
+    The numbers are made for every product, in the forward pass and again in the backward pass, and dropped after it.
+    Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
+    differently when one token in it is large, so that the tokens of one job would change another's.
+
+    ``packed`` is what bitsandbytes made of the weight: bytes of two numbers each, or ``[N, K]`` int8.
+
+    Args:
+        layer: A ``Linear4bit`` or ``Linear8bitLt`` that lies where it is to stay.
+        dtype: Of the base.
+    """
+
+    packed: Tensor
+    scale_N1: Tensor
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+        self.dtype = dtype
+        self.register_buffer("packed", layer.weight.data)
+        packed: Any = layer.weight
+        self.quant_state = getattr(packed, "quant_state", None)
+        if self.quant_state is None:
+            self.register_buffer("scale_N1", packed.SCB[:, None] * (1.0 / 127.0))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # of a plain layer it is a parameter
+        """``[N, K]`` in the dtype of the base, made anew each time."""
+        if self.quant_state is None:
+            return self.packed.to(self.dtype).mul_(self.scale_N1)
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight_NK: Tensor = dequantize_4bit(self.packed, self.quant_state)
+        return weight_NK.to(self.dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # bitsandbytes' state is no tensor, and breaks graphs
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Product.apply(x, self)
+        return y
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy @ ctx.layer.weight, None
+
+
+def bitsandbytes_config(
+    model: str, config: PreTrainedConfig, *, load_in_4bit: bool, load_in_8bit: bool
+) -> BitsAndBytesConfig | None:
+    """How to quantise the linear layers of ``model`` while it is read; None where nothing is asked for, or where they
+    are quantised on disk.
+
+    Args:
+        config: The model's own, which says how it lies on disk.
+
+    Raises:
+        ModelError: The model is quantised on disk in another way than asked for.
+        UnsupportedError: A package is missing, or the model is quantised on disk by other means than bitsandbytes.
+    """
+    wanted = 4 if load_in_4bit else 8 if load_in_8bit else None
+    on_disk = _bits_on_disk(model, config)
+    if wanted is None and on_disk is None:
+        return None
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        what = f"{_KEYS[wanted]}: expected" if wanted else f"model: {model!r} is quantised by bitsandbytes, expected"
+        raise UnsupportedError(
+            f"{what} the packages {' and '.join(_PACKAGES)}, found no {' and no '.join(missing)}; install what is "
+            f'missing with: pip install "alto-lora[bnb]"; or use an unquantised base'
+        )
+    if on_disk is None:
+        return BitsAndBytesConfig(
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+        )
+    if wanted not in (None, on_disk):
+        raise ModelError(
+            f"model: expected an unquantised model to load in {wanted} bits, found that {model!r} lies on disk in "
+            f"{on_disk} bits; remove {_KEYS[wanted]!r}, or use the unquantised model"
+        )
+    return None
+
+
+def unpack_on_use(network: PreTrainedModel) -> None:
+    """Replace the layers of bitsandbytes in ``network`` by :class:`QuantisedLinear`, on the same memory."""
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+
+    packed = [
+        (name, module) for name, module in network.named_modules() if isinstance(module, Linear4bit | Linear8bitLt)
+    ]
+    for name, module in packed:
+        network.set_submodule(name, QuantisedLinear(module, network.dtype))
+
+
+def _bits_on_disk(model: str, config: PreTrainedConfig) -> int | None:
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    bits = next((bits for bits, key in _KEYS.items() if settings.get(key)), None)
+    method = settings.get("quant_method") or "bitsandbytes"
+    if method != "bitsandbytes" or bits is None:
+        raise UnsupportedError(
+            f"model: expected a base model that is unquantised or quantised by bitsandbytes in 4 or 8 bits, found that "
+            f"{model!r} is quantised by {method}; use the unquantised model, with 'load_in_4bit: true' to make it small"
+        )
+    return bits
