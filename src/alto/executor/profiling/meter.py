@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -14,6 +15,7 @@ from alto.errors import UnsupportedError
 __all__ = ["capacity_bytes", "peak_bytes", "reset_peak"]
 
 _STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -42,11 +44,14 @@ def capacity_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a new peak where the device can: a process's own goes up only, so measure small steps first."""
+    """Begin a new peak. Where an operating system has none to begin, a process's peak goes up only: small steps first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        _CLEAR_REFS.write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:

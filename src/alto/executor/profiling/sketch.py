@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from alto.data import EncodedDataset
+from alto.data import EncodedDataset, TaskData
 
 __all__ = ["RowLength", "lengths_of", "synthetic_rows"]
 
 _SKETCHED = 64
+_EVALUATED = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,8 +38,11 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
     return tuple(lengths[int((index + 0.5) * len(lengths) / count)] for index in range(count))
 
 
-def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> EncodedDataset:
-    """``count`` rows of random tokens; their lengths go around ``lengths`` in strides, so that short and long mix."""
+def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> TaskData:
+    """``count`` rows of random tokens to train on, and a few to evaluate.
+
+    Their lengths go around ``lengths`` in strides, so that short and long ones mix.
+    """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
     chosen = [lengths[index * stride % len(lengths)] for index in range(count)]
@@ -50,6 +55,12 @@ def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) ->
         predicted[-1] = -100
         input_ids.append(ids)
         targets.append(predicted)
+    return TaskData(
+        train=_dataset(input_ids, targets), validation=_dataset(input_ids[:_EVALUATED], targets[:_EVALUATED])
+    )
+
+
+def _dataset(input_ids: Sequence[Tensor], targets: Sequence[Tensor]) -> EncodedDataset:
     return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
 
 

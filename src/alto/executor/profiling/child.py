@@ -1,0 +1,53 @@
+"""``python -m alto.executor.profiling.child``: measures in a process whose memory is that of nobody else.
+
+A request on stdin, what was found on stdout, both JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from alto.backbone import load_backbone
+from alto.errors import DeviceMemoryError
+from alto.executor.memory_errors import is_out_of_memory
+from alto.executor.profiling.measure import measure
+from alto.executor.profiling.sketch import RowLength
+from alto.spec import Task
+
+__all__ = ["answer"]
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`measure` finds; ``no_memory`` and why where nothing fits."""
+    torch.set_num_threads(request["threads"])
+    task = Task(**request["task"])
+    try:
+        backbone = load_backbone(
+            task.model,
+            dtype=task.dtype,
+            gradient_checkpointing=task.gradient_checkpointing is True,
+            torch_compile=task.torch_compile,
+            load_in_4bit=task.load_in_4bit,
+            load_in_8bit=task.load_in_8bit,
+            trust_remote_code=task.trust_remote_code,
+            use_safetensors=task.use_safetensors,
+        )
+        lengths = [RowLength(*length) for length in request["lengths"]]
+        measured = measure(
+            task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"]
+        )
+    except DeviceMemoryError as error:
+        return {"no_memory": str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {"no_memory": f"expected memory for the base model {task.model!r}, found less; load a smaller one"}
+    return measured.to_dict()
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.load(sys.stdin))))

@@ -1,0 +1,265 @@
+"""Single training steps of more and more tokens, each with its peak of memory and its duration."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from alto.backbone import Backbone
+from alto.data import DataOrder, TaskData
+from alto.errors import DeviceMemoryError
+from alto.executor.job_run import JobPlanner, JobRun
+from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
+from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
+from alto.executor.profiling.sketch import RowLength, synthetic_rows
+from alto.executor.trainer import Trainer
+from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject, linear_modules
+from alto.records import MemoryPoint, ThroughputPoint
+from alto.scheduler import fit_memory
+from alto.spec import Task
+
+__all__ = ["MARGIN", "Measured", "Packing", "measure", "packings", "slot_bytes"]
+
+MARGIN = 0.9
+"""Share of the device's memory that is planned with; the rest is for what no profile sees."""
+
+MAX_JOBS = 16
+"""Most jobs that are measured together: what more of them cost is told by those."""
+
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+_TIMED_STEPS = 3
+_LEAST_BUDGET_S = 60.0
+_BUDGET_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
+
+    num_jobs: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found on a device.
+
+    Attributes:
+        memory: Peaks without the bank.
+        durations: Of steps, the first of a size left out.
+        eval_token_s: Seconds per token of an evaluation.
+        capacity_bytes: Memory of the device.
+        duration_s: What measuring took.
+    """
+
+    memory: tuple[MemoryPoint, ...]
+    durations: tuple[ThroughputPoint, ...]
+    eval_token_s: float
+    capacity_bytes: int
+    duration_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that :meth:`from_dict` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Raises KeyError or TypeError for what :meth:`to_dict` has not made."""
+        return cls(
+            memory=tuple(MemoryPoint(**point) for point in values["memory"]),
+            durations=tuple(ThroughputPoint(**point) for point in values["durations"]),
+            eval_token_s=values["eval_token_s"],
+            capacity_bytes=values["capacity_bytes"],
+            duration_s=values["duration_s"],
+        )
+
+
+def slot_bytes(task: Task, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
+    """Bytes of a bank with ``num_slots`` slots in which any job of the task can sit, optimizer included."""
+    return bank_bytes(
+        _layout(shapes), num_slots, {job.config.optim for job in task.jobs}, ADAPTER_DTYPES[task.adapter_dtype]
+    )
+
+
+def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
+    """What is measured, from few rows to many: of every number of rows the packing with most jobs and with fewest."""
+    jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
+    sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
+    by_rows: dict[int, list[Packing]] = {}
+    for count in jobs:
+        for size in sizes:
+            by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
+    return tuple(
+        packing
+        for _, alike in sorted(by_rows.items())
+        for packing in dict.fromkeys((alike[0], alike[-1]))
+    )
+
+
+def measure(task: Task, backbone: Backbone, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
+    """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
+
+    It ends where the next step would not fit, or has more than ``max_tokens``, or would take the whole beyond its
+    budget: a minute, or a fiftieth of what the task will take, whichever is more. The model is left as it was.
+
+    Args:
+        lengths: Of the task's rows.
+        num_rows: How many the task trains on.
+
+    Raises:
+        DeviceMemoryError: Not even one row of one job fits.
+    """
+    began = time.monotonic()
+    planner = JobPlanner(task, backbone.model, num_rows)
+    runs = [planner.plan(job) for job in task.jobs]
+    shapes = [run.shape for run in runs]
+    capacity = capacity_bytes(backbone.device)
+    largest_batch = max(job.config.per_device_train_batch_size for job in task.jobs)
+    num_jobs = _measured_jobs(task, backbone, shapes, capacity)
+    bank = slot_bytes(task, shapes, num_jobs)
+    todo = packings(num_jobs, largest_batch)
+    rows = synthetic_rows(lengths, backbone.model.get_input_embeddings().num_embeddings, num_jobs * largest_batch)
+    refused: list[MemoryEvent] = []
+    trainer = _trainer(task, backbone, rows, shapes, num_jobs, refused)
+    chosen = [runs[index * len(runs) // num_jobs] for index in range(num_jobs)]
+    for slot, run in enumerate(chosen):
+        trainer.seat_fresh(run, slot)
+    memory: list[MemoryPoint] = []
+    durations: list[ThroughputPoint] = []
+    budget = _Budget(began, task, lengths, num_rows)
+    try:
+        for packing in todo:
+            seated = _seated(chosen, packing, len(rows.train))
+            num_tokens = sum(rows.train.input_ids[row].numel() for run in seated for row in run.order.rows_of_step(0))
+            if memory and (
+                num_tokens > max_tokens
+                or not budget.allows(durations, num_tokens)
+                or not _will_fit(memory, num_tokens, MARGIN * capacity - bank)
+            ):
+                break
+            reset_peak(backbone.device)
+            seconds = [_step_s(trainer, seated) for _ in range(1 + _TIMED_STEPS)]
+            if refused:
+                break
+            peak = peak_bytes(backbone.device) - bank
+            memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
+            durations.append(
+                ThroughputPoint(
+                    num_jobs=packing.num_jobs, num_tokens=num_tokens, duration_s=statistics.median(seconds[1:])
+                )
+            )
+        eval_token_s = _eval_token_s(trainer, chosen[0], rows)
+    except RowTooLargeError as error:
+        raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
+    finally:
+        eject(backbone.model)
+    if not memory:
+        raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
+    return Measured(
+        memory=tuple(memory),
+        durations=tuple(durations),
+        eval_token_s=eval_token_s,
+        capacity_bytes=capacity,
+        duration_s=time.monotonic() - began,
+    )
+
+
+class _Budget:
+    """How long measuring may take: a share of what the steps measured so far say of the whole task."""
+
+    def __init__(self, began: float, task: Task, lengths: Sequence[RowLength], num_rows: int) -> None:
+        self._began = began
+        samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
+        self._task_tokens = samples * statistics.fmean(length.num_tokens for length in lengths)
+
+    def allows(self, durations: Sequence[ThroughputPoint], num_tokens: int) -> bool:
+        """Whether steps of ``num_tokens`` can be measured too."""
+        token_s = durations[-1].duration_s / durations[-1].num_tokens
+        budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self._task_tokens * token_s)
+        return time.monotonic() - self._began + (1 + _TIMED_STEPS) * num_tokens * token_s <= budget_s
+
+
+def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int) -> int:
+    """As many as a task can have at a time, and as leave half of the memory to steps."""
+    left = MARGIN * capacity - sum(value.nbytes for value in backbone.model.state_dict().values())
+    fitting = int(left / 2 / slot_bytes(task, shapes))
+    return max(1, min(MAX_JOBS, len(shapes), task.max_slots or len(shapes), fitting))
+
+
+def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
+    modules = dict.fromkeys(module for shape in shapes for module in shape.targets)
+    return BankLayout(modules=tuple(modules), max_rank=max(shape.rank for shape in shapes))
+
+
+def _trainer(
+    task: Task,
+    backbone: Backbone,
+    rows: TaskData,
+    shapes: Sequence[AdapterShape],
+    num_slots: int,
+    refused: list[MemoryEvent],
+) -> Trainer:
+    targeted = set(_layout(shapes).modules)
+    trainer = Trainer(
+        backbone,
+        rows,
+        modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
+        max_rank=max(shape.rank for shape in shapes),
+        num_slots=num_slots,
+        max_tokens_per_pass=2**62,
+        optims={job.config.optim for job in task.jobs},
+        adapter_dtype=task.adapter_dtype,
+        on_memory_event=refused.append,
+    )
+    # Memory that is zero has not been given by every operating system yet.
+    for tensor in (
+        trainer.bank.params_ZP,
+        trainer.bank.grads_ZP,
+        trainer.optimizer.exp_avg_ZP,
+        trainer.optimizer.exp_avg_sq_ZP,
+    ):
+        tensor.fill_(1.0).zero_()
+    return trainer
+
+
+def _seated(chosen: Sequence[JobRun], packing: Packing, num_rows: int) -> list[JobRun]:
+    """The first of ``chosen``, with batches of the packing's size."""
+    return [
+        replace(run, slot=slot, order=DataOrder(num_rows, packing.batch_size, slot))
+        for slot, run in enumerate(chosen[: packing.num_jobs])
+    ]
+
+
+def _step_s(trainer: Trainer, runs: Sequence[JobRun]) -> float:
+    start = time.perf_counter()
+    trainer.step(runs)
+    for run in runs:
+        run.step += 1
+    return time.perf_counter() - start
+
+
+def _eval_token_s(trainer: Trainer, run: JobRun, rows: TaskData) -> float:
+    run = replace(run, slot=0)
+    trainer.evaluate([run])  # the first is slower
+    start = time.perf_counter()
+    trainer.evaluate([run])
+    return (time.perf_counter() - start) / rows.validation.num_tokens
+
+
+def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bool:
+    """Whether a step of ``num_tokens`` is expected to stay within ``room`` bytes; of one point nothing can be told."""
+    if len({point.num_tokens for point in memory}) < 2:
+        return True
+    fit = fit_memory(memory)
+    return fit.fixed_bytes + fit.bytes_per_token * num_tokens <= room
+
+
+def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
+    return (
+        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
+        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, or load a "
+        "smaller base with load_in_4bit: true"
+    )

@@ -1,0 +1,188 @@
+"""The profile of a task: from the cache, or measured now; and the laws that it gives."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alto.backbone import Backbone, resolve_model
+from alto.errors import DeviceMemoryError, ProfileError
+from alto.executor.profiling import cache
+from alto.executor.profiling.measure import MARGIN, Measured, measure
+from alto.executor.profiling.sketch import RowLength
+from alto.records import MemoryProfile, Throughput
+from alto.scheduler import fit_memory, fit_throughput
+from alto.spec import Task
+
+__all__ = ["Profile", "find_profile", "profile_task"]
+
+CHILD_TIMEOUT_S = 1800.0
+
+_KEYS = (
+    "model",
+    "dtype",
+    "load_in_4bit",
+    "load_in_8bit",
+    "adapter_dtype",
+    "gradient_checkpointing",
+    "torch_compile",
+    "max_slots",
+)
+"""Of a task, what decides what its steps take, beside its jobs and the lengths of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What steps of a task take.
+
+    Attributes:
+        is_cached: It was measured in an earlier run.
+        duration_s: What measuring took, whenever it was.
+    """
+
+    memory: MemoryProfile
+    throughput: Throughput
+    is_cached: bool
+    duration_s: float
+
+
+def find_profile(task: Task, lengths: Sequence[RowLength], device: torch.device) -> Profile | None:
+    """The profile of such a task on such a device, if there is one in the cache."""
+    measured = cache.load(_key(task, lengths, device))
+    return None if measured is None else _profile(measured, is_cached=True)
+
+
+def profile_task(
+    task: Task,
+    lengths: Sequence[RowLength],
+    device: torch.device,
+    *,
+    num_rows: int,
+    max_tokens: int,
+    backbone: Backbone | None = None,
+) -> Profile:
+    """Measure now, and remember.
+
+    Args:
+        lengths: Of the task's rows, from :func:`alto.executor.profiling.lengths_of`.
+        num_rows: How many it trains on.
+        max_tokens: Tokens up to which steps are measured.
+        backbone: The base model on a CUDA device. On a CPU the steps are taken in a process of their own, whose memory
+            is that of nobody else, and this one is not used.
+
+    Raises:
+        DeviceMemoryError: Not even one row of one job fits.
+        ProfileError: The process that measures failed.
+    """
+    if device.type == "cpu":
+        measured = _measured_in_child(task, lengths, num_rows=num_rows, max_tokens=max_tokens)
+    else:
+        assert backbone is not None
+        measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens)
+    cache.save(_key(task, lengths, device), measured)
+    return _profile(measured, is_cached=False)
+
+
+def _profile(measured: Measured, *, is_cached: bool) -> Profile:
+    # A law of tokens needs two sizes. Where one step alone fitted, all of it is called fixed.
+    sizes = {point.num_tokens for point in measured.memory}
+    if len(sizes) < 2:
+        raise ProfileError(
+            f"memory profile: expected steps of two sizes or more to fit into memory, found one, of {min(sizes)} "
+            "tokens; lower max_length or r, set gradient_checkpointing: true, or load_in_4bit: true"
+        )
+    fit, speed = fit_memory(measured.memory), fit_throughput(measured.durations)
+    return Profile(
+        memory=MemoryProfile(
+            fixed_bytes=fit.fixed_bytes,
+            bytes_per_token=fit.bytes_per_token,
+            capacity_bytes=measured.capacity_bytes,
+            margin=MARGIN,
+            error_median=fit.error_median,
+            error_worst=fit.error_worst,
+            points=measured.memory,
+        ),
+        throughput=Throughput(
+            step_s=speed.step_s,
+            job_s=speed.job_s,
+            token_s=speed.token_s,
+            eval_token_s=measured.eval_token_s,
+            points=measured.durations,
+        ),
+        is_cached=is_cached,
+        duration_s=measured.duration_s,
+    )
+
+
+def _key(task: Task, lengths: Sequence[RowLength], device: torch.device) -> dict[str, Any]:
+    """Everything that what is measured depends on."""
+    name = platform.processor() or platform.machine()
+    return {
+        **{key: getattr(task, key) for key in _KEYS},
+        "weights": _weights_of(task.model),
+        "jobs": sorted(
+            {
+                (
+                    job.config.r,
+                    json.dumps(job.config.target_modules),
+                    job.config.optim,
+                    job.config.lora_dropout > 0,
+                    job.config.per_device_train_batch_size,
+                )
+                for job in task.jobs
+            }
+        ),
+        "lengths": [asdict(length) for length in lengths],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
+    }
+
+
+def _weights_of(model: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
+    folder = Path(resolve_model(model))
+    if not folder.is_dir():
+        return []
+    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors", ".bin"})
+    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
+
+
+def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
+    request = {
+        "task": task.to_dict(),
+        "lengths": [(length.num_tokens, length.num_trained) for length in lengths],
+        "num_rows": num_rows,
+        "max_tokens": max_tokens,
+        "threads": torch.get_num_threads(),
+    }
+    child = subprocess.run(
+        [sys.executable, "-m", "alto.executor.profiling.child"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=False,
+    )
+    answer = child.stdout.strip().splitlines()[-1:]
+    try:
+        found: dict[str, Any] = json.loads(answer[0])
+        if "no_memory" in found:
+            raise DeviceMemoryError(found["no_memory"])
+        return Measured.from_dict(found)
+    except (IndexError, ValueError, KeyError, TypeError) as error:
+        told = child.stderr.strip().splitlines()[-1:] or ["nothing"]
+        raise ProfileError(
+            f"profile: expected measurements from a process of its own, found that it ended with code "
+            f"{child.returncode} and said {told[0]!r}; free memory on this machine, or set max_slots, "
+            "max_tokens_per_step and max_tokens_per_pass, and nothing has to be profiled"
+        ) from error
