@@ -216,10 +216,10 @@ def memory_section() -> str:
 
 {_table(("key", "saves about", "needs"), rows)}
 
-bitsandbytes comes with `pip install "alto-lora[bnb]"`; all of it but the paged optimizer works on a CPU too. Output head
-and embeddings stay in `dtype`. A quantised base is multiplied by what its packed weights stand for; activations are not
-rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very small. An adapter names the
-base as the task does: load that base with the same quantisation to use it.
+bitsandbytes comes with `pip install "alto-lora[bnb]"`; all of it but the paged optimizer works on a CPU too. Output
+head and embeddings stay in `dtype`. A quantised base is multiplied by what its packed weights stand for; activations
+are not rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very small. An adapter
+names the base as the task does: load that base with the same quantisation to use it.
 """
 
 
