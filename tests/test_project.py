@@ -27,6 +27,7 @@ HEAVY_EXTRAS = (
 
 SEAMS = {
     "data/arrow": "datasets",
+    "backbone/quantised": "bitsandbytes",
     "lora/eight_bit": "bitsandbytes",
     **{f"trackers/{tool}": tool for tool in ("tensorboard", "mlflow", "wandb", "trackio")},
 }

@@ -1,0 +1,96 @@
+"""Quantised bases: how small they are, where they come from, and what is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+
+from alto.backbone import load_backbone, load_network, quantised, resolve_model
+from alto.backbone.quantised import QuantisedLinear
+from alto.errors import ModelError, UnsupportedError
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
+)
+ASSET = resolve_model("alto-tiny")
+
+
+def layers(network: PreTrainedModel) -> list[QuantisedLinear]:
+    return [module for module in network.modules() if isinstance(module, QuantisedLinear)]
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("key", "bytes_per_number"), [("load_in_4bit", 0.5), ("load_in_8bit", 1.0)])
+def test_linear_layers_are_as_small_as_they_should_be(key: str, bytes_per_number: float) -> None:
+    backbone = load_backbone("alto-tiny", **{key: True})
+    found = layers(backbone.model)
+    assert len(found) == 28
+    numbers = sum(layer.in_features * layer.out_features for layer in found)
+    assert sum(layer.packed.nbytes for layer in found) == bytes_per_number * numbers
+    head = backbone.model.get_output_embeddings()
+    assert type(head) is torch.nn.Linear
+    assert head.weight.dtype == torch.float32
+    assert sum(p.numel() for p in backbone.model.parameters()) + numbers == sum(
+        p.numel() for p in load_network("alto-tiny").parameters()
+    )
+
+
+@needs_bitsandbytes
+def test_a_layer_gives_the_product_with_its_weight_and_keeps_none() -> None:
+    layer = layers(load_network("alto-tiny", load_in_4bit=True))[0]
+    x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = layer(x)
+    assert saved == []
+    y.sum().backward()
+    torch.testing.assert_close(y, x @ layer.weight.T)
+    torch.testing.assert_close(x.grad, layer.weight.sum(0).expand_as(x))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Path) -> None:
+    settings = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        ASSET, dtype=torch.float32, quantization_config=settings, device_map={"": "cpu"}
+    )
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ASSET).save_pretrained(tmp_path)
+    key, other = ("load_in_4bit", "load_in_8bit") if bits == 4 else ("load_in_8bit", "load_in_4bit")
+    expected = layers(load_network("alto-tiny", **{key: True}))
+    for asked in ({}, {key: True}):
+        found = layers(load_network(str(tmp_path), **asked))
+        assert len(found) == len(expected)
+        assert all(torch.equal(one.weight, two.weight) for one, two in zip(found, expected, strict=True))
+    with pytest.raises(ModelError, match=rf"lies on disk in {bits} bits; remove '{other}'"):
+        load_network(str(tmp_path), **{other: True})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors"])
+def test_other_quantisations_are_refused_by_name(
+    method: str, tiny_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=f"is quantised by {method}; use the unquantised model"):
+        load_network(str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
+def test_a_missing_package_is_said_before_weights_are_read(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None if name == missing else real(name))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedError, match=rf"load_in_4bit: expected .* found no {missing}; .*alto-lora\[bnb\]"):
+        load_network("alto-tiny", load_in_4bit=True)
