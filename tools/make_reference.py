@@ -87,6 +87,13 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             *("max_slots", "early_exit", "device", "versions", "jobs"),
         ),
     ),
+    "profile": (
+        "what was measured of the task, now or in an earlier run, how it is packed and how long it may take",
+        (
+            *("is_cached", "profile_s", "memory", "throughput", "slot_bytes", "max_slots", "max_tokens_per_step"),
+            *("max_tokens_per_pass", "gradient_checkpointing", "peak_bytes", "duration_s", "expected_duration_s"),
+        ),
+    ),
     "task_resumed": (
         "a process goes on with the run; what came after the last checkpoint is cut",
         ("notes", "versions"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, Backbone, load_backbone, load_tokenizer, resolve_model
-from alto.data import TaskData, preview_rows, read_heldout_rows, read_task_rows
+from alto.backbone import SHIPPED_MODELS, load_backbone, load_tokenizer, resolve_model
+from alto.data import preview_rows, read_heldout_rows, read_task_rows
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.evaluation import (
     BaseModel,
@@ -22,9 +22,10 @@ from alto.evaluation import (
     find_subject,
     measure,
 )
-from alto.executor import Executor, JobRun, Past, plan_jobs, recover
+from alto.executor import Executor, Past, plan_jobs, recover
+from alto.executor.profiling import USUAL_TOKENS_PER_PASS, Subject, pack, plan
 from alto.export import export_best, write_report
-from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskResult
+from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, read_history, task_result
 from alto.scheduler import TaskDemand, schedule_tasks
 from alto.spec import EarlyExit, Task, load_task
@@ -33,9 +34,6 @@ from alto.trackers import Tracker, chosen_trackers, tracking
 __all__ = ["Engine"]
 
 STRATEGIES = ("adapter_parallel", "single")
-
-TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
-"""Where a task leaves it open: what a CPU's caches hold; what keeps a GPU busy with a small base."""
 
 
 class Engine:
@@ -90,9 +88,23 @@ class Engine:
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
         """
         prepared = self._prepare(self._resolved(task))
-        run_dir = RunDir.create(self._output_dir, prepared.task)
+        packed, forecast = pack(prepared.subject)
+        prepared = replace(prepared, subject=replace(prepared.subject, task=packed), forecast=forecast)
+        run_dir = RunDir.create(self._output_dir, packed)
         with run_dir.locked():
             return self._execute(prepared, run_dir, Past())
+
+    def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
+        """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
+
+        Args:
+            refresh: Measure again, whatever was measured before.
+
+        Raises:
+            AltoError: What is wrong with the task, its data or its model.
+            DeviceMemoryError: The task cannot fit; says what does.
+        """
+        return plan(self._prepare(self._resolved(task)).subject, refresh=refresh)
 
     def resume(self, run: str | Path) -> TaskResult:
         """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
@@ -174,7 +186,7 @@ class Engine:
                 trust_remote_code=task.trust_remote_code,
                 use_safetensors=task.use_safetensors,
             ),
-            max_tokens_per_pass=task.max_tokens_per_pass or TOKENS_PER_PASS[self._device.type],
+            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._device.type],
             max_length=rows.max_length if subject.run_dir is not None else None,
             on_progress=on_progress,
         )
@@ -224,14 +236,12 @@ class Engine:
         return [results[index] for index in range(len(tasks))]
 
     def _resolved(self, task: Task) -> Task:
-        """The task with nothing left open, for any process in any folder to go on with."""
+        """The task as any process in any folder may go on with it; how it is packed may still be open."""
         if task.num_gpus > 1:
             raise UnsupportedError(
                 f"num_gpus: this version runs a task on 1 device, found {task.num_gpus}; set it to 1"
             )
         found: dict[str, Any] = {}
-        if task.max_tokens_per_pass is None:
-            found["max_tokens_per_pass"] = TOKENS_PER_PASS[self._device.type]
         for key in ("dataset", "validation_dataset"):
             path = getattr(task, key)
             if path is not None and Path(path).expanduser().is_file():
@@ -256,12 +266,11 @@ class Engine:
             use_safetensors=task.use_safetensors,
         )
         data = rows.encode(backbone.tokenizer)
-        return _Prepared(
-            task=task, trackers=trackers, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data)
-        )
+        runs = plan_jobs(task, backbone, data)
+        return _Prepared(trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs))
 
     def _execute(self, prepared: _Prepared, run_dir: RunDir, past: Past) -> TaskResult:
-        task = prepared.task
+        subject, task = prepared.subject, prepared.subject.task
         with tracking(prepared.trackers, run_dir.root) as tracker_observers:
             observers = (*self._observers, *tracker_observers)
             for event in past.events:
@@ -271,9 +280,10 @@ class Engine:
                 with Journal(run_dir.journal_file, observers, past=past.events) as journal:
                     Executor(
                         task,
-                        prepared.runs,
-                        prepared.backbone,
-                        prepared.data,
+                        subject.runs,
+                        subject.backbone,
+                        subject.data,
+                        forecast=prepared.forecast,
                         run_dir=run_dir,
                         journal=journal,
                         past=past,
@@ -298,13 +308,11 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task whose rows, model and jobs have been found to fit."""
+    """A task that is ready to run; ``forecast`` is None where nothing was measured for it."""
 
-    task: Task
     trackers: Mapping[str, Tracker]
-    backbone: Backbone
-    data: TaskData
-    runs: list[JobRun]
+    subject: Subject
+    forecast: TaskPlan | None = None
 
 
 def _num_samples(task: Task) -> int:

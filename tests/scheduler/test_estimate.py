@@ -14,7 +14,6 @@ from alto.scheduler import (
     JobDemand,
     JobWork,
     SeatingLimits,
-    cost,
     estimate_duration_s,
     expected_duration_s,
     plan_residents,
@@ -104,10 +103,6 @@ def test_what_rungs_keep_is_spread_over_the_batch_sizes() -> None:
     wide = SeatingLimits(num_slots=8)
     half = expected_duration_s(jobs, PACE, wide, validation_tokens=0, rungs=[Rung(progress=0.5, keep=0.5)])
     assert half == pytest.approx(5 * (0.1 + 0.08 + 0.36) + 5 * (0.1 + 0.04 + 0.18))
-
-
-def test_hours_cost_their_price() -> None:
-    assert cost(5400.0, 2.0) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, preview, report, show, tune
+from alto.cli import evaluate, job, plan, preview, report, show, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(tune.tune)
 app.command()(tune.resume)
+app.command()(plan.plan)
 app.command()(show.show)
 app.add_typer(job.app)
 app.command()(report.report)

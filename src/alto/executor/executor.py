@@ -13,7 +13,7 @@ from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import RowTooLargeError, is_out_of_memory
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
-from alto.records import ExitReason
+from alto.records import ExitReason, TaskPlan
 from alto.runs import Journal, Mailbox, RunDir
 from alto.spec import Task
 
@@ -31,6 +31,7 @@ class Executor:
         backbone: The base model the jobs were planned for.
         run_dir, journal: Where everything goes.
         past: What an interrupted run goes on from; None begins the task.
+        forecast: What was found out about the task beforehand, for the journal.
         is_interrupted: Asked before every step; once true, the task stops and can be resumed.
     """
 
@@ -44,11 +45,13 @@ class Executor:
         run_dir: RunDir,
         journal: Journal,
         past: Past | None = None,
+        forecast: TaskPlan | None = None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> None:
         self._past = past or Past()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
+        self._forecast = forecast
         self._state = TaskRun(task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past)
         self._control = Control(self._state, Mailbox(run_dir), self._past)
         self._save_interval_s = task.checkpoint_interval_s
@@ -79,7 +82,7 @@ class Executor:
         if self._past.events:
             state.go_on(self._past)
         else:
-            state.begin(self._past)
+            state.begin(self._past, self._forecast)
         while True:
             self._control.obey()
             while state.race.rung_ready():

@@ -6,7 +6,9 @@ import math
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any
 
 from alto.backbone import Backbone
 from alto.data import TaskData
@@ -15,7 +17,7 @@ from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint
 from alto.executor.roster import Roster
-from alto.records import ExitDecision, ExitReason
+from alto.records import ExitDecision, ExitReason, TaskPlan
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, plan_residents
 from alto.spec import Job, JobConfig, Task
@@ -74,8 +76,8 @@ class TaskRun:
         self._ahead: frozenset[str] = frozenset()
         self._seated_for: tuple[int, SeatingLimits] | None = None
 
-    def begin(self, past: Past) -> None:
-        """Say what is about to be trained."""
+    def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
+        """Say what is about to be trained, and what is expected of it."""
         self.journal.append(
             "task_started",
             task=self.task.name,
@@ -93,6 +95,8 @@ class TaskRun:
             versions=_versions(),
             jobs=[self._description(run) for run in self.runs.values()],
         )
+        if forecast is not None:
+            self.journal.append("profile", **_profile_facts(forecast))
         self._tell_memory_events()
 
     def go_on(self, past: Past) -> None:
@@ -307,6 +311,23 @@ class TaskRun:
                 may_run_ahead=job in certain,
                 has_started=run.step > 0,
             )
+
+
+def _profile_facts(forecast: TaskPlan) -> dict[str, Any]:
+    return {
+        "is_cached": forecast.is_cached,
+        "profile_s": forecast.profile_s,
+        "memory": asdict(forecast.memory),
+        "throughput": asdict(forecast.throughput),
+        "slot_bytes": forecast.slot_bytes,
+        "max_slots": forecast.max_slots,
+        "max_tokens_per_step": forecast.max_tokens_per_step,
+        "max_tokens_per_pass": forecast.max_tokens_per_pass,
+        "gradient_checkpointing": forecast.gradient_checkpointing,
+        "peak_bytes": forecast.peak_bytes,
+        "duration_s": forecast.duration_s,
+        "expected_duration_s": forecast.expected_duration_s,
+    }
 
 
 def _versions() -> dict[str, str]:

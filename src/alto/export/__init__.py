@@ -2,6 +2,7 @@
 
 from alto.export.adapter import export_best
 from alto.export.plain import PlainView
+from alto.export.plan import plan_text
 from alto.export.preview import preview_text
 from alto.export.report import write_report
 from alto.export.terminal import LiveView, final_summary, open_view
@@ -15,6 +16,7 @@ __all__ = [
     "export_best",
     "final_summary",
     "open_view",
+    "plan_text",
     "preview_text",
     "watch_run",
     "write_report",

@@ -1,4 +1,4 @@
-"""How long a task will take, and what that costs, before it is run. Pure."""
+"""How long a task will take, before it is run. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import JobDemand, SeatingLimits, plan_residents
 
-__all__ = ["JobWork", "cost", "estimate_duration_s", "expected_duration_s"]
-
-SECONDS_PER_HOUR = 3600.0
+__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,7 @@ def estimate_duration_s(
         plan = plan_residents((_demand(work[name], left[name], slots.get(name)) for name in left), limits)
         slots.update((seating.job, seating.slot) for seating in plan.seat)
         tokens = sum(work[name].num_tokens for name in slots)
-        step_s = throughput.step_s + throughput.job_s * len(slots) + throughput.token_s * tokens
+        step_s = throughput.duration_s(len(slots), tokens)
         num_steps = min(left[name] for name in slots)
         duration_s += num_steps * step_s
         for name in list(slots):
@@ -89,11 +87,6 @@ def expected_duration_s(
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
         runners = _spread(runners, keep)
     return (1.0 - online_exit_share) * duration_s
-
-
-def cost(duration_s: float, price_per_hour: float) -> float:
-    """What ``duration_s`` seconds cost, in the currency of the price."""
-    return duration_s / SECONDS_PER_HOUR * price_per_hour
 
 
 def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:

@@ -1,7 +1,5 @@
-"""What the steps of a task take of this device, measured before it is trained."""
+"""What a task takes of this device, measured before it is trained: memory, packing, time."""
 
-from alto.executor.profiling.measure import MARGIN, slot_bytes
-from alto.executor.profiling.profile import Profile, find_profile, profile_task
-from alto.executor.profiling.sketch import RowLength, lengths_of
+from alto.executor.profiling.plan import USUAL_TOKENS_PER_PASS, Subject, pack, plan
 
-__all__ = ["MARGIN", "Profile", "RowLength", "find_profile", "lengths_of", "profile_task", "slot_bytes"]
+__all__ = ["USUAL_TOKENS_PER_PASS", "Subject", "pack", "plan"]

@@ -37,9 +37,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             use_safetensors=task.use_safetensors,
         )
         lengths = [RowLength(*length) for length in request["lengths"]]
-        measured = measure(
-            task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"]
-        )
+        measured = measure(task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"])
     except DeviceMemoryError as error:
         return {"no_memory": str(error)}
     except Exception as error:

@@ -92,14 +92,12 @@ def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
     for count in jobs:
         for size in sizes:
             by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
-    return tuple(
-        packing
-        for _, alike in sorted(by_rows.items())
-        for packing in dict.fromkeys((alike[0], alike[-1]))
-    )
+    return tuple(packing for _, alike in sorted(by_rows.items()) for packing in dict.fromkeys((alike[0], alike[-1])))
 
 
-def measure(task: Task, backbone: Backbone, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
+def measure(
+    task: Task, backbone: Backbone, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int
+) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
     It ends where the next step would not fit, or has more than ``max_tokens``, or would take the whole beyond its

@@ -44,7 +44,7 @@ def capacity_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a new peak. Where an operating system has none to begin, a process's peak goes up only: small steps first."""
+    """Begin a new peak, where the operating system can; where not, it goes up only, so small steps come first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -1,0 +1,51 @@
+"""``alto plan``: what tasks will take, before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from alto.cli.output import print_json
+from alto.records import TaskPlan
+from alto.spec import load_task
+
+__all__ = ["plan"]
+
+
+def plan(
+    files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of every file.")
+    ] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option("--gpu-hour-price", min=0, help="Price of an hour of the device, for the cost.")
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
+) -> None:
+    """Measure what the tasks in FILES take of memory and time, and show how they would be packed; train nothing."""
+    tasks = [load_task(file, overrides or ()) for file in files]
+    from alto.engine import Engine
+    from alto.export import plan_text
+
+    engine = Engine()
+    console = Console()
+    facts = []
+    for task in tasks:
+        found = engine.plan(task, refresh=refresh)
+        facts.append(_facts(found, gpu_hour_price))
+        if not as_json:
+            console.print(plan_text(found, price_per_hour=gpu_hour_price))
+    if as_json:
+        print_json({"tasks": facts})
+
+
+def _facts(found: TaskPlan, price_per_hour: float | None) -> dict[str, object]:
+    facts: dict[str, object] = dataclasses.asdict(found)
+    if price_per_hour is not None:
+        facts["cost"], facts["expected_cost"] = found.cost(price_per_hour)
+    return facts

@@ -1,0 +1,233 @@
+"""What a task will take, before it is trained: its profile, how its jobs are packed, how long it lasts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.early_exit import policy_from
+from alto.errors import DeviceMemoryError
+from alto.executor.job_run import JobRun
+from alto.executor.profiling.measure import MARGIN, slot_bytes
+from alto.executor.profiling.meter import capacity_bytes
+from alto.executor.profiling.profile import Profile, find_profile, profile_task
+from alto.executor.profiling.sketch import lengths_of
+from alto.records import PackingForecast, TaskPlan
+from alto.scheduler import (
+    JobWork,
+    Packing,
+    PackingRequest,
+    SeatingLimits,
+    choose_packing,
+    estimate_duration_s,
+    expected_duration_s,
+)
+from alto.spec import Task
+
+__all__ = ["USUAL_TOKENS_PER_PASS", "Subject", "pack", "plan"]
+
+USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
+"""Beyond which a pass gains nothing: what a CPU's caches hold; what keeps a GPU busy with a small base."""
+
+USUAL_SLOTS = 16
+
+_ROOMY = 0.25
+_LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A task whose rows and model have been read, and whose jobs are known to fit them."""
+
+    task: Task
+    backbone: Backbone
+    data: TaskData
+    runs: Sequence[JobRun]
+
+    @property
+    def row_tokens(self) -> float:
+        """Mean tokens of a training row."""
+        return self.data.train.num_tokens / len(self.data.train)
+
+
+def _has_open_limits(task: Task) -> bool:
+    """Whether the task leaves to the engine how its jobs are packed."""
+    return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
+
+
+def pack(subject: Subject) -> tuple[Task, TaskPlan | None]:
+    """The task with every limit set, and the plan they come from.
+
+    On a GPU, and where a CPU's memory might become tight, the task is profiled first, if it was not before. Else a
+    profile that is there is used, and without one the limits are the usual ones: there the plan is None.
+
+    Raises:
+        DeviceMemoryError: The task cannot fit; says what does.
+    """
+    task = subject.task
+    if not _has_open_limits(task):
+        return task, None
+    device = subject.backbone.device
+    if device.type == "cpu" and _is_roomy(subject) and not _is_profiled(subject):
+        return _with_usual_limits(task), None
+    found = plan(subject)
+    return (
+        task.replace(
+            max_slots=found.max_slots,
+            max_tokens_per_step=found.max_tokens_per_step,
+            max_tokens_per_pass=found.max_tokens_per_pass,
+            gradient_checkpointing=found.gradient_checkpointing,
+        ),
+        found,
+    )
+
+
+def _with_usual_limits(task: Task) -> Task:
+    """The task, packed as where memory is plenty and nothing was measured."""
+    return task.replace(
+        max_slots=task.max_slots or USUAL_SLOTS,
+        max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"],
+        gradient_checkpointing=task.gradient_checkpointing is True,
+    )
+
+
+def plan(subject: Subject, *, refresh: bool = False) -> TaskPlan:
+    """What the task takes.
+
+    Args:
+        refresh: Measure again, whatever was measured before.
+
+    Raises:
+        DeviceMemoryError: The task cannot fit; says what does.
+        ProfileError: It could not be measured.
+    """
+    task = subject.task
+    if task.gradient_checkpointing != "auto":
+        return _plan(subject, task, refresh=refresh)
+    try:
+        return _plan(subject, task.replace(gradient_checkpointing=False), refresh=refresh)
+    except DeviceMemoryError:
+        subject.backbone.checkpoint_layers()
+        return _plan(subject, task.replace(gradient_checkpointing=True), refresh=refresh)
+
+
+def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
+    runs, device = subject.runs, subject.backbone.device
+    profile = _profile(subject, task, refresh=refresh)
+    bytes_per_slot = slot_bytes(task, [run.shape for run in runs])
+    works = [_work(run, subject.row_tokens) for run in runs]
+    longest = max(subject.data.train.longest, subject.data.validation.longest)
+    packing = choose_packing(
+        PackingRequest(
+            step_tokens=[work.num_tokens for work in works],
+            longest_row=longest,
+            slot_bytes=bytes_per_slot,
+            usual_tokens_per_pass=USUAL_TOKENS_PER_PASS[device.type],
+            max_slots=task.max_slots,
+            max_tokens_per_step=task.max_tokens_per_step,
+            max_tokens_per_pass=task.max_tokens_per_pass,
+        ),
+        profile.memory,
+        profile.throughput,
+    )
+    limits = SeatingLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
+    validation_tokens = subject.data.validation.num_tokens
+    duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
+    rungs = policy_from(task.early_exit).rungs
+    expected_s = (
+        expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
+        if rungs
+        else duration_s
+    )
+    parameters = [run.shape.num_parameters for run in runs]
+    return TaskPlan(
+        task=task.name,
+        model=task.model,
+        device=str(device),
+        num_jobs=len(runs),
+        num_parameters=(min(parameters), max(parameters)),
+        row_tokens=(subject.row_tokens, longest),
+        slot_bytes=bytes_per_slot,
+        max_slots=packing.max_slots,
+        max_tokens_per_step=packing.max_tokens_per_step,
+        max_tokens_per_pass=packing.max_tokens_per_pass,
+        gradient_checkpointing=task.gradient_checkpointing is True,
+        peak_bytes=packing.peak_bytes,
+        packings=_forecasts(profile, packing, bytes_per_slot, len(runs)),
+        memory=profile.memory,
+        throughput=profile.throughput,
+        duration_s=duration_s,
+        expected_duration_s=expected_s,
+        is_cached=profile.is_cached,
+        profile_s=profile.duration_s,
+    )
+
+
+def _profile(subject: Subject, task: Task, *, refresh: bool) -> Profile:
+    device, lengths = subject.backbone.device, lengths_of(subject.data.train)
+    found = None if refresh else find_profile(task, lengths, device)
+    return found or profile_task(
+        task,
+        lengths,
+        device,
+        num_rows=len(subject.data.train),
+        max_tokens=2 * USUAL_TOKENS_PER_PASS[device.type],
+        backbone=subject.backbone,
+    )
+
+
+def _is_profiled(subject: Subject) -> bool:
+    task, device = subject.task, subject.backbone.device
+    known = task.replace(gradient_checkpointing=task.gradient_checkpointing is True)
+    return find_profile(known, lengths_of(subject.data.train), device) is not None
+
+
+def _is_roomy(subject: Subject) -> bool:
+    """Whether even a coarse upper bound of what the task takes is a small part of the memory."""
+    config = subject.backbone.model.config.get_text_config()
+    shapes = [run.shape for run in subject.runs]
+    # Twice what a layer of a gated transformer keeps for its backward pass, and the adapters' narrow activations.
+    width = 20 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    narrow = sum(2 * max(shape.rank for shape in shapes) for _ in shapes[0].targets)
+    bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size
+    weights = sum(value.nbytes for value in subject.backbone.model.state_dict().values())
+    num_slots = min(subject.task.max_slots or USUAL_SLOTS, len(shapes))
+    bank = slot_bytes(subject.task, shapes, num_slots)
+    longest = max(subject.data.train.longest, subject.data.validation.longest)
+    tokens = max(subject.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
+    bound = 2 * weights + bank + tokens * bytes_per_token
+    return bool(bound <= _ROOMY * MARGIN * capacity_bytes(subject.backbone.device))
+
+
+def _work(run: JobRun, row_tokens: float) -> JobWork:
+    batch_size = run.config.per_device_train_batch_size
+    return JobWork(
+        job=run.id,
+        batch_size=batch_size,
+        num_tokens=math.ceil(batch_size * row_tokens),
+        num_steps=run.total_steps,
+        num_evaluations=len(run.evaluation_steps),
+    )
+
+
+def _forecasts(profile: Profile, packing: Packing, bytes_per_slot: int, num_jobs: int) -> tuple[PackingForecast, ...]:
+    """The chosen packing between smaller and larger ones."""
+    memory, throughput = profile.memory, profile.throughput
+    slots = sorted({1, *(packing.max_slots * factor // 2 for factor in (1, 2, 4)), num_jobs} - {0})
+    tokens = [packing.max_tokens_per_pass * factor // 4 for factor in (1, 2, 4, 8)]
+    room = memory.margin * memory.capacity_bytes
+    return tuple(
+        PackingForecast(
+            num_slots=num_slots,
+            num_tokens=num_tokens,
+            peak_bytes=(peak := memory.peak_bytes(num_tokens, num_slots * bytes_per_slot)),
+            fits=peak <= room,
+            tokens_per_s=num_tokens / throughput.duration_s(num_slots, num_tokens),
+        )
+        for num_slots in slots
+        if num_slots <= num_jobs
+        for num_tokens in tokens
+    )

@@ -1,0 +1,72 @@
+"""A plan in the terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from alto.export.wording import format_duration
+from alto.records import TaskPlan
+
+__all__ = ["plan_text"]
+
+_MIB = 2**20
+
+
+def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> RenderableType:
+    """Jobs, memory of several packings, the one chosen, time and cost."""
+    memory = plan.memory
+    planned = memory.margin * memory.capacity_bytes
+    smallest, largest = plan.num_parameters
+    mean, longest = plan.row_tokens
+    measured = "measured earlier (--refresh measures again)" if plan.is_cached else "measured now"
+    lines = [
+        f"{plan.task} on {plan.model}, {plan.device}",
+        f"jobs:       {plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each",
+        f"rows:       {mean:,.0f} tokens on average, {longest:,} in the longest",
+        f"memory:     {_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a pass + "
+        f"{_size(plan.slot_bytes)} a slot, of {_size(planned)} ({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
+        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, error of the law "
+        f"{memory.error_median:.1%}, at worst {memory.error_worst:.1%}",
+    ]
+    chosen = (
+        f"packing:    max_slots {plan.max_slots}, max_tokens_per_step {plan.max_tokens_per_step:,}, "
+        f"max_tokens_per_pass {plan.max_tokens_per_pass:,}"
+        + (", gradient_checkpointing" if plan.gradient_checkpointing else "")
+        + f"; at most {_size(plan.peak_bytes)}"
+    )
+    most, expected = (None, None) if price_per_hour is None else plan.cost(price_per_hour)
+    time = [f"time:       {_priced(plan.duration_s, most)} with early exit off"]
+    if plan.expected_duration_s < plan.duration_s:
+        time.append(f"            {_priced(plan.expected_duration_s, expected)} expected with it")
+    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *time, ""])))
+
+
+def _table(plan: TaskPlan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("slots", "tokens a pass", "peak", "tokens/s", ""):
+        table.add_column(heading, justify="right")
+    for packing in plan.packings:
+        is_chosen = (packing.num_slots, packing.num_tokens) == (plan.max_slots, plan.max_tokens_per_pass)
+        table.add_row(
+            f"{packing.num_slots}",
+            f"{packing.num_tokens:,}",
+            _size(packing.peak_bytes),
+            f"{packing.tokens_per_s:,.0f}",
+            "chosen" if is_chosen else "" if packing.fits else "does not fit",
+        )
+    return table
+
+
+def _priced(duration_s: float, cost: float | None) -> str:
+    return f"about {format_duration(duration_s)}" + ("" if cost is None else f", which costs {cost:,.2f}")
+
+
+def _span(smallest: int, largest: int) -> str:
+    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / _MIB:,.1f} MiB"

@@ -1,0 +1,105 @@
+"""How many jobs of a task train together, and in passes of how many tokens: from what was measured. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.errors import DeviceMemoryError
+from alto.records import MemoryProfile, Throughput
+from alto.scheduler.fit import max_tokens, saturation
+
+__all__ = ["Packing", "PackingRequest", "choose_packing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingRequest:
+    """What a task asks of the device; what it leaves open is None.
+
+    Attributes:
+        step_tokens: Tokens of one step of every job, in expectation.
+        longest_row: Tokens of the longest row: the least a pass must hold.
+        slot_bytes: Memory of one slot.
+        usual_tokens_per_pass: Beyond which passes of this device gain nothing.
+    """
+
+    step_tokens: Sequence[int]
+    longest_row: int
+    slot_bytes: int
+    usual_tokens_per_pass: int
+    max_slots: int | None = None
+    max_tokens_per_step: int | None = None
+    max_tokens_per_pass: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """The limits that a task runs within, and the peak of memory that they come to."""
+
+    max_slots: int
+    max_tokens_per_step: int
+    max_tokens_per_pass: int
+    peak_bytes: int
+
+
+def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: Throughput) -> Packing:
+    """As many slots as a step needs to reach the device's best rate of tokens, even with the smallest jobs, and as fit.
+
+    Slots beyond that would only delay the first results. Slots that leave no room for such a step beside them are
+    given up for longer passes. What the task itself sets is kept; where that does not fit, the error says what does.
+
+    Raises:
+        DeviceMemoryError: One slot and a pass of the longest row, or what the task sets, do not fit.
+    """
+    saturated = saturation(throughput.points)
+    smallest = min(request.step_tokens)
+    wanted = request.max_slots or min(len(request.step_tokens), math.ceil(saturated / smallest))
+    least_pass = max(request.longest_row, request.max_tokens_per_pass or 0)
+    for num_slots in range(wanted, 0, -1):
+        room = _room(memory, num_slots * request.slot_bytes)
+        if room >= max(least_pass, min(saturated, num_slots * smallest)) or (num_slots == 1 and room >= least_pass):
+            break
+        if request.max_slots is not None and room < least_pass:
+            raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
+        if request.max_slots is not None:
+            break
+    else:
+        raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
+    usual = max(request.usual_tokens_per_pass, request.longest_row)
+    tokens_per_pass = request.max_tokens_per_pass or min(usual, room)
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass)
+    largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
+    return Packing(
+        max_slots=num_slots,
+        max_tokens_per_step=step,
+        max_tokens_per_pass=tokens_per_pass,
+        peak_bytes=memory.peak_bytes(largest_pass, num_slots * request.slot_bytes),
+    )
+
+
+def _room(memory: MemoryProfile, bank_bytes: int) -> int:
+    """Tokens that fit into a pass beside the bank."""
+    room = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
+    return 2**24 if room is None else min(room, 2**24)
+
+
+def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: int) -> str:
+    num_slots = request.max_slots or 1
+    need = memory.peak_bytes(least_pass, num_slots * request.slot_bytes)
+    planned = memory.margin * memory.capacity_bytes
+    room = _room(memory, request.slot_bytes)
+    if room < request.longest_row:
+        fits = f"rows of at most {room:,} tokens fit beside one slot: set max_length: {room}" if room else ""
+        remedy = "; ".join(filter(None, (fits, "or gradient_checkpointing: true, load_in_4bit: true or a smaller r")))
+    else:
+        fitting = num_slots
+        while fitting > 1 and _room(memory, fitting * request.slot_bytes) < request.longest_row:
+            fitting -= 1
+        tokens = _room(memory, fitting * request.slot_bytes)
+        remedy = f"{fitting} slots and passes of {tokens:,} tokens fit: lower max_slots or max_tokens_per_pass"
+    return (
+        f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
+        f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a pass of {least_pass:,} tokens take "
+        f"{need / 2**30:,.2f} GiB; {remedy}"
+    )
