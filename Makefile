@@ -58,6 +58,7 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 bench-gpu: export PYTHONPATH = src
 bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
 	$(PYTHON) benchmarks/kernels.py --scale gpu
+	$(PYTHON) benchmarks/memory.py --scale gpu
 
 .PHONY: clean
 clean: ## Delete .venv, caches, build products and generated data; runs/ stays

@@ -22,6 +22,12 @@ from transformers import PreTrainedModel
 pytest_plugins = ["journals"]  # journals written by hand
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Profiles that the machine's user has measured decide no test."""
+    os.environ["ALTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., PreTrainedModel]:
     """``tiny_model(architecture, seed=0, **config)``: a new random-weight model of transformers' own class, float32."""

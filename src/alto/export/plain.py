@@ -14,6 +14,7 @@ from alto.export.wording import (
     clean,
     describe_config,
     describe_memory_event,
+    describe_profile,
     describe_rungs,
     format_count,
     format_duration,
@@ -90,6 +91,8 @@ class PlainView:
                 self._say(f"{self._name(job)} completed, best validation loss {format_loss(job.best_validation_loss)}")
             case "warmup_ended":
                 self._on_rung()
+            case "profile":
+                self._say(describe_profile(event))
             case "oom":
                 self._say(describe_memory_event(event))
             case "task_completed":

@@ -24,6 +24,7 @@ from alto.export.tables import JobTable, exit_totals, job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_memory_event,
+    describe_profile,
     describe_task,
     format_count,
     format_duration,
@@ -100,6 +101,8 @@ class LiveView:
         # Outside of the lock, which drawing takes too.
         if event.get("event") == "oom":
             self._console.print(Text(describe_memory_event(event), style="yellow"))
+        if event.get("event") == "profile":
+            self._console.print(Text(describe_profile(event), style="dim"))
         if event.get("event") in ("task_started", "task_resumed"):
             for note in event.get("notes") or ():
                 self._console.print(Text(f"note: {clean(note)}", style="yellow"))

@@ -18,6 +18,7 @@ __all__ = [
     "clean",
     "describe_config",
     "describe_memory_event",
+    "describe_profile",
     "describe_rungs",
     "describe_task",
     "format_count",
@@ -121,6 +122,17 @@ def describe_memory_event(event: Mapping[str, Any]) -> str:
     else:
         change = f"now at most {format_count(event.get('max_tokens_per_pass') or 0)} tokens a pass"
     return f"memory ran out in {where.get(phase, 'the ' + clean(phase))}; {change}"
+
+
+def describe_profile(event: Mapping[str, Any]) -> str:
+    """How the jobs are packed and how long that may take: ``12 slots, passes of 4,096 tokens; about 1 min 13 s …``."""
+    known = "earlier" if event.get("is_cached") else f"in {format_duration(event.get('profile_s') or 0.0)}"
+    return (
+        f"{format_count(event.get('max_slots') or 0)} slots, passes of "
+        f"{format_count(event.get('max_tokens_per_pass') or 0)} tokens; about "
+        f"{format_duration(event.get('expected_duration_s') or 0.0)} expected, "
+        f"{format_duration(event.get('duration_s') or 0.0)} if no job ends early (profile measured {known})"
+    )
 
 
 def format_setting(value: Any) -> str:

@@ -1,0 +1,90 @@
+"""``python benchmarks/memory_lib/child.py``: plans a task, takes its steps, or trains it, in a process of its own.
+
+A request on stdin, what was found on the last line of stdout, both JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import torch
+from kernels_lib.lengths import RowLength
+from kernels_lib.workload import random_rows
+
+from alto.backbone import load_backbone
+from alto.data import TaskData
+from alto.executor import Executor, Trainer, plan_jobs
+from alto.executor.profiling import Subject, pack, plan
+from alto.executor.profiling.meter import peak_bytes, reset_peak
+from alto.lora import linear_modules
+from alto.runs import Journal, RunDir
+from alto.spec import Task
+
+STEPS = 8
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    torch.set_num_threads(request["threads"])
+    task = Task(**request["task"])
+    backbone = load_backbone(task.model, dtype=task.dtype, device=request["device"])
+    lengths = [RowLength(*row) for row in request["lengths"]]
+    vocabulary = backbone.model.config.vocab_size
+    data = TaskData(
+        train=random_rows(lengths, vocabulary).train, validation=random_rows(lengths[::4], vocabulary, seed=1).train
+    )
+    subject = Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
+    action = {"plan": find_plan, "peak": find_peak, "run": find_duration}[request["action"]]
+    print(json.dumps(action(subject)))
+
+
+def find_plan(subject: Subject) -> dict[str, Any]:
+    """The plan, measured now."""
+    return dataclasses.asdict(plan(subject, refresh=True))
+
+
+def find_peak(subject: Subject) -> dict[str, Any]:
+    """The peak of a few steps of all jobs together, each in a slot of its own, and the largest pass of them."""
+    backbone, runs = subject.backbone, subject.runs
+    targeted = {module for run in runs for module in run.shape.targets}
+    trainer = Trainer(
+        backbone,
+        subject.data,
+        modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
+        max_rank=max(run.shape.rank for run in runs),
+        num_slots=len(runs),
+        max_tokens_per_pass=subject.task.max_tokens_per_pass or 2**62,
+        optims={run.config.optim for run in runs},
+    )
+    reset_peak(backbone.device)
+    for slot, run in enumerate(runs):
+        run.slot = slot
+        trainer.seat_fresh(run, slot)
+    for _ in range(STEPS):
+        trainer.step(runs)
+        for run in runs:
+            run.step += 1
+    return {"peak_bytes": peak_bytes(backbone.device), "num_tokens": trainer.passes.largest}
+
+
+def find_duration(subject: Subject) -> dict[str, Any]:
+    """Seconds that the task trains and evaluates, checkpoints included, packed as its plan says."""
+    task, _ = pack(subject)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = RunDir.create(folder, task)
+        start = time.perf_counter()
+        with Journal(run_dir.journal_file) as journal:
+            Executor(task, subject.runs, subject.backbone, subject.data, run_dir=run_dir, journal=journal).run()
+        return {"duration_s": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    main()

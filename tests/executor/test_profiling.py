@@ -1,0 +1,230 @@
+"""What is measured of a task before it is trained, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import load_tiny, make_task, read_journal
+
+from alto.engine import Engine
+from alto.errors import DeviceMemoryError, ProfileError
+from alto.executor import plan_jobs
+from alto.executor.profiling import Subject, cache, measure, meter, pack, plan, planning, profile
+from alto.executor.profiling.measure import Measured, Packing, packings
+from alto.executor.profiling.sketch import RowLength, lengths_of, synthetic_rows
+from alto.records import MemoryPoint, ThroughputPoint
+from alto.spec import Task
+
+CPU = torch.device("cpu")
+MIB = 2**20
+MEASURED = Measured(
+    memory=(
+        MemoryPoint(num_jobs=1, num_tokens=100, peak_bytes=110 * MIB),
+        MemoryPoint(num_jobs=2, num_tokens=1000, peak_bytes=200 * MIB),
+    ),
+    durations=(
+        ThroughputPoint(num_jobs=1, num_tokens=100, duration_s=0.1),
+        ThroughputPoint(num_jobs=2, num_tokens=1000, duration_s=0.5),
+    ),
+    eval_token_s=1e-4,
+    capacity_bytes=1000 * MIB,
+    duration_s=3.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def subject(tmp_path: Path) -> Subject:
+    return subject_of(make_task(tmp_path, search_space={"r": [2, 8], "per_device_train_batch_size": [1, 4]}))
+
+
+def subject_of(task: Task) -> Subject:
+    backbone, data = load_tiny(task)
+    return Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, found: Measured = MEASURED) -> list[Task]:
+    """Let ``found`` be what is measured; the tasks that were."""
+    tasks: list[Task] = []
+
+    def take(task: Task, lengths: object, **ignored: object) -> Measured:
+        tasks.append(task)
+        return found
+
+    monkeypatch.setattr(profile, "_measured_in_child", take)
+    return tasks
+
+
+def test_a_sketch_has_about_the_mean_of_all_rows_and_rows_made_of_it_have_its_lengths():
+    lengths = [RowLength(num_tokens=n, num_trained=n // 3) for n in range(20, 420)]
+    rows = synthetic_rows(lengths, 50, len(lengths)).train
+    assert sorted(ids.numel() for ids in rows.input_ids) == [length.num_tokens for length in lengths]
+    trained = sorted(int((targets >= 0).sum()) for targets in rows.targets)
+    assert trained == [length.num_trained for length in lengths]
+    sketched = lengths_of(rows)
+    assert len(sketched) == 64
+    mean = sum(length.num_tokens for length in sketched) / 64
+    assert mean == pytest.approx(rows.num_tokens / len(rows), rel=0.02)
+
+
+def test_packings_go_from_few_rows_to_many_with_most_and_fewest_jobs_of_each():
+    assert packings(3, 2) == (
+        Packing(num_jobs=1, batch_size=1),
+        Packing(num_jobs=1, batch_size=2),
+        Packing(num_jobs=2, batch_size=1),
+        Packing(num_jobs=3, batch_size=1),
+        Packing(num_jobs=2, batch_size=2),
+        Packing(num_jobs=3, batch_size=2),
+    )
+
+
+def take_measures(subject: Subject, max_tokens: int = 10**6) -> Measured:
+    return measure.measure(
+        subject.task,
+        subject.backbone,
+        lengths_of(subject.data.train),
+        num_rows=len(subject.data.train),
+        max_tokens=max_tokens,
+    )
+
+
+def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_model_is_left_as_it_was(
+    subject: Subject,
+):
+    before = [name for name, _ in subject.backbone.model.named_modules()]
+    found = take_measures(subject, max_tokens=120)
+    tokens = [point.num_tokens for point in found.memory]
+    assert len(tokens) >= 3
+    assert max(tokens) <= 120
+    assert [point.num_tokens for point in found.durations] == tokens
+    assert all(point.duration_s > 0 for point in found.durations)
+    assert all(0 < point.peak_bytes < found.capacity_bytes for point in found.memory)
+    assert [name for name, _ in subject.backbone.model.named_modules()] == before
+    assert Measured.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_a_step_that_is_not_expected_to_fit_is_not_taken(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    monkeypatch.setattr(measure, "capacity_bytes", lambda device: 1000 * MIB)
+    monkeypatch.setattr(measure, "peak_bytes", lambda device: 10 * MIB * len(taken) ** 3)
+    step = measure._step_s
+    monkeypatch.setattr(measure, "_step_s", lambda trainer, runs: taken.append(1) or step(trainer, runs))
+    found = take_measures(subject)
+    all_of_them = len(packings(4, 4))
+    assert 2 <= len(found.memory) < all_of_them
+
+
+def test_a_row_that_does_not_fit_is_an_error_that_says_what_to_do(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("alto.executor.trainer.sft_losses", refuse)
+    with pytest.raises(DeviceMemoryError, match="lower max_length"):
+        take_measures(subject)
+
+
+def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_another(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tasks = measured(monkeypatch)
+    assert not plan(subject).is_cached
+    assert plan(subject).is_cached
+    assert len(tasks) == 1
+    assert not plan(subject, refresh=True).is_cached
+    changed = make_task(tmp_path, search_space={"r": [2, 16]})
+    assert not plan(subject_of(changed)).is_cached
+    (file, *_) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
+    file.write_text("{", encoding="utf-8")  # what cannot be read was never there
+    cache.load({})
+
+
+def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+    measured(monkeypatch)
+    found = plan(subject)
+    assert found.num_jobs == 4
+    assert found.num_parameters[0] < found.num_parameters[1]
+    assert found.memory.bytes_per_token == pytest.approx(0.1 * MIB)
+    assert found.peak_bytes <= found.memory.margin * found.memory.capacity_bytes
+    assert 0 < found.expected_duration_s < found.duration_s
+    assert any(packing.num_slots == found.max_slots for packing in found.packings)
+    assert found.cost(3600.0) == pytest.approx((found.duration_s, found.expected_duration_s))
+
+
+def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    subject = subject_of(make_task(tmp_path, gradient_checkpointing="auto"))
+    tasks = measured(monkeypatch)
+    assert plan(subject).gradient_checkpointing is False
+
+    def tight(task: Task, lengths: object, **ignored: object) -> Measured:
+        tasks.append(task)
+        if not task.gradient_checkpointing:
+            raise DeviceMemoryError("too large")
+        return MEASURED
+
+    monkeypatch.setattr(profile, "_measured_in_child", tight)
+    assert plan(subject, refresh=True).gradient_checkpointing is True
+    assert [task.gradient_checkpointing for task in tasks] == [False, False, True]
+
+
+def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight_it_is(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+):
+    tasks = measured(monkeypatch)
+    task, forecast = pack(subject)
+    assert forecast is None
+    assert (task.max_slots, task.max_tokens_per_pass) == (16, 4096)
+    assert tasks == []
+    monkeypatch.setattr(planning, "capacity_bytes", lambda device: 50 * MIB)
+    task, forecast = pack(subject)
+    assert forecast is not None
+    assert task.max_slots == forecast.max_slots
+    assert len(tasks) == 1
+
+
+def test_limits_that_the_task_sets_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tasks = measured(monkeypatch)
+    task = make_task(tmp_path, max_slots=2, max_tokens_per_step=100, max_tokens_per_pass=50)
+    assert pack(subject_of(task)) == (task, None)
+    assert tasks == []
+
+
+def test_a_task_is_planned_in_a_process_of_its_own_and_trained_as_planned(tmp_path: Path):
+    task = make_task(tmp_path, search_space={"r": [2, 4]}, num_train_epochs=1)
+    found = Engine().plan(task)
+    assert not found.is_cached
+    assert len(found.memory.points) >= 2
+    assert not list(tmp_path.glob("runs*"))  # it trains nothing
+    run_dir = Engine(output_dir=tmp_path / "runs").tune(task).run_dir
+    (event,) = (event for event in read_journal(run_dir) if event["event"] == "profile")
+    assert event["is_cached"] is True
+    assert event["max_slots"] == found.max_slots
+    started = read_journal(run_dir)[0]
+    assert started["max_slots"] == found.max_slots
+
+
+def test_a_process_that_dies_while_measuring_is_an_error_and_nothing_is_remembered(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(profile.sys, "executable", "/bin/false")
+    with pytest.raises(ProfileError, match="code 1"):
+        plan(subject)
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_the_peak_of_a_process_is_that_of_what_it_held_since_the_reset():
+    meter.reset_peak(CPU)
+    before = meter.peak_bytes(CPU)
+    held = torch.ones(64 * MIB // 4)
+    assert meter.peak_bytes(CPU) - before >= 60 * MIB
+    del held
+    assert meter.capacity_bytes(CPU) > before

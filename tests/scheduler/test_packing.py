@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.errors import DeviceMemoryError
+from alto.records import MemoryProfile, Throughput, ThroughputPoint
+from alto.scheduler import PackingRequest, choose_packing
+
+MIB = 2**20
+MEMORY = MemoryProfile(
+    fixed_bytes=100 * MIB,
+    bytes_per_token=0.1 * MIB,
+    capacity_bytes=1000 * MIB,
+    margin=0.9,
+    error_median=0.0,
+    error_worst=0.0,
+    points=(),
+)
+# Two tokens a millisecond at best, and 95 % of that from 1,000 tokens on.
+THROUGHPUT = Throughput(
+    step_s=0.0,
+    job_s=0.0,
+    token_s=5e-4,
+    eval_token_s=1e-4,
+    points=(
+        ThroughputPoint(num_jobs=1, num_tokens=500, duration_s=0.4),
+        ThroughputPoint(num_jobs=2, num_tokens=1000, duration_s=0.51),
+        ThroughputPoint(num_jobs=4, num_tokens=2000, duration_s=1.0),
+    ),
+)
+REQUEST = PackingRequest(step_tokens=(200,) * 30, longest_row=300, slot_bytes=10 * MIB, usual_tokens_per_pass=4096)
+
+
+def test_slots_are_as_many_as_saturate_the_device_and_passes_as_long_as_usual():
+    packing = choose_packing(REQUEST, MEMORY, THROUGHPUT)
+    assert packing.max_slots == 5  # 1,000 tokens of 200 each
+    assert packing.max_tokens_per_pass == 4096
+    assert packing.max_tokens_per_step == 4096
+    assert packing.peak_bytes <= 900 * MIB
+
+
+def test_slots_that_leave_no_room_for_a_saturated_step_are_given_up():
+    packing = choose_packing(replace(REQUEST, slot_bytes=200 * MIB), MEMORY, THROUGHPUT)
+    assert packing.max_slots == 3
+    assert packing.max_tokens_per_pass == 2000  # 900 - 100 - 600 MiB of tenths
+
+
+def test_what_the_task_sets_is_kept():
+    packing = choose_packing(
+        replace(REQUEST, max_slots=7, max_tokens_per_step=50, max_tokens_per_pass=400), MEMORY, THROUGHPUT
+    )
+    assert (packing.max_slots, packing.max_tokens_per_step, packing.max_tokens_per_pass) == (7, 50, 400)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"longest_row": 8000}, "max_length: 7900"),
+        ({"max_slots": 80}, "77 slots and passes of 300 tokens fit"),
+        ({"max_tokens_per_pass": 9000}, "1 slots and passes of 7,900 tokens fit"),
+        ({"slot_bytes": 900 * MIB}, "smaller r"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(changes: dict[str, int], fits: str):
+    with pytest.raises(DeviceMemoryError, match=fits):
+        choose_packing(replace(REQUEST, **changes), MEMORY, THROUGHPUT)
+
+
+@given(
+    step_tokens=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
+    longest_row=st.integers(1, 3000),
+    slot_mib=st.integers(1, 500),
+    usual=st.integers(1, 10_000),
+)
+def test_a_packing_is_never_over_the_memory_that_is_planned_with(
+    step_tokens: list[int], longest_row: int, slot_mib: int, usual: int
+):
+    request = PackingRequest(
+        step_tokens=step_tokens, longest_row=longest_row, slot_bytes=slot_mib * MIB, usual_tokens_per_pass=usual
+    )
+    packing = choose_packing(request, MEMORY, THROUGHPUT)
+    assert 1 <= packing.max_slots <= len(step_tokens)
+    largest_pass = max(packing.max_tokens_per_pass, longest_row)
+    assert MEMORY.peak_bytes(largest_pass, packing.max_slots * slot_mib * MIB) <= MEMORY.margin * MEMORY.capacity_bytes

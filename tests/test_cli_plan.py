@@ -1,0 +1,74 @@
+"""``alto plan``: what tasks take, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import write_rows
+from typer.testing import CliRunner
+
+from alto.cli import app
+from alto.executor.profiling import profile
+from alto.executor.profiling.measure import Measured
+from alto.records import MemoryPoint, ThroughputPoint
+
+MIB = 2**20
+
+
+@pytest.fixture
+def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A task of four jobs, and a device with 1,000 MiB."""
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    found = Measured(
+        memory=(
+            MemoryPoint(num_jobs=1, num_tokens=100, peak_bytes=110 * MIB),
+            MemoryPoint(num_jobs=2, num_tokens=1000, peak_bytes=200 * MIB),
+        ),
+        durations=(
+            ThroughputPoint(num_jobs=1, num_tokens=100, duration_s=0.1),
+            ThroughputPoint(num_jobs=2, num_tokens=1000, duration_s=0.5),
+        ),
+        eval_token_s=1e-4,
+        capacity_bytes=1000 * MIB,
+        duration_s=3.0,
+    )
+    monkeypatch.setattr(profile, "_measured_in_child", lambda *arguments, **settings: found)
+    write_rows(tmp_path / "rows.jsonl")
+    file = tmp_path / "task.yaml"
+    file.write_text(
+        "model: alto-tiny\ndataset: rows.jsonl\nsearch_space: {r: [2, 8], learning_rate: [1.0e-3, 1.0e-2]}\n",
+        encoding="utf-8",
+    )
+    return file
+
+
+def test_a_plan_is_shown_and_nothing_is_run(task_file: Path):
+    shown = CliRunner().invoke(app, ["plan", str(task_file), "--gpu-hour-price", "2.5"])
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.output.split())
+    assert "jobs: 4" in text
+    assert "trainable parameters" in text
+    assert "measured now" in text
+    assert "max_slots" in text
+    assert "chosen" in text
+    assert "which costs" in text
+    assert not (task_file.parent / "runs").exists()
+    assert "measured earlier" in " ".join(CliRunner().invoke(app, ["plan", str(task_file)]).output.split())
+    assert "measured now" in " ".join(CliRunner().invoke(app, ["plan", str(task_file), "--refresh"]).output.split())
+
+
+def test_a_plan_is_json_for_scripts(task_file: Path):
+    shown = CliRunner().invoke(app, ["plan", str(task_file), str(task_file), "--json", "--gpu-hour-price", "2"])
+    first, second = json.loads(shown.output)["tasks"]
+    assert first["num_jobs"] == 4
+    assert first["cost"] == pytest.approx(first["duration_s"] / 1800)
+    assert second["is_cached"] is True
+
+
+def test_a_task_that_cannot_fit_is_refused_with_what_fits(task_file: Path):
+    shown = CliRunner().invoke(app, ["plan", str(task_file), "--set", "max_tokens_per_pass=100000"])
+    assert shown.exit_code == 1
+    assert "lower max_slots or max_tokens_per_pass" in str(shown.exception)
