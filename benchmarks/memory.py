@@ -143,15 +143,20 @@ class _Child:
             "device": self._plan.device,
             "threads": self._threads,
         }
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / "memory_lib" / "child.py")],
-            input=json.dumps(request),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return answer
+        return in_child(request)
+
+
+def in_child(request: dict[str, Any]) -> dict[str, Any]:
+    """What ``memory_lib/child.py`` answers, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "memory_lib" / "child.py")],
+        input=json.dumps(request),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
 
 
 def _save(model: ModelPlan, plan: Plan, folder: Path) -> None:

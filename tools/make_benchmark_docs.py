@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TOPICS = {
     "sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",)),
     "kernels": ("One training step of many adapters", ("cpu", "gpu")),
+    "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
 

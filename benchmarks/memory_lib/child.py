@@ -31,8 +31,8 @@ from alto.spec import Task
 STEPS = 8
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What ``request["action"]`` finds out about its task."""
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
     backbone = load_backbone(task.model, dtype=task.dtype, device=request["device"])
@@ -43,7 +43,7 @@ def main() -> None:
     )
     subject = Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
     action = {"plan": find_plan, "peak": find_peak, "run": find_duration}[request["action"]]
-    print(json.dumps(action(subject)))
+    return action(subject)
 
 
 def find_plan(subject: Subject) -> dict[str, Any]:
@@ -87,4 +87,4 @@ def find_duration(subject: Subject) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(answer(json.load(sys.stdin))))
