@@ -25,7 +25,7 @@ import torch
 from common import RESULTS_DIR, ROOT, Result, format_table, publish
 from kernels_lib.lengths import row_lengths
 from kernels_lib.shapes import SHAPES, random_model
-from memory_lib.plans import PLANS, DurationCase, ModelPlan, PeakCase, Plan
+from memory_lib.plans import PLANS, DurationCase, ModelPlan, Plan
 
 GOALS = {
     "memory_error_median": ("<=", 0.05),
@@ -88,7 +88,9 @@ def _peaks(child: _Child, model: ModelPlan, failures: list[str]) -> list[dict[st
     memory, weights = planned["memory"], SHAPES[model.shape]
     rows = []
     for case in model.peaks:
-        found = child.ask("peak", _peak_task(case, ranks))
+        limit = {"max_tokens_per_pass": case.max_tokens_per_pass}
+        packing = {"num_jobs": case.num_jobs, "batch_size": case.batch_size}
+        found = child.ask("peak", _jobs(ranks, [largest]) | limit, **packing)
         bank = planned["slot_bytes"] * case.num_jobs
         predicted = memory["fixed_bytes"] + memory["bytes_per_token"] * found["num_tokens"] + bank
         if found["peak_bytes"] <= weights["vocab_size"] * weights["hidden_size"]:
@@ -134,7 +136,7 @@ class _Child:
     def __init__(self, plan: Plan, model: ModelPlan, folder: Path, threads: int) -> None:
         self._plan, self._model, self._folder, self._threads = plan, model, folder, threads
 
-    def ask(self, action: str, task: dict[str, Any], num_rows: int | None = None) -> dict[str, Any]:
+    def ask(self, action: str, task: dict[str, Any], num_rows: int | None = None, **packing: int) -> dict[str, Any]:
         lengths = row_lengths(self._model.tokenizer)[:num_rows]
         request = {
             "action": action,
@@ -142,6 +144,7 @@ class _Child:
             "lengths": lengths,
             "device": self._plan.device,
             "threads": self._threads,
+            **packing,
         }
         return in_child(request)
 
@@ -185,10 +188,6 @@ def _jobs(ranks: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
             }
         },
     }
-
-
-def _peak_task(case: PeakCase, ranks: Sequence[int]) -> dict[str, Any]:
-    return _jobs(ranks[: case.num_jobs], [case.batch_size]) | {"max_tokens_per_pass": case.max_tokens_per_pass}
 
 
 def _duration_task(case: DurationCase) -> dict[str, Any]:

@@ -5,11 +5,11 @@ A request on stdin, what was found on the last line of stdout, both JSON.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kernels_lib.lengths import RowLength
 from kernels_lib.workload import random_rows
 
 from alto.backbone import load_backbone
-from alto.data import TaskData
+from alto.data import DataOrder, TaskData
 from alto.executor import Executor, Trainer, plan_jobs
 from alto.executor.profiling import Subject, pack, plan
 from alto.executor.profiling.meter import peak_bytes, reset_peak
@@ -42,25 +42,33 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         train=random_rows(lengths, vocabulary).train, validation=random_rows(lengths[::4], vocabulary, seed=1).train
     )
     subject = Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
-    action = {"plan": find_plan, "peak": find_peak, "run": find_duration}[request["action"]]
-    return action(subject)
+    match request["action"]:
+        case "plan":
+            return find_plan(subject)
+        case "peak":
+            return find_peak(subject, request["num_jobs"], request["batch_size"])
+        case _:
+            return find_duration(subject)
 
 
 def find_plan(subject: Subject) -> dict[str, Any]:
     """The plan, measured now."""
-    return dataclasses.asdict(plan(subject, refresh=True))
+    return asdict(plan(subject, refresh=True))
 
 
-def find_peak(subject: Subject) -> dict[str, Any]:
-    """The peak of a few steps of all jobs together, each in a slot of its own, and the largest pass of them."""
-    backbone, runs = subject.backbone, subject.runs
-    targeted = {module for run in runs for module in run.shape.targets}
+def find_peak(subject: Subject, num_jobs: int, batch_size: int) -> dict[str, Any]:
+    """The peak of a few steps of the task's first jobs together, and the largest pass of them."""
+    backbone, data = subject.backbone, subject.data
+    targeted = {module for run in subject.runs for module in run.shape.targets}
+    runs = [
+        replace(run, order=DataOrder(len(data.train), batch_size, run.config.seed)) for run in subject.runs[:num_jobs]
+    ]
     trainer = Trainer(
         backbone,
-        subject.data,
+        data,
         modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
-        max_rank=max(run.shape.rank for run in runs),
-        num_slots=len(runs),
+        max_rank=max(run.shape.rank for run in subject.runs),
+        num_slots=num_jobs,
         max_tokens_per_pass=subject.task.max_tokens_per_pass or 2**62,
         optims={run.config.optim for run in runs},
     )

@@ -45,10 +45,9 @@ class ThroughputFit:
 
 
 def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
-    """The line through ``points`` with the least squares of relative errors, raised until no point lies above it.
+    """The line through ``points`` with the least squares of relative errors; both coefficients are at least 0.
 
-    Both coefficients are at least 0. Memory that was promised and is not there ends a run, so the law errs on the high
-    side: it is multiplied by the largest ratio of measured to fitted.
+    Measured peaks lie on both sides of it; the margin that is not planned with is for those above.
 
     Raises:
         ProfileError: There are not two different numbers of tokens.
@@ -61,7 +60,6 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
     columns = np.array([[1.0, point.num_tokens] for point in points])
     peaks = np.array([float(point.peak_bytes) for point in points])
     coefficients = _least_relative_squares(columns, peaks)
-    coefficients *= float(np.max(peaks / (columns @ coefficients)))
     fixed_bytes, bytes_per_token = map(float, coefficients)
     error_median, error_worst = _errors(columns @ coefficients, peaks)
     return MemoryFit(
