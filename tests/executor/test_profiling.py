@@ -75,15 +75,15 @@ def test_a_sketch_has_about_the_mean_of_all_rows_and_rows_made_of_it_have_its_le
     assert mean == pytest.approx(rows.num_tokens / len(rows), rel=0.02)
 
 
-def test_packings_go_from_few_rows_to_many_with_most_and_fewest_jobs_of_each():
+def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
     assert packings(3, 2) == (
         Packing(num_jobs=1, batch_size=1),
-        Packing(num_jobs=1, batch_size=2),
         Packing(num_jobs=2, batch_size=1),
-        Packing(num_jobs=3, batch_size=1),
         Packing(num_jobs=2, batch_size=2),
         Packing(num_jobs=3, batch_size=2),
     )
+    shapes = [(packing.num_jobs, packing.batch_size) for packing in packings(16, 8)]
+    assert shapes == [(1, 1), (2, 1), (1, 4), (8, 1), (2, 8), (16, 2), (8, 8), (16, 8)]
 
 
 def take_measures(subject: Subject, max_tokens: int = 10**6) -> Measured:
@@ -139,7 +139,7 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert plan(subject).is_cached
     assert len(tasks) == 1
     assert not plan(subject, refresh=True).is_cached
-    changed = make_task(tmp_path, search_space={"r": [2, 16]})
+    changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
     assert not plan(subject_of(changed)).is_cached
     (file, *_) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
     file.write_text("{", encoding="utf-8")  # what cannot be read was never there

@@ -42,6 +42,10 @@ class Packing:
     num_jobs: int
     batch_size: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.num_jobs * self.batch_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -85,14 +89,19 @@ def slot_bytes(task: Task, shapes: Sequence[AdapterShape], num_slots: int = 1) -
 
 
 def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
-    """What is measured, from few rows to many: of every number of rows the packing with most jobs and with fewest."""
+    """What is measured: twice the rows each time, by turns of as few jobs as have them and of as many."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
     by_rows: dict[int, list[Packing]] = {}
     for count in jobs:
         for size in sizes:
             by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
-    return tuple(packing for _, alike in sorted(by_rows.items()) for packing in dict.fromkeys((alike[0], alike[-1])))
+    chosen: list[Packing] = []
+    for rows, alike in sorted(by_rows.items()):
+        is_last = rows == max(by_rows)
+        if not chosen or rows >= 2 * chosen[-1].num_rows or is_last:
+            chosen.append(alike[-1 if len(chosen) % 2 else 0])
+    return tuple(chosen)
 
 
 def measure(
