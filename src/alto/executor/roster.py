@@ -31,6 +31,7 @@ from alto.spec.job_config import OptimizerName
 
 __all__ = ["Roster"]
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BankSize:
     modules: tuple[TargetModule, ...]
