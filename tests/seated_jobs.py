@@ -18,6 +18,7 @@ from transformers import (
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, TaskData
 from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor.memory_errors import MemoryEvent
 from alto.lora import linear_modules
 from alto.spec import Task
 
@@ -100,12 +101,17 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
 
 
 class Bank:
-    """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``."""
+    """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``.
+
+    Attributes:
+        memory_events: What the trainer has said of memory that ran out.
+    """
 
     def __init__(self, model: PreTrainedModel, task: Task, slots: list[int] | None = None) -> None:
         backbone = Backbone(model, None, "unused")
         modules = linear_modules(model)
         self.runs: list[JobRun] = plan_jobs(task, backbone, DATA)
+        self.memory_events: list[MemoryEvent] = []
         self.trainer = Trainer(
             backbone,
             DATA,
@@ -115,6 +121,7 @@ class Bank:
             max_tokens_per_pass=task.max_tokens_per_pass,
             optims={run.config.optim for run in self.runs},
             adapter_dtype=task.adapter_dtype,
+            on_memory_event=self.memory_events.append,
         )
         for run, slot in zip(self.runs, slots or range(len(self.runs)), strict=True):
             run.slot = slot

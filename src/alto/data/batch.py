@@ -67,7 +67,7 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
     targets_T = torch.cat([dataset.targets[row] for row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
     job_tokens = tuple(_num_tokens(dataset, job.rows) for job in jobs)
-    counts = [int((part >= 0).sum()) for part in targets_T.split(job_tokens)]
+    counts = [sum(dataset.num_trained[row] for row in job.rows) for job in jobs]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
         input_ids_T=_send(torch.cat([dataset.input_ids[row] for row in rows]), device),
@@ -89,7 +89,7 @@ def split_into_passes(
 ) -> Iterator[list[JobRows]]:
     """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.
 
-    A row larger than ``max_tokens`` is a pass of its own.
+    A row larger than ``max_tokens`` is a pass of its own. No tensor is made, so it cannot run out of memory.
 
     Args:
         split_jobs: Whether the rows of every job may be spread over passes, so that these are filled best. Where not,
@@ -114,7 +114,7 @@ def split_into_passes(
 
 
 def _single_rows(dataset: EncodedDataset, job: JobRows) -> Iterator[JobRows]:
-    num_trained = sum(int((dataset.targets[row] >= 0).sum()) for row in job.rows)
+    num_trained = sum(dataset.num_trained[row] for row in job.rows)
     first_token = 0
     for row in job.rows:
         yield JobRows(job.slot, (row,), first_token, num_trained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class EncodedDataset:
         num_skipped: Rows left out because no trained token was left in them.
         num_masked: Those of them in which nothing was to be trained, however long.
         num_unrolled: Conversations that became a row for every reply.
+        num_trained: Trained tokens of every row.
     """
 
     input_ids: tuple[Tensor, ...]
@@ -45,6 +46,10 @@ class EncodedDataset:
     num_skipped: int
     num_masked: int = 0
     num_unrolled: int = 0
+    num_trained: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_trained", tuple(int((targets != _IGNORED).sum()) for targets in self.targets))
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -60,7 +65,7 @@ class EncodedDataset:
 
     @property
     def num_trained_tokens(self) -> int:
-        return sum(int((targets != _IGNORED).sum()) for targets in self.targets)
+        return sum(self.num_trained)
 
 
 def encode_dataset(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:

@@ -136,7 +136,7 @@ class Trainer:
                     losses_J = sft_losses(self._backbone, batch)
                 with watching("backward"):
                     losses_J.sum().backward()
-            losses.index_add_(0, places_J, losses_J.detach())
+                    losses.index_add_(0, places_J, losses_J.detach())
 
         def forget() -> None:
             nonlocal losses
