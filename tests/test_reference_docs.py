@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import make_task, save_model
 
 import alto
 from alto.errors import TaskInterruptedError
+from alto.executor import trainer
+from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, Mailbox, RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,9 +65,24 @@ class Meddler:
         self.wants_to_stop = event["event"] == "job_added"
 
 
+@contextmanager
+def memory_for_one_slot() -> Iterator[None]:
+    """Every larger bank is refused."""
+
+    class Bank(AdapterBank):
+        def __init__(self, layout: BankLayout, num_slots: int, **options: Any) -> None:
+            if num_slots > 1:
+                raise torch.OutOfMemoryError("no memory, as the test wants it")
+            super().__init__(layout, num_slots, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "AdapterBank", Bank)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three jobs and a clone of the tiny model, told what to do, interrupted and resumed."""
+    """Three jobs and a clone of the tiny model, short of memory, told what to do, interrupted and resumed."""
     folder = tmp_path_factory.mktemp("reference")
     task = make_task(
         folder,
@@ -76,10 +95,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     runs = folder / "runs"
     meddler = Meddler(runs)
     engine = alto.Engine(output_dir=runs, observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
-    with pytest.raises(TaskInterruptedError):
-        engine.tune(task)
-    (path,) = runs.iterdir()
-    engine.resume(path)
+    with memory_for_one_slot():
+        with pytest.raises(TaskInterruptedError):
+            engine.tune(task)
+        (path,) = runs.iterdir()
+        engine.resume(path)
     return Run(folder=path, events=tuple(meddler.events))
 
 

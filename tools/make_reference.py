@@ -127,6 +127,10 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "job_reopened": ("a job that was ended goes on (`alto job resume`)", ("job", "step", "command")),
     "command_refused": ("a command that could not be carried out", ("command", "job", "why")),
+    "oom": (
+        "memory ran out in `phase`, and how large passes, or the bank, are from now on; nothing is lost",
+        ("phase", "residents", "num_tokens", "max_tokens_per_pass", "num_slots"),
+    ),
     "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
     "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
     "task_completed": (
@@ -368,7 +372,8 @@ The field `evidence` of `job_exited`, also shown in the report:
 
 {_table(("number", "meaning"), [[_code(key), meaning] for key, meaning in EVIDENCE.items()])}
 
-`{ExitReason.STOPPED}` (by `alto job stop`) has no numbers.
+`{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` (a row does not fit into memory by
+itself) has `row_tokens`, the tokens of that row, and `largest_pass`, those of the largest pass that did fit.
 """
 
 

@@ -90,7 +90,7 @@ def test_the_audit_notices_other_exits(recording) -> None:
 def test_exits_from_outside_are_taken_over(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     started = events[0]
-    stopped = [started, {"event": "job_exited", "job": "job-0", "step": 0, "reason": "stopped"}]
+    stopped = [started, {"event": "job_exited", "job": "job-0", "step": 0, "reason": "stopped", "evidence": {}}]
     assert audit(stopped) == ()
     assert not race_of(stopped).is_training("job-0")
 
@@ -129,7 +129,7 @@ def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
     jobs = [{"job": "a", **entry}, {"job": "b", **entry}]
     write("task_started", task="t", num_train=8, num_validation=1, early_exit=early_exit.model_dump(), jobs=jobs)
     train("a", 1, 2, 1.0)
-    write("job_exited", job="b", step=0, reason="stopped")
+    write("job_exited", job="b", step=0, reason="stopped", evidence={})
     write("job_added", job="c", origin="a", **entry)
     write("job_reopened", job="b", step=0)
     train("b", 1, 2, 3.0)

@@ -14,22 +14,33 @@ from alto.records import ExitDecision, ExitReason, Rung, Selection
 
 TOTAL_STEPS = 12
 Traces = dict[str, list[tuple[float, float]]]
+Failures = dict[str, tuple[int, str]]
 
 
 @st.composite
-def races(draw: st.DrawFn) -> tuple[Policy, Traces]:
-    """A policy with rungs that coincide or not, and jobs that fall, turn up, tie or break at any step."""
+def races(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
+    """A policy with rungs that coincide or not, and jobs that fall, turn up, tie, break or fail at any step."""
     progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
     rungs = tuple(Rung(progress=at, keep=draw(st.sampled_from([0.2, 0.5, 0.75, 1.0]))) for at in progress)
     rules = (OverfittingUpturn(patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
     loss = st.integers(1, 6).map(float) | st.sampled_from([math.nan, math.inf])
     step = st.tuples(st.sampled_from([1.0] * 15 + [math.nan]), loss | st.integers(1, 6).map(float))
     trace = st.lists(step, min_size=TOTAL_STEPS, max_size=TOTAL_STEPS)
-    count = draw(st.integers(1, 7))
-    return Policy(rules=rules, rungs=rungs), {f"job-{index}": draw(trace) for index in range(count)}
+    traces = {f"job-{index}": draw(trace) for index in range(draw(st.integers(1, 7)))}
+    steps_after_rungs = [min(TOTAL_STEPS, round(at * TOTAL_STEPS) + 1) for at in progress]
+    failing_step = st.sampled_from(steps_after_rungs) | st.integers(1, TOTAL_STEPS)
+    failure = st.tuples(failing_step, st.sampled_from(["training", "evaluation"]))
+    failures = draw(st.dictionaries(st.sampled_from(sorted(traces)), failure))
+    return Policy(rules=rules, rungs=rungs), traces, failures
 
 
-def run(policy: Policy, traces: Traces, shuffler: random.Random, *, ahead: bool) -> tuple[Race, list[Selection]]:
+def fail(race: Race, job: str, num_steps: int) -> None:
+    race.end(ExitDecision(job=job, step=num_steps, reason=ExitReason.FAILED))
+
+
+def run(
+    policy: Policy, traces: Traces, failures: Failures, shuffler: random.Random, *, ahead: bool
+) -> tuple[Race, list[Selection]]:
     """Train a step of any job that may at a time, each step evaluated; ``ahead`` lets the certain ones train, too."""
     race = Race(policy, ema_alpha=1.0, total_steps=dict.fromkeys(traces, TOTAL_STEPS))
     selections = []
@@ -42,15 +53,20 @@ def run(policy: Policy, traces: Traces, shuffler: random.Random, *, ahead: bool)
         job = shuffler.choice([job for job in race.training if not race.is_waiting(job) or job in certain])
         step = race.history(job)[-1].step + 1 if race.history(job) else 1
         train_loss, validation_loss = traces[job][step - 1]
-        if race.observe_losses(job, step, [train_loss]) is None:
-            race.observe(job, step, validation_loss)
+        if failures.get(job) == (step, "training"):
+            fail(race, job, step - 1)
+        elif race.observe_losses(job, step, [train_loss]) is None:
+            if failures.get(job) == (step, "evaluation"):
+                fail(race, job, step)
+            else:
+                race.observe(job, step, validation_loss)
 
 
 @given(races(), st.randoms(use_true_random=False))
-def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces], shuffler: random.Random) -> None:
-    policy, traces = case
-    race, selections = run(policy, traces, shuffler, ahead=False)
-    ahead, selections_ahead = run(policy, traces, shuffler, ahead=True)
+def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces, Failures], shuffler: random.Random) -> None:
+    policy, traces, failures = case
+    race, selections = run(policy, traces, failures, shuffler, ahead=False)
+    ahead, selections_ahead = run(policy, traces, failures, shuffler, ahead=True)
     assert selections_ahead == selections
     for job in traces:
         assert repr(ahead.decision_on(job)) == repr(race.decision_on(job))  # repr, because nan is not nan
@@ -111,6 +127,21 @@ def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> No
     race.observe_losses("f", 1, [1.0] * 3)
     race.observe("f", 3, 1.5)
     assert race.select().kept == ("a", "f", "b")
+
+
+def test_a_job_that_fails_in_the_step_after_the_rung_stands_there() -> None:
+    """It has as many steps as at the rung, and was evaluated there: had it waited, it would have been kept."""
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    fail(race, "a", 3)
+    fail(race, "f", 2)
+    assert race.select().kept == ("a", "b", "c")
+
+
+def test_a_job_that_cannot_be_evaluated_at_the_rung_does_not_stand_there() -> None:
+    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    race.observe_losses("f", 1, [1.0] * 3)
+    fail(race, "f", 3)
+    assert race.select().kept == ("a", "b", "c")
 
 
 def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:

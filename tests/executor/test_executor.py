@@ -135,19 +135,23 @@ def test_every_change_of_seats_says_why(narrow: Run) -> None:
 
 
 def test_a_rung_keeps_its_share_best_first(narrow: Run) -> None:
-    for event, (_, keep) in zip(narrow.of("warmup_ended"), RUNGS, strict=True):
-        before = narrow.events[: event["seq"]]
-        evaluations = {
-            job: [loss for loss in curve.validation.values() if math.isfinite(loss)]
-            for job, curve in curves_of(before).items()
-        }
-        over = {e["job"] for e in before if e["event"] in ("job_exited", "job_completed")}
-        latest = {job: losses[-1] for job, losses in evaluations.items() if losses}
-        losses = [min(evaluations[job]) if job in over else latest[job] for job in event["kept"]]
-        assert losses == sorted(losses)
+    """By the value at the rung where there is one, however far a job has run ahead, and else by its best."""
+    total_steps = {job.job: job.total_steps for job in narrow.result.jobs}
+    ahead = 0
+    for event, (progress, keep) in zip(narrow.of("warmup_ended"), RUNGS, strict=True):
+        standing: dict[str, float] = {}
+        for job, curve in curves_of(narrow.events[: event["seq"]]).items():
+            evaluations = {step: loss for step, loss in curve.validation.items() if math.isfinite(loss)}
+            at = rung_step(Rung(progress=progress, keep=keep), total_steps[job])
+            if evaluations:
+                standing[job] = evaluations.get(at, min(evaluations.values()))
+                ahead += at in evaluations and max(evaluations) > at
+        kept = [standing[job] for job in event["kept"]]
+        assert kept == sorted(kept)
         competing = len(event["kept"]) + len(event["dropped"])
         assert len(event["kept"]) >= math.ceil(keep * competing)
-        assert all(latest[job] >= losses[-1] for job in event["dropped"])
+        assert all(standing[job] >= kept[-1] for job in event["dropped"])
+    assert ahead, "nobody ran ahead; the test could not tell the value at the rung from the latest"
 
 
 def test_two_slots_and_sixteen_give_the_same_curves_and_exits(narrow: Run, wide: Run) -> None:

@@ -1,9 +1,10 @@
 """Kills runs at chosen instants and goes on with them; a program of its own, so that it may fork.
 
-    python kill_trials.py FOLDER SEED NUM_KILLS
+    python kill_trials.py FOLDER SEED NUM_KILLS [KIND…]
 
 Every life of a run is a forked process that dies by SIGKILL: at a filesystem operation, in the middle of a journal
-line or of a weight file, or at some moment; then the next life resumes it, to die as well, until the last may live.
+line or of a weight file, while a job trains past a rung that is still to be held, or at some moment; then the next life
+resumes it, to die as well, until the last may live. Kinds of death are drawn from those named, or from all.
 Prints one JSON object: how many kills there were and of which kind, and what differed from a run that nobody killed.
 """
 
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from tiny import make_task, save_model
 
 import alto
 from alto.early_exit import audit
-from alto.executor import checkpoint, executor
+from alto.executor import JobRun, checkpoint, executor
+from alto.executor.task_run import TaskRun
 from alto.runs import Action, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
 
 LIVES_PER_RUN = 4
 FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
-KINDS = ("file", "line", "weights", "time")
+KINDS = ("file", "line", "weights", "ahead", "time")
 SPACE = {"lr": [1e-3, 1e-2, 0.3, 1e30], "batch_size": [4, 8]}
 
 
@@ -90,6 +92,15 @@ class Instants:
                 die()
 
         checkpoint.save_file = save
+        active = TaskRun.active
+
+        def about_to_train(state: TaskRun) -> list[JobRun]:
+            runs = active(state)
+            if any(state.race.is_waiting(run.id) for run in runs) and self.passes("ahead"):
+                die()
+            return runs
+
+        TaskRun.active = about_to_train  # type: ignore[method-assign]
 
     def _on_audit(self, event: str, args: Any, root: str) -> None:
         if event in FILE_EVENTS and args and str(args[0]).startswith(root):
@@ -190,11 +201,13 @@ def compare(root: Path, expected: dict[str, Any]) -> list[str]:
     return differences + leftovers + missing
 
 
-def trial(folder: Path, model: Path, rng: random.Random, counts: dict[str, Any], kills: Counter[str]) -> Path:
+def trial(
+    folder: Path, model: Path, rng: random.Random, kinds: Sequence[str], counts: dict[str, Any], kills: Counter[str]
+) -> Path:
     """One run, killed several times; returns its folder."""
     folder.mkdir()
     for _ in range(rng.randint(1, LIVES_PER_RUN)):
-        kind = rng.choice(KINDS)
+        kind = rng.choice(kinds)
         instants = Instants(kind, rng.randint(1, counts["seen"].get(kind, 1)))
         pid = fork(lambda chosen=instants: live(folder, model, chosen))
         if kind == "time":
@@ -252,7 +265,7 @@ def main() -> None:
         if number % 8 == 0:
             found = commanded_trial(home, model, rng, kills)
         else:
-            found = compare(trial(home, model, rng, counts, kills), expected)
+            found = compare(trial(home, model, rng, sys.argv[4:] or KINDS, counts, kills), expected)
         if found:
             problems[str(home)] = found
         else:

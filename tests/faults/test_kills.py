@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,22 +15,35 @@ SCRIPT = Path(__file__).with_name("kill_trials.py")
 NUM_KILLS = 52
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
+def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
+    """What ``kill_trials.py`` found; no run differed from one that was left alone."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(seed), str(NUM_KILLS)],
+        [sys.executable, str(SCRIPT), str(folder), str(seed), str(num_kills), *kinds],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    outcome = json.loads(done.stdout.splitlines()[-1])
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert outcome["problems"] == {}, done.stderr[-5000:]
-    assert sum(outcome["kills"].values()) >= NUM_KILLS
-    assert all(outcome["kills"][kind] for kind in ("file", "line", "weights", "time", "command")), outcome["kills"]
+    assert sum(outcome["kills"].values()) >= num_kills
+    return outcome
+
+
+def test_jobs_that_ran_ahead_of_a_rung_go_on_from_where_they_were(tmp_path: Path) -> None:
+    outcome = outcome_of_trials(tmp_path, 1, 3, "ahead")
+    assert outcome["kills"]["ahead"] >= 3
+    assert outcome["counts"]["seen"]["ahead"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
+    outcome = outcome_of_trials(tmp_path, seed, NUM_KILLS)
+    kinds = ("file", "line", "weights", "ahead", "time", "command")
+    assert all(outcome["kills"][kind] for kind in kinds), outcome["kills"]
     # What the instants were drawn from: hundreds of file operations, every journal line, every checkpoint's weights.
     assert outcome["counts"]["seen"]["file"] > 200
     assert outcome["counts"]["seen"]["line"] > 50

@@ -159,7 +159,6 @@ def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situati
 
 
 def test_ten_thousand_jobs_are_planned_well_within_a_second() -> None:
-    """About 20 ms, and about 2 ms where all slots are taken by jobs that train."""
     jobs = [job(f"job-{index:05d}", 2 ** (index % 6)) for index in range(10_000)]
     limits = SeatingLimits(num_slots=32, max_tokens=32 * 200)
     began = time.perf_counter()

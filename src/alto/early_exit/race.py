@@ -50,9 +50,11 @@ class _Runner:
         return self.best if self.competes else None
 
     def ended_after(self, point: LossPoint) -> bool:
-        """Whether it trained on after ``point`` and then ended, other than by a user."""
+        """Whether it went on after ``point``, one of its evaluations, and then ended, other than by a user."""
         if self.decision is None:
             return self.finished and self.steps > point.step
+        if self.decision.reason is ExitReason.FAILED:
+            return True  # in what came after: a step or an evaluation that fails is not counted
         return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
 
 
