@@ -239,8 +239,8 @@ Both keys may be left to the engine.
 
 A free slot goes to a job of the batch size that most residents have, else to the largest that fits; one that does not
 fit lets smaller ones pass. Residents keep their slots; one that waits at a rung gives its up when another job can use
-it. In room that nobody wants, jobs that are certain to be kept train past the rung. The field `reason` of `job_admitted`
-and `job_resumed` says why a job was seated: {reasons}, or
+it. In room that nobody wants, jobs that are certain to be kept train past the rung. The field `reason` of
+`job_admitted` and `job_resumed` says why a job was seated: {reasons}, or
 `from_checkpoint` after `alto resume`.
 
 `max_tokens_per_pass` packs nothing: it cuts a step into several passes, with the same losses.
