@@ -137,6 +137,7 @@ def task_for(folder: Path, model: Path) -> alto.Task:
         r=8,
         max_grad_norm=0,
         num_train_epochs=3,
+        eval_steps=0.3,  # some steps lie between evaluations
         max_slots=3,
         early_exit=alto.EarlyExit(rungs=((0.2, 0.5), (0.5, 0.75)), overfitting_patience=1, tau_noise=0.5),
         checkpoint_interval_s=0,

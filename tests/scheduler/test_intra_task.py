@@ -38,7 +38,7 @@ def situations(draw: st.DrawFn) -> Situation:
                 has_started=draw(st.booleans()),
             )
         )
-    max_tokens = draw(st.none() | st.integers(1, 30 * 8 * 3))
+    max_tokens = draw(st.none() | st.integers(1, 24 * row_tokens))
     return demands, SeatingLimits(num_slots=num_slots, max_tokens=max_tokens)
 
 
