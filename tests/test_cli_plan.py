@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from profiles import measured_at_once
 from tiny import write_rows
 from typer.testing import CliRunner
 
 from alto.cli import app
-from alto.executor.profiling import profile
-from alto.executor.profiling.measure import Measured
-from alto.records import MemoryPoint, ThroughputPoint
-
-MIB = 2**20
 
 
 @pytest.fixture
@@ -22,20 +18,7 @@ def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A task of four jobs, and a device with 1,000 MiB."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    found = Measured(
-        memory=(
-            MemoryPoint(num_jobs=1, num_tokens=100, peak_bytes=110 * MIB),
-            MemoryPoint(num_jobs=2, num_tokens=1000, peak_bytes=200 * MIB),
-        ),
-        durations=(
-            ThroughputPoint(num_jobs=1, num_tokens=100, duration_s=0.1),
-            ThroughputPoint(num_jobs=2, num_tokens=1000, duration_s=0.5),
-        ),
-        eval_token_s=1e-4,
-        capacity_bytes=1000 * MIB,
-        duration_s=3.0,
-    )
-    monkeypatch.setattr(profile, "_measured_in_child", lambda *arguments, **settings: found)
+    measured_at_once(monkeypatch)
     write_rows(tmp_path / "rows.jsonl")
     file = tmp_path / "task.yaml"
     file.write_text(

@@ -54,8 +54,9 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
     names = {path.name for path in root.iterdir() if path.name != "tensorboard"}
     assert names == {"task.yaml", "journal.jsonl", "jobs", "best", "report.html", "run.lock"}
     resolved = alto.load_task(root / "task.yaml")
-    assert resolved.max_tokens_per_pass is not None
-    assert resolved == task.replace(max_tokens_per_pass=resolved.max_tokens_per_pass)
+    limits = {key: getattr(resolved, key) for key in ("max_slots", "max_tokens_per_pass")}
+    assert None not in limits.values()
+    assert resolved == task.replace(**limits)
     assert Path(result.adapter_dir) == root / "best"
     assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
     events = read_journal(root)

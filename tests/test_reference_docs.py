@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import measured_at_once
 from tiny import make_task, save_model
 
 import alto
@@ -82,7 +83,7 @@ def memory_for_one_slot() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three jobs and a clone of the tiny model, short of memory, told what to do, interrupted and resumed."""
+    """Three jobs and a clone of the tiny model: planned, short of memory, told what to do, interrupted and resumed."""
     folder = tmp_path_factory.mktemp("reference")
     task = make_task(
         folder,
@@ -95,6 +96,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     runs = folder / "runs"
     meddler = Meddler(runs)
     engine = alto.Engine(output_dir=runs, observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
+    with pytest.MonkeyPatch.context() as patch:
+        measured_at_once(patch)
+        engine.plan(task)
     with memory_for_one_slot():
         with pytest.raises(TaskInterruptedError):
             engine.tune(task)

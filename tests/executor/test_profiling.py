@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from profiles import MEASURED, MIB, measured_at_once
 from tiny import load_tiny, make_task, read_journal
 
 from alto.engine import Engine
@@ -16,24 +17,9 @@ from alto.executor import plan_jobs
 from alto.executor.profiling import Subject, cache, measure, meter, pack, plan, planning, profile
 from alto.executor.profiling.measure import Measured, Packing, packings
 from alto.executor.profiling.sketch import RowLength, lengths_of, synthetic_rows
-from alto.records import MemoryPoint, ThroughputPoint
 from alto.spec import Task
 
 CPU = torch.device("cpu")
-MIB = 2**20
-MEASURED = Measured(
-    memory=(
-        MemoryPoint(num_jobs=1, num_tokens=100, peak_bytes=110 * MIB),
-        MemoryPoint(num_jobs=2, num_tokens=1000, peak_bytes=200 * MIB),
-    ),
-    durations=(
-        ThroughputPoint(num_jobs=1, num_tokens=100, duration_s=0.1),
-        ThroughputPoint(num_jobs=2, num_tokens=1000, duration_s=0.5),
-    ),
-    eval_token_s=1e-4,
-    capacity_bytes=1000 * MIB,
-    duration_s=3.0,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +35,6 @@ def subject(tmp_path: Path) -> Subject:
 def subject_of(task: Task) -> Subject:
     backbone, data = load_tiny(task)
     return Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, found: Measured = MEASURED) -> list[Task]:
-    """Let ``found`` be what is measured; the tasks that were."""
-    tasks: list[Task] = []
-
-    def take(task: Task, lengths: object, **ignored: object) -> Measured:
-        tasks.append(task)
-        return found
-
-    monkeypatch.setattr(profile, "_measured_in_child", take)
-    return tasks
 
 
 def test_a_sketch_has_about_the_mean_of_all_rows_and_rows_made_of_it_have_its_lengths():
@@ -134,7 +108,7 @@ def test_a_row_that_does_not_fit_is_an_error_that_says_what_to_do(subject: Subje
 def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_another(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    tasks = measured(monkeypatch)
+    tasks = measured_at_once(monkeypatch)
     assert not plan(subject).is_cached
     assert plan(subject).is_cached
     assert len(tasks) == 1
@@ -147,7 +121,7 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
 
 
 def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pytest.MonkeyPatch):
-    measured(monkeypatch)
+    measured_at_once(monkeypatch)
     found = plan(subject)
     assert found.num_jobs == 4
     assert found.num_parameters[0] < found.num_parameters[1]
@@ -162,7 +136,7 @@ def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     subject = subject_of(make_task(tmp_path, gradient_checkpointing="auto"))
-    tasks = measured(monkeypatch)
+    tasks = measured_at_once(monkeypatch)
     assert plan(subject).gradient_checkpointing is False
 
     def tight(task: Task, lengths: object, **ignored: object) -> Measured:
@@ -179,7 +153,7 @@ def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_w
 def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight_it_is(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ):
-    tasks = measured(monkeypatch)
+    tasks = measured_at_once(monkeypatch)
     task, forecast = pack(subject)
     assert forecast is None
     assert (task.max_slots, task.max_tokens_per_pass) == (16, 4096)
@@ -192,7 +166,7 @@ def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight
 
 
 def test_limits_that_the_task_sets_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tasks = measured(monkeypatch)
+    tasks = measured_at_once(monkeypatch)
     task = make_task(tmp_path, max_slots=2, max_tokens_per_step=100, max_tokens_per_pass=50)
     assert pack(subject_of(task)) == (task, None)
     assert tasks == []
