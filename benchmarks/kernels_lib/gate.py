@@ -93,14 +93,15 @@ def reference_facts(
     for slot, adapter in enumerate(adapters or []):
         bank.occupy(slot, AdapterShape(rank=workload.ranks[slot], targets=modules))
         bank.write(slot, adapter)
-    losses: list[float] = []
+    losses = [0.0] * len(workload.ranks)  # a job may have rows in several passes
     for batch in workload.batches(batch_size, base.device):
         schedule = TokenSchedule.build(batch.slots, batch.job_tokens, [scales[slot] for slot in batch.slots])
         with context.use(schedule) if adapters is not None else nullcontext():
             losses_J = sft_losses(backbone, batch)
             if adapters is not None:
                 losses_J.sum().backward()
-        losses += losses_J.tolist()
+        for slot, loss in zip(batch.slots, losses_J.tolist(), strict=True):
+            losses[slot] += loss
     return [
         JobFacts(
             loss=loss,

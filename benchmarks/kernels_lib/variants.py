@@ -281,10 +281,14 @@ def share(model: PreTrainedModel) -> PreTrainedModel:
 def _batched_backward(
     backbone: Backbone, workload: Workload, batch_size: int, use: Callable[[TokenBatch], Any]
 ) -> list[float]:
-    losses = []
+    slots, losses = [], []
     for batch in workload.batches(batch_size, backbone.device):
         with use(batch):
             losses_J = sft_losses(backbone, batch)
             losses_J.sum().backward()
+        slots += batch.slots
         losses.append(losses_J.detach())
-    return [float(loss) for loss in torch.cat(losses).tolist()]
+    sums = [0.0] * len(workload.ranks)  # a job may have rows in several passes
+    for slot, loss in zip(slots, torch.cat(losses).tolist(), strict=True):
+        sums[slot] += loss
+    return sums

@@ -190,7 +190,10 @@ def test_flops_are_those_that_pytorch_counts(base, workload):
     attention = 7 * base.config.num_hidden_layers * base.config.hidden_size * lengths_squared
     assert _gemm_flops(lambda: frozen.backward(2)) == base_flops(base, workload, 2) - attention
     # The first layer's q, k and v pass no gradient on, with adapters: nobody asks for that of their input.
-    config, tokens = base.config, [count for batch in workload.batches(2, CPU) for count in batch.job_tokens]
+    config, tokens = base.config, [0] * len(workload.ranks)
+    for batch in workload.batches(2, CPU):
+        for slot, count in zip(batch.slots, batch.job_tokens, strict=True):
+            tokens[slot] += count
     sides = config.hidden_size * (config.hidden_size + 2 * config.num_key_value_heads * config.head_dim)
     spared = 2 * sides * sum(tokens) + sum(
         2 * rank * 3 * config.hidden_size * count for rank, count in zip(workload.ranks, tokens, strict=True)
