@@ -85,7 +85,7 @@ PLANS = {
                     DurationCase(name="tiny-wide", ranks=(16, 32, 64) * 4, batch_sizes=(1,), num_rows=96),
                     DurationCase(name="tiny-mixed", ranks=(8, 16), batch_sizes=(1, 2, 4, 8), num_rows=128),
                     DurationCase(name="tiny-alone", ranks=(32,), batch_sizes=(4,), num_rows=240, num_epochs=3),
-                    DurationCase(name="tiny-large", ranks=(64, 128), batch_sizes=(16,), num_rows=240, num_epochs=2),
+                    DurationCase(name="tiny-large", ranks=(32, 64), batch_sizes=(16,), num_rows=240, num_epochs=2),
                 ),
             ),
             ModelPlan(

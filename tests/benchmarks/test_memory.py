@@ -6,7 +6,9 @@ import json
 
 import memory
 import pytest
+from kernels_lib.shapes import SHAPES
 from memory_lib import child
+from memory_lib.plans import PLANS
 
 from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
@@ -53,3 +55,11 @@ def test_every_scale_has_the_cases_that_its_goals_are_about():
         models = memory.PLANS[scale].models
         assert sum(len(model.peaks) for model in models) >= least[0]
         assert sum(len(model.durations) for model in models) >= least[1]
+
+
+@pytest.mark.parametrize(("scale", "model"), [(scale, model) for scale in PLANS for model in PLANS[scale].models])
+def test_no_rank_is_larger_than_a_module_of_the_model(scale, model):
+    shape = SHAPES[model.shape]
+    head_size = shape["hidden_size"] // shape["num_attention_heads"]
+    smallest_side = min(shape["hidden_size"], head_size * shape["num_key_value_heads"])
+    assert max(*model.ranks, *(rank for case in model.durations for rank in case.ranks)) <= smallest_side
