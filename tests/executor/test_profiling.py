@@ -88,9 +88,9 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
 def test_a_step_that_is_not_expected_to_fit_is_not_taken(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
     monkeypatch.setattr(measure, "capacity_bytes", lambda device: 1000 * MIB)
-    monkeypatch.setattr(measure, "peak_bytes", lambda device: 10 * MIB * len(taken) ** 3)
-    step = measure._step_s
-    monkeypatch.setattr(measure, "_step_s", lambda trainer, runs: taken.append(1) or step(trainer, runs))
+    monkeypatch.setattr(measure, "peak_bytes", lambda device: 640 * MIB * len(taken) ** 3)
+    steps = measure._steps_s
+    monkeypatch.setattr(measure, "_steps_s", lambda trainer, runs: taken.append(1) or steps(trainer, runs))
     found = take_measures(subject)
     all_of_them = len(packings(4, 4))
     assert 2 <= len(found.memory) < all_of_them

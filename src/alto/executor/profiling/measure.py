@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -30,7 +30,9 @@ MAX_JOBS = 16
 """Most jobs that are measured together: what more of them cost is told by those."""
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_TIMED_STEPS = 3
+_LEAST_TIMES, _MOST_TIMES = 3, 16
+_LEAST_TIMED_S = 2.0
+"""What is short is timed more often, for so long: once alone says little."""
 _LEAST_BUDGET_S = 60.0
 _BUDGET_SHARE = 0.02
 
@@ -148,15 +150,13 @@ def measure(
             ):
                 break
             reset_peak(backbone.device)
-            seconds = [_step_s(trainer, seated) for _ in range(1 + _TIMED_STEPS)]
+            seconds = _steps_s(trainer, seated)
             if refused:
                 break
             peak = peak_bytes(backbone.device) - bank
             memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
             durations.append(
-                ThroughputPoint(
-                    num_jobs=packing.num_jobs, num_tokens=num_tokens, duration_s=statistics.median(seconds[1:])
-                )
+                ThroughputPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, duration_s=statistics.median(seconds))
             )
         eval_token_s = _eval_token_s(trainer, chosen[0], rows)
     except RowTooLargeError as error:
@@ -186,7 +186,7 @@ class _Budget:
         """Whether steps of ``num_tokens`` can be measured too."""
         token_s = durations[-1].duration_s / durations[-1].num_tokens
         budget_s = max(_LEAST_BUDGET_S, _BUDGET_SHARE * self._task_tokens * token_s)
-        return time.monotonic() - self._began + (1 + _TIMED_STEPS) * num_tokens * token_s <= budget_s
+        return time.monotonic() - self._began + (1 + _LEAST_TIMES) * num_tokens * token_s <= budget_s
 
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int) -> int:
@@ -240,20 +240,31 @@ def _seated(chosen: Sequence[JobRun], packing: Packing, num_rows: int) -> list[J
     ]
 
 
-def _step_s(trainer: Trainer, runs: Sequence[JobRun]) -> float:
-    start = time.perf_counter()
-    trainer.step(runs)
-    for run in runs:
-        run.step += 1
-    return time.perf_counter() - start
+def _steps_s(trainer: Trainer, runs: Sequence[JobRun]) -> list[float]:
+    """Durations of steps of ``runs``."""
+
+    def step() -> None:
+        trainer.step(runs)
+        for run in runs:
+            run.step += 1
+
+    return _timed(step)
 
 
 def _eval_token_s(trainer: Trainer, run: JobRun, rows: TaskData) -> float:
     run = replace(run, slot=0)
-    trainer.evaluate([run])  # the first is slower
-    start = time.perf_counter()
-    trainer.evaluate([run])
-    return (time.perf_counter() - start) / rows.validation.num_tokens
+    return statistics.median(_timed(lambda: trainer.evaluate([run]))) / rows.validation.num_tokens
+
+
+def _timed(action: Callable[[], object]) -> list[float]:
+    """Durations of ``action``, the first of which is slower and left out."""
+    action()
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_TIMES or (sum(seconds) < _LEAST_TIMED_S and len(seconds) < _MOST_TIMES):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bool:
