@@ -41,7 +41,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = ROOT / "benchmarks" / "results"
 SCALES = ("smoke", "cpu", "gpu")
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "alto-lora")
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "ortools", "alto-lora")
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     ">=": lambda value, bound: value >= bound,

@@ -125,8 +125,11 @@ def test_paper_listing(model: Path, tmp_path: Path) -> None:
         for name, epochs in (("long", 3), ("short", 1))
     ]
     schedule = engine.schedule(tasks, method="MILP")
-    assert [placement.task for placement in schedule.placements] == ["short", "long"]
-    assert [placement.num_samples for placement in schedule.placements] == [4 * 24, 4 * 3 * 24]
+    seconds = {placement.task: placement.duration_s for placement in schedule.placements}
+    assert seconds.keys() == {"long", "short"}
+    assert seconds["short"] < seconds["long"]
+    assert schedule.status == "optimal"
+    assert schedule.makespan_s == pytest.approx(sum(seconds.values()))
     assert not (tmp_path / "runs").exists()
 
     early_exit = alto.EarlyExit(policy="paper", warmup_ratio=0.05, select_ratio=0.25)
@@ -137,8 +140,6 @@ def test_paper_listing(model: Path, tmp_path: Path) -> None:
         started = read_journal(result.run_dir)[0]
         assert started["early_exit"]["policy"] == "paper"
         assert started["early_exit"]["rungs"] == [[0.05, 0.25]]
-    long, short = (read_journal(result.run_dir)[0]["time"] for result in results)
-    assert short <= long
 
 
 def test_without_schedule_and_settings_each_task_keeps_its_own(model: Path, tmp_path: Path) -> None:
@@ -148,20 +149,11 @@ def test_without_schedule_and_settings_each_task_keeps_its_own(model: Path, tmp_
     assert read_journal(result.run_dir)[0]["early_exit"]["enabled"] is False
 
 
-def test_a_schedule_of_other_tasks_is_refused(tmp_path: Path) -> None:
-    engine = alto.Engine(output_dir=tmp_path / "runs")
-    task = make_task(tmp_path)
-    with pytest.raises(SpecError, match=r"expected a placement for each of the 2 tasks.*engine\.schedule\(tasks\)"):
-        engine.batched_execution([task, task], engine.schedule([task]))
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
         ({"strategy": "magic"}, SpecError, r"strategy: expected one of adapter_parallel, single, found 'magic'"),
         ({"total_gpus": 0}, SpecError, r"total_gpus: expected at least 1, found 0"),
-        ({"total_gpus": 2}, UnsupportedError, r"total_gpus: .* found 2; set it to 1"),
-        ({"cluster": "ray://head:10001"}, UnsupportedError, r"cluster: .*'local'.* found 'ray://head:10001'"),
     ],
 )
 def test_engine_refuses(settings: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -205,16 +197,6 @@ def test_an_optimizer_that_is_not_installed_is_found_out_before_anything_is_writ
     assert not (tmp_path / "runs").exists()
 
 
-def test_schedule_refuses_what_cannot_run(tmp_path: Path) -> None:
-    engine = alto.Engine(output_dir=tmp_path / "runs")
-    with pytest.raises(SpecError, match=r"method: expected one of .*, found 'magic'"):
-        engine.schedule([make_task(tmp_path)], method="magic")
-    with pytest.raises(UnsupportedError, match="set both to 1"):
-        engine.schedule([make_task(tmp_path, num_gpus=2)])
-    with pytest.raises(DataFileNotFoundError):
-        engine.schedule([make_task(tmp_path, dataset="absent.jsonl")])
-
-
 def test_a_run_without_a_result_is_kept_with_its_report(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), search_space={"lr": [1e30, 1e31]}, max_grad_norm=0)
     with pytest.raises(NoResultError, match="lower the learning rates"):
@@ -242,7 +224,7 @@ def test_a_failure_before_the_first_event_is_told_as_it_was(
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the bank")
 
-    monkeypatch.setattr("alto.engine.Executor", fail)
+    monkeypatch.setattr("alto.engine.runner.Executor", fail)
     with pytest.raises(MemoryError, match="no room for the bank"):
         alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, model=str(model)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -133,6 +134,16 @@ def test_no_event_in_the_source_is_missing() -> None:
     names = {name for pair in pairs for name in pair if name}
     assert len(names) > 10
     assert names == set(reference.EVENTS)
+
+
+def test_events_of_queues_and_their_fields_are_those_in_the_source() -> None:
+    found: dict[str, set[str]] = {}
+    for path in ("cluster/controller.py", "engine/queues.py"):
+        for node in ast.walk(ast.parse((ROOT / "src" / "alto" / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("journal.append"):
+                name = ast.literal_eval(node.args[0])
+                found.setdefault(name, set()).update(str(keyword.arg) for keyword in node.keywords)
+    assert found == {name: set(fields) for name, (_, fields) in reference.QUEUE_EVENTS.items()}
 
 
 def test_every_number_of_an_exit_is_explained() -> None:

@@ -20,6 +20,7 @@ TOPICS = {
     "sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",)),
     "kernels": ("One training step of many adapters", ("cpu", "gpu")),
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
+    "scheduler": ("Which task runs where and when", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
 

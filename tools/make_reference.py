@@ -28,7 +28,7 @@ from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge
 from alto.early_exit.nonfinite import judge_point
 from alto.early_exit.underperformance import select
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Standing
-from alto.runs import run_dir
+from alto.runs import queue_dir, run_dir
 from alto.scheduler import SeatReason
 from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
@@ -140,6 +140,29 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
+
+QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "queue_started": (
+        "the first event: the cluster, and all tasks with what they are thought to take",
+        ("method", "devices", "nodes", "tasks"),
+    ),
+    "queue_resumed": ("a process goes on with the queue; tasks that had their result", ("done",)),
+    "planned": (
+        "a new schedule of what waits, and why; starts count from this event",
+        ("reason", "method", "status", "makespan_s", "bound_s", "notice", "placements"),
+    ),
+    "executor_started": ("a task was given GPUs", ("task", "attempt", "gpus")),
+    "executor_ended": (
+        "its processes are gone: `finished`, `interrupted`, `failed`, or `lost`, and why",
+        ("task", "attempt", "outcome", "reason"),
+    ),
+    "task_given_up": ("it is not tried again", ("task", "reason")),
+    "gpu_lost": ("a GPU left the cluster, with its node", ("node", "index")),
+    "gpu_added": ("a GPU joined the cluster", ("node", "index")),
+    "queue_interrupted": ("Ctrl-C or SIGTERM; tasks that still have to finish", ("open",)),
+    "queue_completed": ("every task has its result or was given up", ()),
+}
+"""Events of the journal of a queue."""
 
 EVIDENCE: Mapping[str, str] = {
     "train_loss": "the loss that is not finite",
@@ -357,19 +380,33 @@ def commands_section() -> str:
 
 
 def run_section() -> str:
-    drawn = textwrap.dedent(re.split(r"::\n\n", inspect.getdoc(run_dir) or "")[1].split("\n\n``")[0])
     return f"""## Run directory
 
 ```
-{drawn.rstrip()}
+{_drawn(run_dir)}
 ```
 
 Trackers add folders of their own, see [trackers.md](trackers.md). `best/` is all that is needed to serve the adapter.
+
+Many tasks (`alto run`) share the folder of their queue:
+
+```
+{_drawn(queue_dir)}
+```
 """
 
 
+def _drawn(module: object) -> str:
+    """The folder that is drawn at the top of a module."""
+    drawn = textwrap.dedent(re.split(r"::\n\n", inspect.getdoc(module) or "")[1].split("\n\n``")[0])
+    return drawn.rstrip()
+
+
 def journal_section() -> str:
-    rows = [[_code(name), meaning, _codes(fields)] for name, (meaning, fields) in EVENTS.items()]
+    rows, queue_rows = (
+        [[_code(name), meaning, _codes(fields)] for name, (meaning, fields) in events.items()]
+        for events in (EVENTS, QUEUE_EVENTS)
+    )
     return f"""## Journal
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
@@ -377,6 +414,10 @@ A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines ar
 the last whole checkpoint.
 
 {_table(("event", "meaning", "fields"), rows)}
+
+The journal of a queue has events of its own:
+
+{_table(("event", "meaning", "fields"), queue_rows)}
 """
 
 

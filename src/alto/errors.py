@@ -21,8 +21,11 @@
     │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
+    ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
+    ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
     ├── ProfileError (ValueError)           measurements that do not tell what was asked of them
+    ├── ScheduleError (ValueError)          a schedule that must not be run
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
 
@@ -32,8 +35,14 @@ A message says what was expected, what was found, and what to do about it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "AltoError",
+    "ClusterLostError",
     "ConflictingKeysError",
     "DataError",
     "DataFileNotFoundError",
@@ -49,10 +58,12 @@ __all__ = [
     "RunExistsError",
     "RunNotFoundError",
     "RunWriteError",
+    "ScheduleError",
     "ShapeError",
     "SpecError",
     "TargetModuleError",
     "TaskInterruptedError",
+    "TasksFailedError",
     "UnknownKeyError",
     "UnsupportedError",
     "UnsupportedModelError",
@@ -135,12 +146,32 @@ class NoResultError(AltoError, RuntimeError):
     """A task ended without one usable adapter."""
 
 
+class TasksFailedError(AltoError, RuntimeError):
+    """Some tasks of a queue were given up; the others have their results.
+
+    Attributes:
+        results: Of the others, a :class:`alto.TaskResult` each.
+    """
+
+    def __init__(self, message: str, *, results: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+
+class ClusterLostError(AltoError, ConnectionError):
+    """The cluster that tasks run on cannot be reached any more; what had been saved can be gone on with."""
+
+
 class DeviceMemoryError(AltoError, MemoryError):
     """Something does not fit into the device's memory, however it is cut."""
 
 
 class ProfileError(AltoError, ValueError):
     """Measurements of memory or time do not tell what was asked of them."""
+
+
+class ScheduleError(AltoError, ValueError):
+    """A schedule does not solve its problem."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):

@@ -58,7 +58,7 @@ def test_what_is_written_reads_back(write):
 @pytest.mark.parametrize(
     ("text", "error", "reason"),
     [
-        ("", SpecError, "found an empty file. Give at least 'model' and 'dataset'"),
+        ("", SpecError, "found an empty file. Write lines such as 'model: alto-tiny'"),
         ("# nothing\n", SpecError, "found an empty file"),
         ("- a\n", SpecError, "found a list at the top"),
         ("just text\n", SpecError, "found a str at the top"),

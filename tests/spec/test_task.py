@@ -37,6 +37,8 @@ def test_defaults():
         "data_seed": 42,
         "method": "sft",
         "num_gpus": 1,
+        "priority": 0,
+        "tenant": "",
         "max_length": None,
         "eval_steps": 0.05,
         "max_slots": None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, plan, preview, report, show, tune
+from alto.cli import evaluate, job, plan, preview, report, resume, run, show, simulate, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -22,8 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(tune.tune)
-app.command()(tune.resume)
+app.command()(run.run)
+app.command()(resume.resume)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(show.show)
 app.add_typer(job.app)
 app.command()(report.report)

@@ -33,9 +33,9 @@ class Interrupt:
 
     def observe(self, event: Event) -> None:
         """Events say whether there is anything to stop cleanly."""
-        if event["event"] in ("task_started", "task_resumed"):
+        if event["event"] in ("task_started", "task_resumed", "queue_started", "queue_resumed"):
             self._is_training = True
-        elif event["event"] in ("task_completed", "task_interrupted"):
+        elif event["event"] in ("task_completed", "task_interrupted", "queue_completed", "queue_interrupted"):
             self._is_training = False
 
     def handle(self, number: int, _: FrameType | None) -> None:

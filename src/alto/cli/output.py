@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,10 @@ from alto.errors import AltoError
 from alto.records import TaskResult
 from alto.runs import Event, Observer
 
-__all__ = ["print_error", "print_json", "progress", "result_facts"]
+if TYPE_CHECKING:
+    from alto.export import QueueProgress
+
+__all__ = ["print_error", "print_json", "progress", "queue_progress", "result_facts"]
 
 
 @contextlib.contextmanager
@@ -32,6 +35,19 @@ def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
 
     with open_view(console) as view:
         yield [_until_nobody_reads(view.observe)]
+
+
+@contextlib.contextmanager
+def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueueProgress, list[Observer]]]:
+    """What is known of a queue, and the observers that tell it and show it, as :func:`progress` does for a run."""
+    from alto.export import QueueProgress, open_queue_view
+
+    if silent:
+        known = QueueProgress()
+        yield known, [known.apply]
+        return
+    with open_queue_view(console) as view:
+        yield view.progress, [_until_nobody_reads(view.observe)]
 
 
 def _until_nobody_reads(observe: Observer) -> Observer:

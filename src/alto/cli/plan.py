@@ -25,14 +25,18 @@ def plan(
         float | None, typer.Option("--gpu-hour-price", min=0, help="Price of an hour of the device, for the cost.")
     ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    total_gpus: Annotated[
+        int | None, typer.Option("--total-gpus", min=1, help="GPUs that several tasks share; CPU slots without GPUs.")
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help="Who schedules several tasks.")] = "cp-sat",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure what the tasks in FILES take of memory and time, and show how they would be packed; train nothing."""
+    """Measure what the tasks in FILES take of memory and time, and show how they would be packed and scheduled."""
     tasks = [load_task(file, overrides or ()) for file in files]
     from alto.engine import Engine
-    from alto.export import plan_text
+    from alto.export import plan_text, schedule_text
 
-    engine = Engine()
+    engine = Engine(total_gpus=total_gpus)
     console = Console()
     facts = []
     for task in tasks:
@@ -40,8 +44,11 @@ def plan(
         facts.append(_facts(found, gpu_hour_price))
         if not as_json:
             console.print(plan_text(found, price_per_hour=gpu_hour_price))
+    schedule = engine.schedule(tasks, method=method) if len(tasks) > 1 else None
     if as_json:
-        print_json({"tasks": facts})
+        print_json({"tasks": facts, "schedule": dataclasses.asdict(schedule) if schedule is not None else None})
+    elif schedule is not None:
+        console.print(schedule_text(schedule))
 
 
 def _facts(found: TaskPlan, price_per_hour: float | None) -> dict[str, object]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from alto.cli.output import print_json
 from alto.cli.paths import Run
-from alto.runs import RunDir, RunHistory, read_history
+from alto.runs import QueueDir, RunDir, RunHistory, read_history, told_gpus
+
+if TYPE_CHECKING:
+    from alto.export import QueueProgress
 
 __all__ = ["show"]
 
@@ -24,11 +28,14 @@ def show(
         float, typer.Option("--every", min=0.1, max=86400, help="Seconds between two looks with --watch.")
     ] = 1.0,
 ) -> None:
-    """Show the jobs of RUN and how far they are; never disturbs the run."""
+    """Show the jobs of RUN, or the tasks of a queue, and how far they are; never disturbs the run."""
     from alto.export import final_summary, watch_run
 
-    run_dir = RunDir.open(run)
     console = Console()
+    if QueueDir.exists(run):
+        _show_queue(console, run, as_json=as_json, watch=watch, every_s=every_s)
+        return
+    run_dir = RunDir.open(run)
     if watch and not as_json and console.is_terminal:
         with contextlib.suppress(KeyboardInterrupt):
             watch_run(console, run_dir, every_s)
@@ -45,6 +52,52 @@ def show(
         if not (watch and is_live):
             return
         time.sleep(every_s)
+
+
+def _show_queue(console: Console, queue: Path, *, as_json: bool, watch: bool, every_s: float) -> None:
+    from alto.export import QueueProgress, queue_summary
+
+    while True:
+        is_live = RunDir(queue).is_locked()
+        progress = QueueProgress.read(queue)
+        if as_json:
+            print_json(_queue_facts(queue, progress, is_live=is_live))
+        else:
+            console.print(queue_summary(progress, queue, is_live=is_live))
+        if not (watch and is_live):
+            return
+        time.sleep(every_s)
+
+
+def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict[str, Any]:
+    history = progress.queue
+    return {
+        "queue_dir": str(queue),
+        "state": "finished" if history.result is not None else "running" if is_live else "interrupted",
+        "duration_s": round(history.duration_s, 3),
+        "plans": len(history.plans),
+        "tasks": [
+            {
+                "task": task.task,
+                "state": task.state.value,
+                "num_gpus": task.num_gpus,
+                "expected_s": task.duration_s,
+                "done": progress.share(task),
+                "best_validation_loss": progress.best_loss(task),
+                "failure": task.failure or None,
+                "attempts": [
+                    {
+                        "number": attempt.number,
+                        "gpus": told_gpus(attempt.gpus),
+                        "outcome": attempt.outcome,
+                        "reason": attempt.reason or None,
+                    }
+                    for attempt in task.attempts
+                ],
+            }
+            for task in history.tasks.values()
+        ],
+    }
 
 
 def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``alto tune`` and ``alto resume``: train."""
+"""``alto tune``: train one task."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
+from alto.cli.options import AsJson, OutputDir, Overrides, Quiet
 from alto.cli.output import print_error, print_json, progress, result_facts
-from alto.cli.paths import Run
 from alto.errors import TaskInterruptedError
 from alto.records import TaskResult
 from alto.spec import load_task
@@ -19,12 +19,7 @@ from alto.spec import load_task
 if TYPE_CHECKING:
     from alto.engine import Engine
 
-__all__ = ["resume", "tune"]
-
-OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Folder in which run directories are made.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+__all__ = ["train", "tune"]
 
 
 def tune(
@@ -36,19 +31,11 @@ def tune(
 ) -> None:
     """Run the task in FILE and keep its best adapter."""
     task = load_task(file, overrides or ())
-    _train(lambda engine: engine.tune(task), output_dir=output_dir, as_json=as_json, quiet=quiet)
+    train(lambda engine: engine.tune(task), output_dir=output_dir, as_json=as_json, quiet=quiet)
 
 
-def resume(
-    run: Run,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Go on with an interrupted RUN from its last checkpoint."""
-    _train(lambda engine: engine.resume(run), output_dir=run.parent, as_json=as_json, quiet=quiet)
-
-
-def _train(work: Callable[[Engine], TaskResult], *, output_dir: Path, as_json: bool, quiet: bool) -> None:
+def train(work: Callable[[Engine], TaskResult], *, output_dir: Path, as_json: bool, quiet: bool) -> None:
+    """Let an engine work on one task, and show it."""
     from alto.engine import Engine
     from alto.export import final_summary
     from alto.runs import read_history

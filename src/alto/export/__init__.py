@@ -2,8 +2,10 @@
 
 from alto.export.adapter import export_best
 from alto.export.plain import PlainView
-from alto.export.plan import plan_text
+from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
+from alto.export.queue_report import write_queue_report
+from alto.export.queue_view import QueueProgress, open_queue_view, queue_summary
 from alto.export.report import write_report
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.watch import watch_run
@@ -12,12 +14,17 @@ from alto.runs import RunHistory
 __all__ = [
     "LiveView",
     "PlainView",
+    "QueueProgress",
     "RunHistory",
     "export_best",
     "final_summary",
+    "open_queue_view",
     "open_view",
     "plan_text",
     "preview_text",
+    "queue_summary",
+    "schedule_text",
     "watch_run",
+    "write_queue_report",
     "write_report",
 ]

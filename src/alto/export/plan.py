@@ -7,10 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import format_duration
-from alto.records import TaskPlan
+from alto.export.wording import clean, format_duration
+from alto.records import Schedule, TaskPlan
 
-__all__ = ["plan_text"]
+__all__ = ["plan_text", "schedule_text"]
 
 _MIB = 2**20
 
@@ -42,6 +42,32 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     if plan.expected_duration_s < plan.duration_s:
         time.append(f"            {_priced(plan.expected_duration_s, expected)} expected with it")
     return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *time, ""])))
+
+
+def schedule_text(schedule: Schedule) -> RenderableType:
+    """Which task runs where and when, and how good that is."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("task", "GPUs"):
+        table.add_column(heading)
+    for heading in ("start", "end"):
+        table.add_column(heading, justify="right")
+    for placement in schedule.placements:
+        gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in placement.gpus)
+        table.add_row(
+            Text(clean(placement.task)),
+            Text(clean(gpus)),
+            format_duration(placement.start_s),
+            format_duration(placement.end_s),
+        )
+    quality = {
+        "optimal": "no schedule is shorter",
+        "feasible": f"none is shorter than {format_duration(schedule.bound_s)}",
+        "heuristic": f"none is shorter than {format_duration(schedule.bound_s)}",
+    }[schedule.status]
+    lines = [f"together:   about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}"]
+    if schedule.notice:
+        lines.append(f"note:       {clean(schedule.notice)}")
+    return Group(table, Text("\n".join([*lines, ""])))
 
 
 def _table(plan: TaskPlan) -> Table:

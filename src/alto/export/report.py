@@ -1,34 +1,20 @@
-"""``report.html``: one page that tells a run, readable offline and without the project.
-
-Everything is inlined (plotly's own bundle once), and the page forbids itself every request by its content security
-policy. Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are escaped.
-"""
+"""``report.html``: one page that tells a run."""
 
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from alto.errors import RunError
 from alto.export.figures import LossFigure, OccupancyFigure, loss_figure, occupancy_figure
 from alto.export.importance import MIN_JOBS, importance_of_settings
+from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
 from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
 from alto.export.wording import (
-    clean,
     describe_rungs,
     describe_task,
-    format_count,
-    format_duration,
-    format_loss,
-    format_setting,
-    format_share,
-    short_name,
     tidy_config,
     varying_keys,
 )
@@ -49,12 +35,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run_dir = Path(run_dir)
     page = render_report(read_history(run_dir), run_dir, _read_evaluations(run_dir / "best" / "metrics.json"))
-    path = run_dir / REPORT_NAME
-    # A reader never sees half a page.
-    unfinished = path.with_suffix(".html.partial")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
-    return path
+    return write_page(run_dir / REPORT_NAME, page)
 
 
 def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]]) -> str:
@@ -63,25 +44,7 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
     Args:
         evaluations: What ``alto eval`` found of the best adapter, as it is written in its metrics.
     """
-    environment = Environment(
-        loader=PackageLoader("alto.export"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "clean": clean,
-        "count": format_count,
-        "duration": format_duration,
-        "loss": format_loss,
-        "setting": format_setting,
-        "share": format_share,
-        "finite": _finite,
-        "short_name": short_name,
-    }
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return environment.get_template("report.html.jinja").render(**_context(history, run_dir), evaluations=evaluations)
+    return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations)
 
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
@@ -108,7 +71,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "shared": _shared_settings(history),
         "adapter_dir": str(run_dir / "best"),
         "jobs_dir": str(run_dir / "jobs"),
-        "written_at": _timestamp(history.last_seen_at),
+        "written_at": timestamp(history.last_seen_at),
         "validation": validation,
         "train": train,
         "parallel": parallel,
@@ -120,7 +83,6 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
         "opens_logarithmic": any(rung.progress <= 0.2 for rung in history.rung_settings),
-        "plotly_js": Markup(_plotly_bundle()),
     }
 
 
@@ -166,19 +128,3 @@ def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
     configs = [tidy_config(job.config) for job in history.jobs.values()]
     varying = set(varying_keys(configs))
     return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []
-
-
-def _timestamp(time: float | None) -> str:
-    return datetime.fromtimestamp(time, tz=UTC).strftime("%d %B %Y, %H:%M UTC") if time is not None else "never"
-
-
-def _finite(value: Any) -> Any:
-    """``value`` for a sorting attribute: empty when it is no finite number, so that it sorts last."""
-    return "" if value is None or value != value or value in (float("inf"), float("-inf")) else value
-
-
-def _plotly_bundle() -> str:
-    # Importing plotly takes a moment that only those who write a report should spend.
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())

@@ -1,32 +1,44 @@
-"""A run on disk: its folder, its journal, and what the journal tells. No torch here."""
+"""Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
 
 from alto.runs.files import replace_file, sync_folder, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
 from alto.runs.journal import Event, Journal, Observer, cut_journal, read_events, read_intact_events
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
+from alto.runs.queue_dir import QueueDir, QueueEntry
+from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, read_queue_history, told_gpus
 from alto.runs.result import task_result
 from alto.runs.run_dir import RunDir
+from alto.runs.tail import JournalTail
 
 __all__ = [
     "Action",
     "Answer",
+    "Attempt",
     "Command",
     "Event",
     "JobHistory",
     "Journal",
+    "JournalTail",
     "Mailbox",
     "Observer",
     "Occupancy",
+    "QueueDir",
+    "QueueEntry",
+    "QueueHistory",
     "RunDir",
     "RunHistory",
     "RungOutcome",
     "Stage",
+    "TaskHistory",
+    "TaskStage",
     "cut_journal",
     "read_events",
     "read_history",
     "read_intact_events",
+    "read_queue_history",
     "replace_file",
     "sync_folder",
     "task_result",
+    "told_gpus",
     "writing",
 ]

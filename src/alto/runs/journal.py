@@ -13,7 +13,7 @@ from typing import Any, Self
 from alto.errors import RunError, RunNotFoundError
 from alto.runs.files import sync_folder, writing
 
-__all__ = ["Event", "Journal", "Observer", "cut_journal", "read_events", "read_intact_events"]
+__all__ = ["Event", "Journal", "Observer", "cut_journal", "parse_line", "read_events", "read_intact_events"]
 
 Event = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        event = _parse(line)
+        event = parse_line(line)
         if event is not None:
             events.append(event)
         elif number < len(lines):
@@ -103,7 +103,7 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
     """
     events: list[dict[str, Any]] = []
     for line in _lines(path):
-        event = _parse(line)
+        event = parse_line(line)
         if event is None or event.get("seq") != len(events) or not _is_told(event):
             break
         events.append(event)
@@ -142,7 +142,8 @@ def _is_told(event: Event) -> bool:
     return isinstance(event.get("time"), int | float) and isinstance(event.get("event"), str)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None where it is not a JSON object."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

@@ -10,6 +10,7 @@
         jobs/<job>/start/    adapter that a cloned job starts from
         control/             what other processes ask of the running task
         best/                the task's best adapter
+        logs/                output and end of every executor that a queue started
         report.html
         run.lock             held by the process that works on the run
 
@@ -32,7 +33,7 @@ from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
 from alto.runs.files import replace_file, sync_folder, writing
 from alto.spec import Task
 
-__all__ = ["RunDir"]
+__all__ = ["RunDir", "being_born", "claim"]
 
 # A process that only asks whether a run is being worked on holds the lock for an instant.
 LOCK_TIMEOUT_S = 1.0
@@ -59,20 +60,20 @@ class RunDir:
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
         unborn = folder / f".{stem}.{os.getpid()}.new"
-        try:
-            unborn.mkdir(parents=True)
-            replace_file(unborn / "task.yaml", task.to_yaml())
-            (unborn / "journal.jsonl").touch()
-            return cls(_claim(unborn, folder, stem))
-        except RunExistsError:
-            raise
-        except OSError as error:
-            raise RunError(
-                f"output_dir: expected a folder that can be written, found {output_dir} ({error.strerror}); "
-                "choose another with --output-dir"
-            ) from error
-        finally:
-            shutil.rmtree(unborn, ignore_errors=True)
+        with being_born(unborn, output_dir):
+            cls(unborn).begin(task)
+            return cls(claim(unborn, folder, stem))
+
+    def begin(self, task: Task) -> None:
+        """Make the folder, with the task and an empty journal; the rest of it comes with the executor."""
+        self.root.mkdir(parents=True)
+        replace_file(self.task_file, task.to_yaml())
+        self.journal_file.touch()
+
+    def resolve(self, task: Task) -> None:
+        """Put ``task``, with what has been found out about it, in the place of the task as it was."""
+        with writing(self.root, self.task_file):
+            replace_file(self.task_file, task.to_yaml())
 
     @classmethod
     def open(cls, root: str | Path) -> RunDir:
@@ -128,7 +129,27 @@ class RunDir:
             return False
 
 
-def _claim(unborn: Path, folder: Path, stem: str) -> Path:
+@contextlib.contextmanager
+def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
+    """What is made inside under the name ``unborn`` is gone afterwards, unless :func:`claim` has given it another.
+
+    Raises:
+        RunError: The folder cannot be made.
+    """
+    try:
+        yield
+    except RunExistsError:
+        raise
+    except OSError as error:
+        raise RunError(
+            f"output_dir: expected a folder that can be written, found {output_dir} ({error.strerror}); "
+            "choose another with --output-dir"
+        ) from error
+    finally:
+        shutil.rmtree(unborn, ignore_errors=True)
+
+
+def claim(unborn: Path, folder: Path, stem: str) -> Path:
     """Give the folder its name; that is one step, so two processes never share a run."""
     for attempt in range(1000):
         root = folder / (stem if attempt == 0 else f"{stem}-{attempt}")

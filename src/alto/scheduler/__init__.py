@@ -1,23 +1,36 @@
 """Decides who runs where, from plain numbers: seats, orders, and laws of memory and time."""
 
-from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s
+from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
-from alto.scheduler.inter_task import TaskDemand, schedule_tasks
+from alto.scheduler.inter_task import (
+    LIST_METHODS,
+    METHODS,
+    RunningTask,
+    SchedulingProblem,
+    TaskDemand,
+    check_schedule,
+    schedule_tasks,
+)
 from alto.scheduler.intra_task import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason, plan_residents
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 
 __all__ = [
+    "LIST_METHODS",
+    "METHODS",
     "JobDemand",
     "JobWork",
     "MemoryFit",
     "Packing",
     "PackingRequest",
     "ParkReason",
+    "RunningTask",
+    "SchedulingProblem",
     "SeatReason",
     "SeatingLimits",
     "SeatingPlan",
     "TaskDemand",
     "ThroughputFit",
+    "check_schedule",
     "choose_packing",
     "estimate_duration_s",
     "expected_duration_s",
@@ -25,6 +38,7 @@ __all__ = [
     "fit_throughput",
     "max_tokens",
     "plan_residents",
+    "remaining_duration_s",
     "saturation",
     "schedule_tasks",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import JobDemand, SeatingLimits, plan_residents
 
-__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s"]
+__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,20 @@ def expected_duration_s(
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
         runners = _spread(runners, keep)
     return (1.0 - online_exit_share) * duration_s
+
+
+def remaining_duration_s(expected_s: float, *, elapsed_s: float, share_before: float, share_done: float) -> float:
+    """Seconds that a task that runs will still take: what was expected, and more and more what its own pace says.
+
+    Args:
+        expected_s: What was left of it by the estimate when it began, ``elapsed_s`` seconds ago.
+        share_before, share_done: Shares of its samples that were trained or spared then, and now; in [0, 1].
+    """
+    weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
+    if weight <= 0.0:
+        return max(expected_s - elapsed_s, 0.0)
+    by_pace_s = elapsed_s * (1.0 - weight) / weight
+    return (1.0 - weight) * (1.0 - weight) * expected_s + weight * by_pace_s
 
 
 def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:

@@ -4,19 +4,24 @@ from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override
 from alto.spec.search_space import MAX_JOBS, SearchSpace
+from alto.spec.simulation import Simulation, load_simulation
 from alto.spec.task import AdapterDtype, Job, RowFormName, Task
+from alto.spec.trace import ArrivingTask
 
 __all__ = [
     "ALL_LINEAR",
     "MAX_JOBS",
     "AdapterDtype",
+    "ArrivingTask",
     "EarlyExit",
     "Job",
     "JobConfig",
     "RowFormName",
     "SearchSpace",
+    "Simulation",
     "Task",
     "build_task",
+    "load_simulation",
     "load_task",
     "parse_override",
 ]

@@ -14,7 +14,7 @@ from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import Task
 
-__all__ = ["build_task", "load_task", "parse_override"]
+__all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping"]
 
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES}
 
@@ -42,7 +42,8 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
         UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
     """
     path = Path(path)
-    values = _overridden(_resolve_paths(_read(path), path.parent), overrides)
+    written = read_mapping(path, "task", "model: alto-tiny")
+    values = overridden(_resolve_paths(written, path.parent), overrides)
     for key in values:
         if not isinstance(key, str):
             raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")
@@ -54,21 +55,26 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
 
 def build_task(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Task:
     """The task of ``values`` with ``overrides`` applied; arguments and errors as of :func:`load_task`."""
-    return Task(**_overridden(values, overrides))
+    return Task(**overridden(values, overrides))
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
+    """The keys and values of the YAML file of a ``kind``, in which there are lines such as ``example``.
+
+    Raises:
+        SpecError: No such file, no YAML, empty, or not a mapping.
+    """
     try:
         with path.open("rb") as file:  # which may be a pipe, and may never end
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig") if len(data) <= _MAX_BYTES else None
     except FileNotFoundError:
-        raise SpecError(f"{path} should be a task file, found no such file. Check the path.") from None
+        raise SpecError(f"{path} should be a {kind} file, found no such file. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} should be a readable YAML file in UTF-8, found: {error}. Check the file.") from None
     if text is None:
         raise SpecError(
-            f"{path} should be a task file of at most {_MAX_BYTES} bytes, found more. Is it the right file? Rows "
+            f"{path} should be a {kind} file of at most {_MAX_BYTES} bytes, found more. Is it the right file? Rows "
             f"belong in a dataset of their own, and many values of a search space are sampled: {{min, max, num}}."
         )
     try:
@@ -76,16 +82,16 @@ def _read(path: Path) -> dict[Any, Any]:
     except NotYamlError as error:
         raise SpecError(f"{path} should be valid YAML, found: {error}. Correct the file at that place.") from None
     if values is None:
-        raise SpecError(f"{path} should describe a task, found an empty file. Give at least 'model' and 'dataset'.")
+        raise SpecError(f"{path} should describe a {kind}, found an empty file. Write lines such as '{example}'.")
     if not isinstance(values, dict):
-        if path.suffix.lower() in _DATA_SUFFIXES:
+        if kind == "task" and path.suffix.lower() in _DATA_SUFFIXES:
             raise SpecError(
                 f"{path} should be a task file, found what looks like a dataset. Write a task file with the lines "
                 f"'model: alto-tiny' and 'dataset: {path.name}', and give that."
             )
         raise SpecError(
             f"{path} should map keys to values, found a {type(values).__name__} at the top. "
-            f"Write lines such as 'model: alto-tiny'."
+            f"Write lines such as '{example}'."
         )
     return values
 
@@ -106,7 +112,8 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
         return value
 
 
-def _overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:
+def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:
+    """``values`` with ``key=value`` overrides applied in order, as :func:`load_task` does."""
     for override in overrides:
         values = _override(values, override)
     return values

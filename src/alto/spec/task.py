@@ -67,6 +67,9 @@ class Task(SpecModel):
             validation rows of its own brings them, and any other gives a tenth of its rows.
         max_samples: Use only this many rows of the dataset.
         data_seed: Decides the split and the sampled values of the search space.
+        num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
+        priority: Of tasks that wait, one of a lower priority never delays one of a higher.
+        tenant: Whose quota of GPUs the task counts against.
         max_length: Tokens at which a row is cut; how many were is said before training starts. None takes what a
             preset says of its rows, and 1024 for any other dataset.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
@@ -112,6 +115,8 @@ class Task(SpecModel):
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: Literal["sft"] = Field(default="sft", description="what is learned from a row")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
+    priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
+    tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")

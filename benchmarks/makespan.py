@@ -1,0 +1,226 @@
+"""Eleven tasks on one machine, four ways: the paper's ablation on real executors.
+
+``B`` trains the configurations of a task together (batching alone): every job to its end, tasks in the order they came.
+``B+S`` schedules the tasks, ``B+EE`` ends losing jobs early, ``B+S+EE`` does both. All start from the same measured
+profiles, run the same executors on the same slots, and are timed from the schedule to the last exported adapter.
+
+    python benchmarks/makespan.py --scale cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS_DIR, ROOT, Result, publish
+
+from alto import EarlyExit, Engine, Task, TaskResult
+from alto.data import sample_rows, split_rows
+from alto.runs import Attempt, QueueHistory, read_queue_history
+
+GOALS = {"full_over_batched": (">=", 5.2), "best_loss_ratio": ("<=", 1.005)}
+MODES = {
+    "B": ("fifo", False),
+    "B+S": ("cp-sat", False),
+    "B+EE": ("fifo", True),
+    "B+S+EE": ("cp-sat", True),
+}
+"""Name to method of scheduling and whether early exit is on."""
+
+_RATES = (1e-4, 5e-4, 2e-3, 3e-3, 5e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one scale runs.
+
+    Attributes:
+        slots: CPU slots; a task on n of them has n of as many shares of the cores.
+        rows: Drawn from GSM8K before the 90/10 split.
+        tasks: Slots, epochs, learning rates, ranks and batch sizes of each.
+    """
+
+    slots: int
+    rows: int
+    tasks: tuple[tuple[int, int, tuple[float, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+
+_WIDE, _NARROW = ((16, 32), (1, 4)), ((16,), (2, 8))
+PLANS = {
+    "smoke": Plan(slots=2, rows=20, tasks=((1, 1, (2e-3,), (4,), (2, 4)), (2, 1, (2e-3,), (4,), (2, 4)))),
+    "cpu": Plan(
+        slots=2,
+        rows=100,
+        tasks=(
+            (1, 3, _RATES, *_WIDE),
+            (2, 2, _RATES, *_WIDE),
+            (1, 1, _RATES, *_NARROW),
+            (1, 4, _RATES[1:], *_WIDE),
+            (2, 1, _RATES, *_WIDE),
+            (1, 2, _RATES[:4], *_WIDE),
+            (1, 6, _RATES, *_NARROW),
+            (2, 3, _RATES[1:], *_WIDE),
+            (1, 3, _RATES, *_NARROW),
+            (1, 2, _RATES, *_WIDE),
+            (1, 1, _RATES[1:], *_WIDE),
+        ),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    plan = PLANS[options.scale]
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = make_tasks(plan, options.data, Path(folder))
+        began = time.perf_counter()
+        Engine(total_gpus=plan.slots).schedule(tasks, method="lpt")  # measures; whoever comes after finds it measured
+        profile_s = time.perf_counter() - began
+        print(f"measured what the tasks take in {profile_s:.0f} s", flush=True)
+        found = {name: run(name, tasks, plan, Path(folder) / name) for name in MODES}
+    failures = gate(found)
+    result = Result.of(
+        benchmark="makespan",
+        scale=options.scale,
+        gate_failures=failures,
+        figures={} if failures else figures(found),
+        goals=GOALS if options.scale == "cpu" else {},
+        rows=[row(name, measured) for name, measured in found.items()],
+        notes=[
+            f"{len(plan.tasks)} tasks of {sum(len(task.jobs) for task in tasks)} jobs in all on {plan.slots} CPU "
+            "slots, alto-tiny, GSM8K; tasks differ in slots, epochs, learning rates, ranks and batch sizes.",
+            "Timed from the call of engine.schedule to the last adapter: solving, starting processes, loading, "
+            "training, evaluating, saving and reporting are all in it.",
+            f"Measuring what the tasks take was done once before, in {profile_s:.0f} s, and is kept on disk for every "
+            "later run; it is in none of the four.",
+        ],
+    )
+    return publish(result, options.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One of the four ways.
+
+    Attributes:
+        seconds: From the schedule to the last adapter.
+        planned_s: Makespan of the first plan.
+    """
+
+    seconds: float
+    planned_s: float
+    results: list[TaskResult]
+    history: QueueHistory
+
+
+def make_tasks(plan: Plan, data: Path, folder: Path) -> list[Task]:
+    """The tasks, whose rows lie in files in ``folder``."""
+    seed = 42
+    rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
+    train, validation = split_rows(sample_rows(rows, plan.rows, seed), 0.1, seed)
+    for name, part in (("train", train), ("validation", validation)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    return [
+        Task(
+            name=f"task-{number:02d}",
+            model="alto-tiny",
+            dataset=str(folder / "train.jsonl"),
+            validation_dataset=str(folder / "validation.jsonl"),
+            max_length=256,
+            num_gpus=slots,
+            num_train_epochs=epochs,
+            eval_steps=0.1,
+            report_to="none",
+            search_space={"learning_rate": list(rates), "r": list(ranks), "per_device_train_batch_size": list(sizes)},
+        )
+        for number, (slots, epochs, rates, ranks, sizes) in enumerate(plan.tasks, start=1)
+    ]
+
+
+def run(name: str, tasks: Sequence[Task], plan: Plan, output_dir: Path) -> Measured:
+    """Schedule and run ``tasks`` one of the four ways."""
+    method, exits = MODES[name]
+    if not exits:
+        tasks = [task.replace(early_exit=EarlyExit(enabled=False)) for task in tasks]
+    began = time.perf_counter()
+    engine = Engine(total_gpus=plan.slots, output_dir=output_dir)
+    schedule = engine.schedule(tasks, method=method)
+    results = engine.batched_execution(tasks, schedule)
+    seconds = time.perf_counter() - began
+    (root,) = output_dir.glob("queue-*")
+    print(f"{name}: {seconds:.0f} s, planned {schedule.makespan_s:.0f} s ({schedule.status})", flush=True)
+    return Measured(seconds=seconds, planned_s=schedule.makespan_s, results=results, history=read_queue_history(root))
+
+
+def gate(found: dict[str, Measured]) -> list[str]:
+    """What makes the timings worthless: GPUs shared, tasks run twice, adapters that are worse."""
+    failures = []
+    for name, measured in found.items():
+        attempts = [attempt for task in measured.history.tasks.values() for attempt in task.attempts]
+        if len(attempts) != len(measured.history.tasks):
+            failures.append(f"{name}: {len(attempts)} executors for {len(measured.history.tasks)} tasks")
+        failures += [f"{name}: two tasks at a time on {gpu}" for gpu in _shared_gpus(attempts)]
+    for name, measured in found.items():
+        for result, full in zip(measured.results, found["B"].results, strict=True):
+            loss, least = result.best_validation_loss, full.best_validation_loss
+            if loss > 1.05 * least:
+                failures.append(
+                    f"{name}, {result.task}: loss {loss:.4f}, {least:.4f} with every job trained to its end"
+                )
+    return failures
+
+
+def figures(found: dict[str, Measured]) -> dict[str, float]:
+    """The figures that the four come to."""
+    seconds = {name: measured.seconds for name, measured in found.items()}
+    ratios = [
+        mine.best_validation_loss / full.best_validation_loss
+        for mine, full in zip(found["B+S+EE"].results, found["B"].results, strict=True)
+    ]
+    return {
+        "full_over_batched": seconds["B"] / seconds["B+S+EE"],
+        "scheduled_over_batched": seconds["B"] / seconds["B+S"],
+        "early_exit_over_batched": seconds["B"] / seconds["B+EE"],
+        "best_loss_ratio": sum(ratios) / len(ratios),
+    }
+
+
+def row(name: str, measured: Measured) -> dict[str, Any]:
+    trained = sum(result.samples_trained for result in measured.results)
+    budgeted = sum(result.samples_budgeted for result in measured.results)
+    return {
+        "mode": name,
+        "seconds": measured.seconds,
+        "planned_s": measured.planned_s,
+        "samples_trained": trained / budgeted,
+        "plans": len(measured.history.plans),
+    }
+
+
+def _shared_gpus(attempts: Sequence[Attempt]) -> list[str]:
+    stays = sorted(
+        (f"{gpu.node}:{gpu.index}", attempt.start, attempt.end or attempt.start)
+        for attempt in attempts
+        for gpu in attempt.gpus
+    )
+    pairs = itertools.pairwise(stays)
+    return [gpu for (gpu, _, end), (other, start, _) in pairs if gpu == other and start < end]
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,307 @@
+"""The inter-task scheduler on the paper's case and on clusters: how far from the best possible, and how soon.
+
+Workloads are drawn: durations lognormal, GPUs a task 1, 2, 4 or 8, on nodes of 8. A gap is relative to a bound that
+is proven for the drawn tasks; the worst of several draws is published. Last a queue is simulated with a virtual clock.
+
+    python benchmarks/scheduler.py --scale cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS_DIR, Result, publish
+
+from alto.errors import ScheduleError
+from alto.records import Node, Schedule
+from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule, schedule_tasks
+from alto.scheduler.simulate import simulate
+from alto.spec import Simulation
+
+GOALS = {
+    "paper_case_s": ("<", 1.0),
+    "gap_100_32": ("<=", 0.01),
+    "gap_1000_512": ("<=", 0.04),
+    "replan_1000_s": ("<=", 1.0),
+    "simulate_10000_s": ("<=", 60.0),
+}
+METHODS = ("cp-sat", "lpt", "sjf", "fifo")
+GPUS_PER_NODE = 8
+NUM_GPUS, SHARES = (1, 2, 4, 8), (50, 25, 15, 10)
+"""GPUs of a task, and how many of 100 tasks ask for as many."""
+
+SIGMA, HEAVY_SIGMA = 0.5, 1.0
+"""Of the logarithm of a duration. The larger it is, the more the longest task alone decides, for every method."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Tasks drawn for a cluster; ``figure`` is where its gap is published."""
+
+    figure: str
+    num_tasks: int
+    num_nodes: int
+    time_limit_s: float
+    sigma: float = SIGMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What one scale runs.
+
+    Attributes:
+        replan_tasks, replan_nodes: Tasks that wait when a replan is asked for, and the cluster.
+        simulated_tasks, simulated_nodes: Tasks of the simulated queue, and its cluster.
+    """
+
+    workloads: tuple[Workload, ...]
+    seeds: tuple[int, ...]
+    replan_tasks: int
+    replan_nodes: int
+    simulated_tasks: int
+    simulated_nodes: int
+
+
+SIZES = {
+    "smoke": Size(
+        workloads=(Workload(figure="gap_20_16", num_tasks=20, num_nodes=2, time_limit_s=1.0),),
+        seeds=(0,),
+        replan_tasks=40,
+        replan_nodes=4,
+        simulated_tasks=100,
+        simulated_nodes=16,
+    ),
+    "cpu": Size(
+        workloads=(
+            Workload(figure="gap_100_32", num_tasks=100, num_nodes=4, time_limit_s=10.0),
+            Workload(figure="gap_1000_512", num_tasks=1000, num_nodes=64, time_limit_s=10.0),
+            Workload(figure="gap_100_32_heavy", num_tasks=100, num_nodes=4, time_limit_s=10.0, sigma=HEAVY_SIGMA),
+            Workload(figure="gap_1000_512_heavy", num_tasks=1000, num_nodes=64, time_limit_s=10.0, sigma=HEAVY_SIGMA),
+        ),
+        seeds=(0, 1, 2),
+        replan_tasks=1000,
+        replan_nodes=64,
+        simulated_tasks=10_000,
+        simulated_nodes=128,
+    ),
+}
+REPLAN_LIMIT_S = 1.0
+"""As a live queue has it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    size = SIZES[options.scale]
+    schedule_tasks(paper_case(), method="cp-sat", time_limit_s=1.0)  # loads the solver
+    rows = [*measure("paper", paper_case(), 0, 10.0)]
+    for workload in size.workloads:
+        for seed in size.seeds:
+            problem = drawn(workload.num_tasks, workload.num_nodes, seed, sigma=workload.sigma)
+            rows += measure(workload.figure, problem, seed, workload.time_limit_s)
+    for seed in size.seeds:
+        problem, hint = replan_case(size.replan_tasks, size.replan_nodes, seed)
+        rows += measure("replan", problem, seed, REPLAN_LIMIT_S, hint)
+    rows.append(simulated(size.simulated_tasks, size.simulated_nodes))
+    result = Result.of(
+        benchmark="scheduler",
+        scale=options.scale,
+        gate_failures=gate(rows),
+        figures=figures(rows, size),
+        goals=GOALS if options.scale == "cpu" else {},
+        rows=rows,
+        notes=[
+            "The solver is loaded before anything is measured, which takes about a second in a new process.",
+            f"Of 100 drawn tasks {', '.join(map(str, SHARES))} ask for {', '.join(map(str, NUM_GPUS))} GPUs, whatever "
+            f"their durations; these are lognormal with a median of an hour and sigma {SIGMA}, or {HEAVY_SIGMA} where "
+            "the figure is called heavy.",
+            ratios(rows),
+            "Replan: the tasks that had started run on, one of them ended early, and the schedule before is the hint.",
+            "Simulated: Poisson arrivals faster than the cluster can work, median an hour, 99th percentile ten hours, "
+            "early exit by the measured shares, executors that crash; where more than 100 "
+            "tasks wait or run, lpt plans for cp-sat.",
+        ],
+    )
+    return publish(result, options.output)
+
+
+def paper_case() -> SchedulingProblem:
+    """The paper's mix: 11 tasks on one node of 8 GPUs, two of 4 GPUs, three of 2 and six of 1, the wide ones longest.
+
+    Durations, seconds, are made up: hours for large models on many GPUs, less for small ones.
+    """
+    tasks = [(4, 5400), (4, 4320), (2, 7200), (2, 3960), (2, 2520)]
+    tasks += [(1, 9000), (1, 2880), (1, 2160), (1, 1620), (1, 1260), (1, 900)]
+    return SchedulingProblem(
+        nodes=cluster(1),
+        pending=tuple(
+            TaskDemand(task=f"t{index}", num_gpus=num_gpus, duration_s=duration_s)
+            for index, (num_gpus, duration_s) in enumerate(tasks)
+        ),
+    )
+
+
+def cluster(num_nodes: int) -> tuple[Node, ...]:
+    return tuple(Node(name=f"n{index}", gpus=tuple(range(GPUS_PER_NODE))) for index in range(num_nodes))
+
+
+def drawn(num_tasks: int, num_nodes: int, seed: int, *, sigma: float = SIGMA) -> SchedulingProblem:
+    """Tasks of an hour, more or less, in whole tenths of a second."""
+    draw = random.Random(seed)
+    return SchedulingProblem(
+        nodes=cluster(num_nodes),
+        pending=tuple(
+            TaskDemand(
+                task=f"t{index}",
+                num_gpus=draw.choices(NUM_GPUS, SHARES)[0],
+                duration_s=round(3600 * draw.lognormvariate(0, sigma), 1),
+            )
+            for index in range(num_tasks)
+        ),
+    )
+
+
+def replan_case(num_waiting: int, num_nodes: int, seed: int) -> tuple[SchedulingProblem, Schedule]:
+    """A cluster at work with so many tasks waiting, at the moment one has ended early; and its schedule until then."""
+    problem = drawn(num_waiting + 3 * num_nodes, num_nodes, seed)
+    schedule = schedule_tasks(problem, method="lpt")
+    started, waiting = schedule.placements[:-num_waiting], {item.task for item in schedule.placements[-num_waiting:]}
+    now_s = started[-1].start_s
+    running = [
+        RunningTask(task=item.task, gpus=item.gpus, remaining_s=item.end_s - now_s)
+        for item in started
+        if item.end_s > now_s
+    ]
+    case = replace(
+        problem,
+        pending=tuple(demand for demand in problem.pending if demand.task in waiting),
+        running=tuple(running[1:]),
+    )
+    return case, schedule
+
+
+def measure(
+    name: str, problem: SchedulingProblem, seed: int, time_limit_s: float, hint: Schedule | None = None
+) -> list[dict[str, Any]]:
+    """A row for every method."""
+    rows = []
+    for method in METHODS:
+        start = time.perf_counter()
+        schedule = schedule_tasks(problem, method=method, time_limit_s=time_limit_s, hint=hint)
+        duration_s = time.perf_counter() - start
+        rows.append(
+            {
+                "case": name,
+                "seed": seed,
+                "method": method,
+                "status": schedule.status,
+                "makespan_s": schedule.makespan_s,
+                "completions_s": sum(placement.end_s for placement in schedule.placements),
+                "bound_s": schedule.bound_s,
+                "solved_in_s": duration_s,
+                "invalid": invalid(problem, schedule),
+            }
+        )
+        print(f"{name} {seed} {method}: gap {schedule.gap:.2%}, {schedule.status}, {duration_s:.2f} s", flush=True)
+    return rows
+
+
+def simulated(num_tasks: int, num_nodes: int) -> dict[str, Any]:
+    """A row for a queue of so many tasks from its first to its last, by the method a queue has by itself."""
+    simulation = Simulation(
+        nodes=num_nodes,
+        gpus_per_node=GPUS_PER_NODE,
+        num_tasks=num_tasks,
+        arrivals="poisson",
+        arrivals_per_hour=num_tasks / 2,
+        gpus=dict(zip(NUM_GPUS, SHARES, strict=True)),
+        crashes_per_hour=0.01,
+        seed=0,
+    )
+    start = time.perf_counter()
+    outcome = simulate(simulation, method=METHODS[0], early_exit=True)
+    duration_s = time.perf_counter() - start
+    print(f"simulated: {outcome.num_replans} plans by {outcome.planner}, {duration_s:.2f} s", flush=True)
+    missing = num_tasks - outcome.num_finished - outcome.num_failed
+    return {
+        "case": "simulated",
+        "seed": 0,
+        "method": METHODS[0],
+        "planner": outcome.planner,
+        "num_replans": outcome.num_replans,
+        "num_finished": outcome.num_finished,
+        "num_failed": outcome.num_failed,
+        "makespan_s": outcome.makespan_s,
+        "utilisation": outcome.utilisation,
+        "solved_in_s": duration_s,
+        "invalid": f"{missing} tasks were lost" if missing else "",
+    }
+
+
+def invalid(problem: SchedulingProblem, schedule: Schedule) -> str:
+    """What the validator says against a schedule; empty where it is valid."""
+    try:
+        check_schedule(problem, schedule)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def gate(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong: a schedule that is not valid, one of CP-SAT that ends after that of ``lpt``."""
+    failures = [f"{row['case']} {row['seed']} {row['method']}: {row['invalid']}" for row in rows if row["invalid"]]
+    lpt = {(row["case"], row["seed"]): row["makespan_s"] for row in rows if row["method"] == "lpt"}
+    for row in rows:
+        limit_s = lpt.get((row["case"], row["seed"]), float("inf"))
+        if row["method"] == "cp-sat" and row["makespan_s"] > limit_s * (1 + 1e-9):
+            failures.append(f"{row['case']} {row['seed']}: cp-sat ends after lpt")
+    return failures
+
+
+def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
+    """Of several draws the worst; gaps of all methods are relative to the highest bound."""
+
+    def of(case: str, method: str) -> list[Mapping[str, Any]]:
+        return [row for row in rows if (row["case"], row["method"]) == (case, method)]
+
+    def worst_gap(case: str, method: str) -> float:
+        pairs = zip(of(case, method), of(case, "cp-sat"), strict=True)
+        return max(row["makespan_s"] / best["bound_s"] - 1 for row, best in pairs)
+
+    (paper,) = of("paper", "cp-sat")
+    found = {"paper_case_s": paper["solved_in_s"]}
+    for method in ("sjf", "lpt"):
+        (listed,) = of("paper", method)
+        found[f"paper_case_{method}_over_cp_sat"] = listed["makespan_s"] / paper["makespan_s"]
+    for workload in size.workloads:
+        found[workload.figure] = worst_gap(workload.figure, "cp-sat")
+        found[f"lpt_{workload.figure}"] = worst_gap(workload.figure, "lpt")
+    found[f"replan_{size.replan_tasks}_s"] = max(row["solved_in_s"] for row in of("replan", "cp-sat"))
+    found["replan_gap"] = worst_gap("replan", "cp-sat")
+    found["lpt_replan_gap"] = worst_gap("replan", "lpt")
+    (queue,) = of("simulated", "cp-sat")
+    found[f"simulate_{size.simulated_tasks}_s"] = queue["solved_in_s"]
+    return found
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How much longer than CP-SAT the other methods take for the paper's case."""
+    makespans_s = {row["method"]: row["makespan_s"] for row in rows if row["case"] == "paper"}
+    others = [f"{method} {makespans_s[method] / makespans_s['cp-sat']:.3f}" for method in METHODS[1:]]
+    return f"Paper's case, makespan over that of cp-sat: {', '.join(others)}."
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""``alto run``: many tasks, scheduled onto the GPUs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from alto.cli.interrupt import catching_signals
+from alto.cli.options import AsJson, OutputDir, Overrides, Quiet
+from alto.cli.output import print_error, print_json, queue_progress, result_facts
+from alto.errors import SpecError, TaskInterruptedError
+from alto.records import TaskResult
+from alto.spec import load_task
+
+if TYPE_CHECKING:
+    from alto.engine import Engine
+
+__all__ = ["run", "work_on_queue"]
+
+
+def run(
+    files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
+    total_gpus: Annotated[
+        int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="local, or a Ray cluster: auto, ray://HOST:PORT.")
+    ] = "local",
+    method: Annotated[str, typer.Option("--method", help="Who schedules: cp-sat, milp, lpt, sjf, fifo.")] = "cp-sat",
+    quotas: Annotated[
+        list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
+    ] = None,
+    output_dir: OutputDir = Path("runs"),
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the tasks in FILES side by side so that all are done soonest, and keep the best adapter of each."""
+    tasks = [load_task(file, overrides or ()) for file in files]
+    limits = dict(_quota(text) for text in quotas or ())
+
+    def work(engine: Engine) -> list[TaskResult]:
+        return engine.batched_execution(tasks, engine.schedule(tasks, method=method))
+
+    work_on_queue(
+        work,
+        as_json=as_json,
+        quiet=quiet,
+        output_dir=output_dir,
+        total_gpus=total_gpus,
+        cluster=cluster,
+        quotas=limits,
+    )
+
+
+def work_on_queue(
+    work: Callable[[Engine], list[TaskResult]], *, as_json: bool, quiet: bool, **settings: object
+) -> None:
+    """Let an engine with ``settings`` work on a queue, and show it."""
+    from alto.engine import Engine
+    from alto.export import queue_summary
+
+    console = Console()
+    with catching_signals() as interrupt:
+        try:
+            with queue_progress(console, silent=quiet or as_json) as (progress, views):
+                observers = [interrupt.observe, *views]
+                results = work(Engine(observers=observers, is_interrupted=interrupt.requested, **settings))  # type: ignore[arg-type]
+        except TaskInterruptedError as error:
+            print_error(error)
+            raise typer.Exit(interrupt.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("Stopped at once; a queue that had begun goes on with: alto resume QUEUE", err=True)
+            raise typer.Exit(interrupt.exit_code or 130) from None
+    if as_json:
+        print_json({"tasks": [result_facts(result) for result in results]})
+    elif quiet:
+        for result in results:
+            typer.echo(result.adapter_dir)
+    else:
+        root = Path(results[0].run_dir).parent.parent
+        console.print(queue_summary(progress, root))
+        console.print(f"report:   {root / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tenant, sign, number = text.rpartition("=")
+    if not sign or not number.isdecimal() or int(number) < 1:
+        raise SpecError(f"--quota: expected TENANT=GPUS with 1 GPU or more, found {text!r}")
+    return tenant, int(number)

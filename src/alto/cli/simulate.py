@@ -1,0 +1,110 @@
+"""``alto simulate``: what a cluster would make of a set of tasks, and how large it must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from alto.cli.output import print_json
+from alto.errors import SpecError
+from alto.records import SimulationOutcome
+from alto.spec import Simulation, load_simulation
+
+__all__ = ["simulate"]
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MAX_SOLVED_TASKS = 100
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(help="Simulation file (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", help="Schedule by this method; may be given again.")
+    ] = None,
+    finish_within: Annotated[
+        str | None, typer.Option("--finish-within", help="Find the fewest nodes that end in this time, such as 24h.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a Gantt picture of the best outcome.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
+) -> None:
+    """Run the queue of FILE under a virtual clock, for every method, with and without early exit."""
+    simulation = load_simulation(file, overrides or ())
+    from alto.scheduler.simulate import nodes_of, smallest_cluster
+    from alto.scheduler.simulate import simulate as run
+
+    chosen = methods or list(simulation.methods) or _usual_methods(simulation)
+    if finish_within is not None:
+        within_s, early_exit = _seconds(finish_within), bool(simulation.early_exit_shares)
+        found = smallest_cluster(simulation, within_s=within_s, method=chosen[-1], early_exit=early_exit)
+        if as_json:
+            print_json({"method": chosen[-1], "early_exit": early_exit, **dataclasses.asdict(found)})
+        else:
+            typer.echo(
+                f"{found.num_gpus} GPUs ({found.nodes} {'nodes' if found.nodes > 1 else 'node'} of "
+                f"{simulation.gpus_per_node}) end in {found.makespan_s / 3600:.2f} h: 95th percentile of "
+                f"{found.num_simulations} simulations,\n{chosen[-1]}, {'with' if early_exit else 'without'} early exit"
+            )
+        return
+    exits = (False, True) if simulation.early_exit_shares else (False,)
+    outcomes = [run(simulation, method=method, early_exit=early_exit) for early_exit in exits for method in chosen]
+    if as_json:
+        print_json({"outcomes": [_facts(outcome) for outcome in outcomes]})
+    else:
+        Console().print(_table(outcomes))
+        for note in _notes(outcomes):
+            typer.echo(note)
+    if html is not None:
+        from alto.export.gantt import write_gantt
+
+        best = min(outcomes, key=lambda outcome: outcome.makespan_s)
+        write_gantt(html, best.planned, best.actual, nodes_of(simulation), title=f"{best.method}, {best.label}")
+
+
+def _usual_methods(simulation: Simulation) -> list[str]:
+    num_tasks = simulation.num_tasks if simulation.trace is None else len(simulation.trace)
+    return ["fifo", "sjf", "lpt", *(["cp-sat"] if num_tasks <= _MAX_SOLVED_TASKS else [])]
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise SpecError(f"--finish-within: expected a time such as 90m, 24h or 2d, found {text!r}; correct it")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _facts(outcome: SimulationOutcome) -> dict[str, object]:
+    facts = dataclasses.asdict(dataclasses.replace(outcome, planned=(), actual=()))
+    return {key: value for key, value in facts.items() if key not in ("planned", "actual")}
+
+
+def _table(outcomes: list[SimulationOutcome]) -> Table:
+    """Narrow enough for a terminal of 80 columns; times in hours."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading in ("method", "", "makespan h", "mean h", "p99 h", "GPUs used", "starts", "failed"):
+        table.add_column(heading, justify="left" if heading in ("method", "") else "right", no_wrap=True)
+    for found in outcomes:
+        times = (found.makespan_s, found.mean_completion_s, found.p99_completion_s)
+        table.add_row(
+            found.method,
+            found.label,
+            *(f"{time / 3600:,.2f}" for time in times),
+            f"{found.utilisation:.1%}",
+            *(f"{count:,}" for count in (found.num_attempts, found.num_failed)),
+        )
+    return table
+
+
+def _notes(outcomes: list[SimulationOutcome]) -> list[str]:
+    """Whose plans were made by others, too."""
+    helped = {found.method: found.planner for found in outcomes if found.planner != found.method}
+    return [f"{method}: planned by {planner} where many tasks wait or run" for method, planner in helped.items()]

@@ -1,0 +1,113 @@
+"""What a cluster does for the queue: start executors, watch them, end them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from alto.records import Gpu, Node
+
+__all__ = ["Cluster", "ClusterEvent", "ExecutorEnded", "GpuCame", "GpuGone", "Launch", "Outcome", "Told"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One executor to be started.
+
+    Attributes:
+        task: Unique within the queue.
+        run_dir: Folder of the run, made already and seen by every node; what an earlier attempt left there is gone on
+            with.
+        gpus: Its own for as long as it runs.
+    """
+
+    task: str
+    run_dir: str
+    gpus: tuple[Gpu, ...]
+    attempt: int
+
+
+class Outcome(StrEnum):
+    """How an executor ended."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    """As asked, with everything on disk."""
+    FAILED = "failed"
+    """With an error that the next attempt would meet again."""
+    LOST = "lost"
+    """Killed, hung, or gone with its node; what it had saved can be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A line that the executor of a task has written into the journal of its run."""
+
+    task: str
+    attempt: int
+    event: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorEnded:
+    """No process of this executor is left; or its watcher died alone, and it saves and ends by itself: until then it
+    holds the lock of its run, which keeps the next attempt waiting.
+
+    Attributes:
+        reason: In a sentence, for the user; empty where it finished.
+    """
+
+    task: str
+    attempt: int
+    outcome: Outcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuGone:
+    """A GPU left the cluster, with its node."""
+
+    gpu: Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCame:
+    """A GPU joined the cluster."""
+
+    gpu: Gpu
+
+
+ClusterEvent = Told | ExecutorEnded | GpuGone | GpuCame
+
+
+class Cluster(Protocol):
+    """Executors on the GPUs of one or more machines."""
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The machines as they are now."""
+
+    @property
+    def has_gpus(self) -> bool:
+        """False where CPU slots stand for GPUs."""
+
+    def start(self, launch: Launch) -> None:
+        """Start an executor; how it fares is told by :meth:`poll`, also where it cannot be started.
+
+        Raises:
+            ValueError: The task runs already, or a GPU is taken or is not in this cluster.
+        """
+
+    def stop(self, task: str) -> None:
+        """Ask a running executor to save and end; it ends as ``interrupted``. Returns at once.
+
+        Where it has ended meanwhile, nothing happens.
+        """
+
+    def poll(self, timeout_s: float) -> list[ClusterEvent]:
+        """What has happened since the last call, oldest first; waits up to ``timeout_s`` where nothing has."""
+
+    def close(self) -> None:
+        """Kill what still runs. No process is left when this returns; doing it twice changes nothing."""

@@ -1,0 +1,28 @@
+"""What every cluster asks of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from alto.cluster.base import Launch
+from alto.records import Gpu, Node
+
+__all__ = ["check_launch"]
+
+
+def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
+    """Refuse a launch that cannot be meant.
+
+    Raises:
+        ValueError: The task runs already, or a GPU is taken or is not on one of ``nodes``.
+    """
+    taken: set[Gpu] = set()
+    for other in running:
+        if other.task == launch.task:
+            raise ValueError(f"task {launch.task!r}: expected one that does not run, found that it does")
+        taken.update(other.gpus)
+    free = {Gpu(node.name, index) for node in nodes for index in node.gpus} - taken
+    if not launch.gpus or len(set(launch.gpus)) != len(launch.gpus) or not set(launch.gpus) <= free:
+        raise ValueError(
+            f"task {launch.task!r}: expected GPUs among the free ones, {sorted(free)}, found {list(launch.gpus)}"
+        )

@@ -1,0 +1,158 @@
+"""One executor on this machine: what it tells, whether it still works, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from alto.cluster.attempt import AttemptDir
+from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
+from alto.cluster.process_group import ProcessGroup
+from alto.runs import JournalTail, RunDir
+
+__all__ = ["LocalExecutor", "Timeouts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long an executor is waited for, in seconds.
+
+    Attributes:
+        heartbeat_s: Without a sign of life, once it has told something.
+        start_s: Without a sign of life, before: models are loaded and data read in that time.
+        drain_s: From being asked to stop until it has saved and ended.
+    """
+
+    heartbeat_s: float
+    start_s: float
+    drain_s: float
+
+
+class LocalExecutor:
+    """A process group that works on the run of ``launch``.
+
+    Args:
+        entry: ``module:function`` that does the work.
+        devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
+        num_threads: Of the CPU.
+
+    Raises:
+        OSError: It cannot be started. (`RunWriteError` is one.)
+    """
+
+    def __init__(
+        self, launch: Launch, *, entry: str, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts
+    ) -> None:
+        self.launch = launch
+        self._timeouts = timeouts
+        self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
+        self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
+        self._tail.read()  # what earlier attempts told
+        self._group = ProcessGroup(
+            launch.task,
+            "alto.cluster.worker",
+            (
+                str(self._attempt.root),
+                *("--entry", entry),
+                *("--controller", str(os.getpid())),
+                *("--grace-s", str(timeouts.drain_s)),
+            ),
+            env=_environment(devices, num_threads),
+        )
+        self._has_told = False
+        self._killed_because = ""
+        self._heartbeat: int | None = None
+        self._silence_s = 0.0
+        self._watched_at = time.monotonic()
+        self._drains_until = float("inf")
+
+    def watch(self) -> list[ClusterEvent]:
+        """What is new; the last is an :class:`ExecutorEnded`, after which there is nothing more to watch."""
+        has_ended = self._group.has_ended()  # asked first: whatever it wrote before is read below
+        told = self._tail.read()
+        heartbeat = self._read_heartbeat()
+        if heartbeat is None:
+            told = []  # by whoever held the run before
+        self._has_told = self._has_told or bool(told)
+        if not has_ended:
+            self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not told)
+        self._heartbeat = heartbeat
+        events: list[ClusterEvent] = [
+            Told(task=self.launch.task, attempt=self.launch.attempt, event=event) for event in told
+        ]
+        return [*events, self._ending()] if has_ended else events
+
+    def ask_to_stop(self) -> None:
+        """Have it save and end; it is killed if it does not."""
+        self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
+        self._group.ask_to_stop()
+
+    def kill(self) -> bool:
+        """Kill it; returns whether it is gone."""
+        self._group.kill()
+        return self._group.has_ended()
+
+    def _read_heartbeat(self) -> int | None:
+        try:
+            return self._attempt.heartbeat.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _kill_if_overdue(self, *, is_silent: bool) -> None:
+        limit_s = self._timeouts.heartbeat_s if self._has_told else self._timeouts.start_s
+        now = time.monotonic()
+        # While this process was itself stopped, nobody can have been heard.
+        elapsed_s = min(now - self._watched_at, limit_s / 2)
+        self._watched_at = now
+        self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0
+        if self._killed_because:
+            self._group.kill()
+        elif self._silence_s > limit_s:
+            self._kill_because(f"hung: no sign of life for {self._silence_s:.0f} s")
+        elif now > self._drains_until:
+            self._kill_because(f"was asked to stop and had not ended after {self._timeouts.drain_s:.0f} s")
+
+    def _kill_because(self, reason: str) -> None:
+        self._killed_because = reason
+        self._group.kill()
+
+    def _ending(self) -> ExecutorEnded:
+        said = self._attempt.ending()
+        return ExecutorEnded(
+            task=self.launch.task,
+            attempt=self.launch.attempt,
+            outcome=said.outcome if said is not None else Outcome.LOST,
+            reason=said.reason if said is not None else self._killed_because or self._why_it_is_gone(),
+        )
+
+    def _why_it_is_gone(self) -> str:
+        code = self._group.exit_code
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"its process {how} and did not say why; see {self._attempt.stderr}"
+
+
+def _environment(devices: tuple[str, ...], num_threads: int) -> dict[str, str]:
+    """Of an executor's only process: adapters are not yet spread over several."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "PYTHONUNBUFFERED": "1",  # the log of a killed process is whole
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

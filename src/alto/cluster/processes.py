@@ -1,0 +1,45 @@
+"""Processes of a session, found and killed as Linux has them: in ``/proc``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+__all__ = ["HELD_SIGNALS", "kill_session", "session_members"]
+
+HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What asks a process to end, and what torch elastic handles in its own way. A new executor has them blocked until it
+listens, so that one that is asked to stop before it can listen stops nevertheless."""
+
+_DEAD = ("Z", "X")
+
+
+def session_members(leader: int) -> list[int]:
+    """Living processes of the session that ``leader`` began, whether or not it lives itself."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if _is_alive_in(leader, pid)]
+
+
+def kill_session(leader: int, *, spare: int | None = None) -> bool:
+    """Send SIGKILL to every process of a session but ``spare``.
+
+    Returns:
+        Whether none was left; who was takes a moment to die, and may just have begun another one.
+    """
+    others = [pid for pid in session_members(leader) if pid != spare]
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return not others
+
+
+def _is_alive_in(session: int, pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # The name before the last bracket may hold anything; after it come state, parent, process group, session.
+    state, _, _, found, *_ = stat.rpartition(")")[2].split()
+    return state not in _DEAD and int(found) == session

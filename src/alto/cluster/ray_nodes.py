@@ -1,0 +1,84 @@
+"""Nodes of a Ray cluster as the queue sees them: names, slots, and what came and went. Knows Ray's table, not Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alto.cluster.base import GpuCame, GpuGone
+from alto.records import Gpu, Node
+
+__all__ = ["RayNodes", "slot_resource"]
+
+Table = Sequence[Mapping[str, Any]]
+"""What ``ray.nodes()`` returns."""
+
+
+def slot_resource(table: Table) -> str:
+    """What a slot is in this cluster: ``GPU``, or ``CPU`` where no node has a GPU."""
+    return "GPU" if any(_num_slots(row, "GPU") for row in table) else "CPU"
+
+
+class RayNodes:
+    """The nodes that take part.
+
+    Ray counts the GPUs of a node and numbers them itself whenever it hands some out; the numbers here only count.
+
+    Args:
+        resource: As :func:`slot_resource` says.
+        total_gpus: How many slots to use at most; None for all there are.
+    """
+
+    def __init__(self, resource: str, total_gpus: int | None) -> None:
+        self._resource = resource
+        self._total_gpus = total_gpus
+        self._nodes: dict[str, Node] = {}
+        self._num_slots: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self._nodes.values())
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
+
+    def id_of(self, name: str) -> str | None:
+        """Ray's id of a node that is there; None for another."""
+        return next((ray_id for ray_id, node in self._nodes.items() if node.name == name), None)
+
+    def num_slots(self, name: str) -> int:
+        """All slots of a node, used here or not."""
+        return self._num_slots[name]
+
+    def update(self, table: Table) -> list[GpuGone | GpuCame]:
+        """Take in what Ray says now; returns what changed, losses first."""
+        slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
+        gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
+        lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]
+        came: list[Gpu] = []
+        for row in table:
+            if row["NodeID"] in self._nodes:
+                continue
+            num_slots = slots[row["NodeID"]]
+            if self._total_gpus is not None:
+                num_slots = min(num_slots, self._total_gpus - self.num_gpus)
+            if num_slots:
+                node = Node(name=_name(row), gpus=tuple(range(num_slots)))
+                self._nodes[row["NodeID"]] = node
+                self._num_slots[node.name] = slots[row["NodeID"]]
+                came += _gpus(node)
+        return [*(GpuGone(gpu=gpu) for gpu in lost), *(GpuCame(gpu=gpu) for gpu in came)]
+
+
+def _num_slots(row: Mapping[str, Any], resource: str) -> int:
+    return int(row["Resources"].get(resource, 0)) if row["Alive"] else 0
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    # Several nodes may share a host, and a node that comes back is another to Ray.
+    return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
+
+
+def _gpus(node: Node) -> list[Gpu]:
+    return [Gpu(node.name, index) for index in node.gpus]

@@ -1,0 +1,180 @@
+"""``python -m alto.cluster.worker``: the first process of an executor on this machine.
+
+It waits until nobody else works on the run, does its work, says how that ended, and leaves no process behind. SIGTERM
+asks the work to save and end; so does the death of the controller that started it, and then it is not waited for
+longer than a grace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.base import Outcome
+from alto.cluster.processes import HELD_SIGNALS, kill_session
+from alto.errors import AltoError, DeviceMemoryError, RunBusyError, RunWriteError, TaskInterruptedError
+from alto.runs import RunDir, writing
+
+__all__ = ["main"]
+
+LOCK_TIMEOUT_S = 60.0
+"""The run may be held for a while by an executor whose controller was killed."""
+
+BEAT_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.2
+
+_TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError)
+"""Errors that the next attempt, or another machine, may not meet."""
+
+Entry = Callable[[str, Callable[[], bool]], None]
+
+
+class Pulse:
+    """Whether the work is to stop; asking is what says that it goes on."""
+
+    def __init__(self, attempt: AttemptDir) -> None:
+        self._attempt = attempt
+        self._is_stopping = False
+        self._has_asked = False
+        self._beats_at = 0.0
+
+    def is_interrupted(self) -> bool:
+        """Beat, and say whether the work is to stop."""
+        self._has_asked = True
+        self.beat()
+        return self._is_stopping
+
+    def beat(self) -> None:
+        """Touch the heartbeat, now and then.
+
+        Raises:
+            RunWriteError: The run's disk cannot be written.
+        """
+        now = time.monotonic()
+        if now >= self._beats_at:
+            with writing(self._attempt.run_dir, self._attempt.heartbeat):
+                self._attempt.heartbeat.touch()
+            self._beats_at = now + BEAT_INTERVAL_S
+
+    def on_signal(self, _: int, __: FrameType | None) -> None:
+        """Ask the work to stop. While it has not begun to ask, nothing is lost by stopping it where it is."""
+        was_stopping, self._is_stopping = self._is_stopping, True
+        if not was_stopping and not self._has_asked:
+            raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Work on a run; ends this process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("attempt_dir", type=Path)
+    parser.add_argument("--entry", required=True, help="module:function")
+    parser.add_argument("--controller", type=int, required=True, help="its process")
+    parser.add_argument("--grace-s", type=float, required=True, help="for saving, once the controller has died")
+    arguments = parser.parse_args()
+    attempt = AttemptDir(arguments.attempt_dir)
+    pulse = Pulse(attempt)
+    _redirect_output(attempt)
+    threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
+    try:
+        ending = _ending_of(lambda: _work(attempt.run_dir, arguments.entry, pulse), pulse)
+        attempt.tell_ending(ending)
+    finally:
+        _leave_nobody_behind()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is said and saved: no library's thread or exit handler may keep the devices.
+    os._exit(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
+
+
+def _redirect_output(attempt: AttemptDir) -> None:
+    """Away from the controller's terminal, also of the processes that this one starts."""
+    with writing(attempt.run_dir, attempt.root):
+        for descriptor, path in enumerate((Path(os.devnull), attempt.stdout, attempt.stderr)):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+
+
+def _work(run_dir: Path, entry: str, pulse: Pulse) -> None:
+    module, _, function = entry.partition(":")
+    work: Entry = getattr(importlib.import_module(module), function)
+    _wait_until_free(RunDir(run_dir))
+    pulse.beat()
+    work(str(run_dir), pulse.is_interrupted)
+
+
+def _wait_until_free(run: RunDir) -> None:
+    gives_up_at = time.monotonic() + LOCK_TIMEOUT_S
+    while run.is_locked():
+        if time.monotonic() > gives_up_at:
+            raise RunBusyError(
+                f"expected a run that nobody works on, found that another process still does on {run.root} after "
+                f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
+            )
+        time.sleep(WATCH_INTERVAL_S)
+
+
+def _ending_of(work: Callable[[], None], pulse: Pulse) -> Ending:
+    try:
+        with _listening(pulse):
+            work()
+    except (TaskInterruptedError, KeyboardInterrupt) as error:
+        return Ending(
+            outcome=Outcome.INTERRUPTED,
+            reason=str(error) or "stopped as asked before it had begun",
+            error=type(error).__name__,
+        )
+    except BaseException as error:
+        traceback.print_exc()
+        is_known = isinstance(error, AltoError)
+        return Ending(
+            outcome=Outcome.FAILED if is_known and not isinstance(error, _TRANSIENT) else Outcome.LOST,
+            reason=str(error) if is_known else f"{type(error).__name__}: {error}",
+            error=type(error).__name__,
+        )
+    return Ending(outcome=Outcome.FINISHED)
+
+
+@contextlib.contextmanager
+def _listening(pulse: Pulse) -> Iterator[None]:
+    """Heed the signals that ask to stop, which were held back until now; afterwards they change nothing."""
+    try:
+        for number in HELD_SIGNALS:
+            signal.signal(number, pulse.on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        yield
+    finally:
+        for number in HELD_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _outlive(controller: int, grace_s: float) -> None:
+    """Once the controller is dead: stop, and be gone after the grace."""
+    while os.getppid() == controller:
+        time.sleep(WATCH_INTERVAL_S)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.pthread_kill(main_thread, signal.SIGTERM)
+    time.sleep(grace_s)
+    _leave_nobody_behind()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_nobody_behind() -> None:
+    while not kill_session(os.getpid(), spare=os.getpid()):
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

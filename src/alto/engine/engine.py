@@ -1,0 +1,243 @@
+"""The engine: what users of the Python interface hold in their hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from alto.backbone import load_tokenizer
+from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.engine.queues import QueueRunner
+from alto.engine.runner import TaskRunner
+from alto.errors import SpecError, UnsupportedError
+from alto.evaluation import (
+    BaseModel,
+    EvaluationSettings,
+    OnProgress,
+    add_evaluation,
+    find_subject,
+    measure,
+)
+from alto.executor.profiling import USUAL_TOKENS_PER_PASS
+from alto.export import write_report
+from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskPlan, TaskResult
+from alto.runs import Observer, RunDir
+from alto.spec import EarlyExit, Task
+
+__all__ = ["Engine"]
+
+STRATEGIES = ("adapter_parallel", "single")
+
+
+class Engine:
+    """Runs tuning tasks.
+
+    One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none. Many
+    (:meth:`batched_execution`) run side by side on the GPUs of a cluster, each in processes of its own.
+
+    Args:
+        strategy: ``single``, or ``adapter_parallel``, which on one device is the same.
+        total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
+            CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
+        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
+        quotas: The most GPUs that the tasks of a tenant have at a time.
+        output_dir: Where run directories are made.
+        observers: Called with every journal event of every task, after it is written. A run that is resumed tells
+            them its past first, each event with ``replayed`` true. Of many tasks they are shown
+            ``{"event": "measured", "task", "duration_s"}`` before the queue begins, then the queue's events, and every
+            event of a task as ``{"event": "told", "task", "line"}``.
+        is_interrupted: Asked between steps; once it returns true, what runs stops and can be resumed.
+
+    Raises:
+        SpecError: The strategy is unknown, or a count is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: str = "adapter_parallel",
+        total_gpus: int | None = None,
+        cluster: str = "local",
+        quotas: Mapping[str, int] | None = None,
+        output_dir: str | Path = "runs",
+        observers: Sequence[Observer] = (),
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise SpecError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {strategy!r}")
+        if total_gpus is not None and total_gpus < 1:
+            raise SpecError(f"total_gpus: expected at least 1, found {total_gpus}")
+        self._output_dir = Path(output_dir)
+        self._tasks = TaskRunner(observers=observers, is_interrupted=is_interrupted)
+        self._queues = QueueRunner(
+            cluster=cluster,
+            total_gpus=total_gpus,
+            quotas=quotas or {},
+            observers=observers,
+            is_interrupted=is_interrupted,
+        )
+
+    def tune(self, task: Task) -> TaskResult:
+        """Run one task and export its best adapter.
+
+        Returns:
+            Every job's outcome; ``adapter_dir`` is the best adapter in PEFT format.
+
+        Raises:
+            AltoError: What is wrong with the task, its data or its model; nothing has been written then.
+            NoResultError: No job gave a usable adapter; the run directory says why.
+            TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
+        """
+        return self._tasks.begin(_on_one_device(task), self._output_dir)
+
+    def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
+        """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
+
+        Args:
+            refresh: Measure again, whatever was measured before.
+
+        Raises:
+            AltoError: What is wrong with the task, its data or its model.
+            DeviceMemoryError: The task cannot fit; says what does.
+        """
+        return self._tasks.plan(task, refresh=refresh)
+
+    def resume(self, run: str | Path) -> TaskResult:
+        """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
+
+        A finished run gives its result again; its best adapter and report are written anew.
+
+        Args:
+            run: The run directory.
+
+        Raises:
+            RunNotFoundError: There is no run.
+            RunBusyError: A process works on it.
+            RunError: Its data are other ones than it began with.
+            AltoError: As :meth:`tune` does.
+        """
+        return self._tasks.go_on(RunDir.open(run))
+
+    def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
+        """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
+
+        Raises:
+            AltoError: What is wrong with the data, or with the model's tokenizer.
+        """
+        rows = read_task_rows(task)
+        tokenizer = load_tokenizer(task.model, trust_remote_code=task.trust_remote_code)
+        return preview_rows(rows, tokenizer, task, num_rows=num_rows)
+
+    def evaluate(
+        self,
+        target: str | Path,
+        *,
+        job: str | None = None,
+        dataset: str | None = None,
+        base: str | None = None,
+        metric: Metric = "auto",
+        batch_size: int = 16,
+        max_new_tokens: int = 512,
+        limit: int | None = None,
+        baseline: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> EvaluationResult:
+        """Measure an adapter on held-out rows and note the numbers in its ``metrics.json``, and in its run's report.
+
+        Args:
+            target: A run, whose best adapter is meant, or the folder of a LoRA adapter.
+            job: Another job of the run, whose best adapter is meant then.
+            dataset: Where the rows are; None takes those the run's task holds out.
+            base: The base model, where it is not to be found under the name that the adapter gives.
+            metric, batch_size, max_new_tokens, limit, baseline: See :class:`EvaluationSettings`.
+
+        Raises:
+            RunNotFoundError: There is no such adapter.
+            UnsupportedError: It is more than plain LoRA.
+            DataError: There are no rows, or they do not carry what the metric needs.
+            ModelError: The base model cannot be used, or the adapter does not fit it.
+        """
+        settings = EvaluationSettings(
+            metric=metric, batch_size=batch_size, max_new_tokens=max_new_tokens, limit=limit, baseline=baseline
+        )
+        subject = find_subject(Path(target), job=job, base=base, dataset=dataset)
+        task = subject.task
+        rows = read_heldout_rows(task, dataset)
+        result = measure(
+            subject.adapter,
+            rows,
+            settings,
+            base=BaseModel(
+                model=subject.base_model,
+                dtype=task.dtype,
+                load_in_4bit=task.load_in_4bit,
+                load_in_8bit=task.load_in_8bit,
+                device=self._tasks.device,
+                trust_remote_code=task.trust_remote_code,
+                use_safetensors=task.use_safetensors,
+            ),
+            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._tasks.device.type],
+            max_length=rows.max_length if subject.run_dir is not None else None,
+            on_progress=on_progress,
+        )
+        for evaluation in result.evaluations:
+            add_evaluation(subject.adapter.folder, evaluation)
+        if subject.run_dir is not None:
+            write_report(subject.run_dir)
+        return result
+
+    def schedule(self, tasks: Sequence[Task], method: str = "cp-sat") -> Schedule:
+        """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.
+
+        What a task takes is measured first, in processes on the cluster, where no earlier measurement is known. In the
+        schedule tasks have the names :meth:`batched_execution` gives them.
+
+        Args:
+            method: ``MILP``, ``cp-sat``, ``fifo``, ``sjf`` or ``lpt``.
+
+        Raises:
+            SpecError: The method is unknown, or a task asks for more GPUs than there are.
+            AltoError: What is wrong with a task, its data or its model.
+        """
+        return self._queues.schedule(tasks, method)
+
+    def batched_execution(
+        self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None
+    ) -> list[TaskResult]:
+        """Run ``tasks`` on the cluster, first as ``schedule`` says, and replanned as they end and fail.
+
+        Args:
+            schedule: From :meth:`schedule`; None makes one.
+            early_exit: Replaces the settings of every task; None keeps each task's own.
+
+        Returns:
+            One result per task, in the order of ``tasks``.
+
+        Raises:
+            TasksFailedError: Tasks were given up; the others have their results.
+            TaskInterruptedError: It was asked to stop; :meth:`resume_queue` goes on.
+        """
+        tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
+        return self._queues.begin(tasks, schedule, self._output_dir)
+
+    def resume_queue(self, queue: str | Path) -> list[TaskResult]:
+        """Go on with an interrupted queue: tasks that are done stay so, the others go on from their checkpoints.
+
+        Args:
+            queue: Its folder, ``runs/queue-<id>``.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunBusyError: A process works on it.
+            AltoError: As :meth:`batched_execution` does.
+        """
+        return self._queues.go_on(queue)
+
+
+def _on_one_device(task: Task) -> Task:
+    if task.num_gpus > 1:
+        raise UnsupportedError(
+            f"num_gpus: expected 1 for a task that runs in this process, found {task.num_gpus}; set it to 1, or run it "
+            "with: alto run"
+        )
+    return task

@@ -1,0 +1,285 @@
+"""Many tasks on one cluster: what they take, their schedule, and their execution."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from alto.cluster import Cluster, Controller, ExecutorEnded, GuardedSolver, Launch, Outcome, open_cluster
+from alto.data import read_task_rows
+from alto.engine.runner import portable
+from alto.engine.work import PLAN, PLAN_FILE, TRAIN
+from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError
+from alto.export import write_queue_report
+from alto.records import Gpu, Node, Schedule, TaskResult
+from alto.runs import (
+    Journal,
+    Observer,
+    QueueDir,
+    QueueEntry,
+    RunDir,
+    TaskStage,
+    read_history,
+    read_intact_events,
+    read_queue_history,
+    task_result,
+)
+from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
+from alto.scheduler.queue import Queue, QueueSettings
+from alto.spec import Task
+
+__all__ = ["QueueRunner"]
+
+SOLVE_S = 10.0
+"""What the solver may take for a schedule."""
+REPLAN_S = 1.0
+"""... and for a new one while tasks run, whose GPUs wait for it."""
+
+
+class QueueRunner:
+    """Runs tasks side by side; arguments as :class:`alto.Engine` takes them."""
+
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        total_gpus: int | None,
+        quotas: Mapping[str, int],
+        observers: Sequence[Observer],
+        is_interrupted: Callable[[], bool] | None,
+    ) -> None:
+        self._cluster = cluster
+        self._total_gpus = total_gpus
+        self._quotas = dict(quotas)
+        self._observers = tuple(observers)
+        self._is_interrupted = is_interrupted or (lambda: False)
+
+    def schedule(self, tasks: Sequence[Task], method: str) -> Schedule:
+        """A schedule of ``tasks`` under their names in the queue."""
+        if method.lower() not in METHODS:
+            raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+        tasks = [portable(task) for task in tasks]
+        for task in tasks:
+            read_task_rows(task)  # what is wrong with them is best said here, by name
+        with self._opened(PLAN) as cluster:
+            self._check(tasks, cluster.nodes)
+            durations = self._durations(tasks, cluster)
+            problem = self._problem(tasks, durations, cluster.nodes)
+        return GuardedSolver(method, time_limit_s=SOLVE_S)(problem)
+
+    def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
+        """Run ``tasks`` as a new queue in ``output_dir``."""
+        schedule = schedule if schedule is not None else self.schedule(tasks, "cp-sat")
+        names = unique_names(tasks)
+        placements = {placement.task: placement for placement in schedule.placements}
+        if set(placements) != set(names):
+            raise SpecError(
+                f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
+                "for other ones; make it with engine.schedule(tasks)"
+            )
+        entries = [
+            QueueEntry(
+                task=name,
+                num_gpus=task.num_gpus,
+                duration_s=placements[name].duration_s,
+                priority=task.priority,
+                tenant=task.tenant,
+            )
+            for name, task in zip(names, tasks, strict=True)
+        ]
+        settings = {
+            "method": schedule.method,
+            "cluster": self._cluster,
+            "total_gpus": self._total_gpus,
+            "quotas": self._quotas,
+        }
+        with self._opened(TRAIN) as cluster:
+            self._check(tasks, cluster.nodes)
+            queue_dir = QueueDir.create(output_dir, entries, [portable(task) for task in tasks], settings)
+            with queue_dir.run.locked():
+                return self._run(queue_dir, entries, schedule.method, cluster, first=schedule)
+
+    def go_on(self, root: str | Path) -> list[TaskResult]:
+        """Go on with the queue at ``root``, on the cluster it began on."""
+        queue_dir = QueueDir.open(root)
+        entries, settings = queue_dir.read()
+        self._cluster, self._total_gpus = settings["cluster"], settings["total_gpus"]
+        self._quotas = dict(settings["quotas"])
+        with queue_dir.run.locked(), self._opened(TRAIN) as cluster:
+            return self._run(queue_dir, entries, settings["method"], cluster, first=None)
+
+    # -- what tasks take -----------------------------------------------------------------------------------------
+
+    def _durations(self, tasks: Sequence[Task], cluster: Cluster) -> list[float]:
+        """Seconds each task will take, early exit counted.
+
+        Each is looked at by an executor of its own: side by side on GPUs, one by one where CPU slots stand for them,
+        which share the cores.
+        """
+        free = deque(Gpu(node.name, index) for node in cluster.nodes for index in node.gpus)
+        at_once = len(free) if cluster.has_gpus else 1
+        waiting = deque(enumerate(tasks))
+        taken: dict[str, tuple[Gpu, ...]] = {}
+        durations: dict[int, float] = {}
+        with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
+            while waiting or taken:
+                while waiting and len(taken) < at_once and len(free) >= waiting[0][1].num_gpus:
+                    index, task = waiting.popleft()
+                    run_dir = RunDir(Path(folder) / str(index))
+                    run_dir.begin(task)
+                    taken[str(index)] = tuple(sorted(free.popleft() for _ in range(task.num_gpus)))
+                    cluster.start(Launch(task=str(index), run_dir=str(run_dir.root), gpus=taken[str(index)], attempt=1))
+                for event in cluster.poll(1.0):
+                    if isinstance(event, ExecutorEnded):
+                        free.extend(taken.pop(event.task))
+                        if event.outcome is not Outcome.FINISHED:
+                            name = tasks[int(event.task)].name
+                            raise ProfileError(
+                                f"task {name!r}: expected to measure what it takes, found {event.reason}"
+                            )
+                        found = json.loads((Path(folder) / event.task / PLAN_FILE).read_text("utf-8"))
+                        durations[int(event.task)] = found["expected_duration_s"]
+                        self._tell_measured(tasks[int(event.task)], found["expected_duration_s"])
+                if self._is_interrupted():
+                    raise KeyboardInterrupt
+        return [durations[index] for index in range(len(tasks))]
+
+    def _tell_measured(self, task: Task, duration_s: float) -> None:
+        for observer in self._observers:
+            observer({"event": "measured", "task": task.name, "duration_s": duration_s})
+
+    def _problem(self, tasks: Sequence[Task], durations: Sequence[float], nodes: Sequence[Node]) -> SchedulingProblem:
+        return SchedulingProblem(
+            nodes=tuple(nodes),
+            pending=tuple(
+                TaskDemand(
+                    task=name,
+                    num_gpus=task.num_gpus,
+                    duration_s=duration_s,
+                    priority=task.priority,
+                    tenant=task.tenant,
+                )
+                for name, task, duration_s in zip(unique_names(tasks), tasks, durations, strict=True)
+            ),
+            quotas=self._quotas,
+        )
+
+    def _check(self, tasks: Sequence[Task], nodes: Sequence[Node]) -> None:
+        """Whether every task can be placed at all, before anything is measured or written."""
+        self._problem(tasks, [1.0] * len(tasks), nodes)
+
+    # -- running them --------------------------------------------------------------------------------------------
+
+    def _run(
+        self, queue_dir: QueueDir, entries: Sequence[QueueEntry], method: str, cluster: Cluster, first: Schedule | None
+    ) -> list[TaskResult]:
+        past = read_intact_events(queue_dir.run.journal_file)
+        done = {entry.task for entry in entries if _is_done(queue_dir.run_of(entry.task))}
+        solve = _first_as_given(first, GuardedSolver(method, time_limit_s=REPLAN_S))
+        queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
+        try:
+            with Journal(queue_dir.run.journal_file, self._observers, past=past) as journal:
+                for event in past:
+                    for observer in self._observers:
+                        observer({**event, "replayed": True})
+                if past:
+                    journal.append("queue_resumed", done=sorted(done))
+                else:
+                    _tell_start(journal, entries, method, cluster)
+                Controller(
+                    entries,
+                    queue,
+                    cluster,
+                    queue_dir=queue_dir,
+                    journal=journal,
+                    done=done,
+                    observers=self._observers,
+                    is_interrupted=self._is_interrupted,
+                ).run()
+                journal.append("queue_completed")
+                journal.sync()
+        finally:
+            with contextlib.suppress(AltoError, OSError):
+                write_queue_report(queue_dir.root)
+        return self._results(queue_dir, entries)
+
+    def _results(self, queue_dir: QueueDir, entries: Sequence[QueueEntry]) -> list[TaskResult]:
+        history = read_queue_history(queue_dir.root)
+        failed = history.in_state(TaskStage.FAILED)
+        results = [
+            task_result(read_history(run.root), run)
+            for entry in entries
+            if _is_done(run := queue_dir.run_of(entry.task))
+        ]
+        if failed:
+            reasons = "; ".join(f"{task.task}: {task.failure}" for task in failed)
+            raise TasksFailedError(
+                f"expected all {len(entries)} tasks of {queue_dir.root} to end with an adapter, found {len(failed)} "
+                f"that were given up ({reasons}); the others have theirs. Mend the cause, then try them again with: "
+                f"alto resume {queue_dir.root}",
+                results=results,
+            )
+        return results
+
+    @contextlib.contextmanager
+    def _opened(self, entry: str) -> Iterator[Cluster]:
+        cluster = open_cluster(self._cluster, total_gpus=self._total_gpus, entry=entry)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def unique_names(tasks: Sequence[Task]) -> list[str]:
+    """A name for each task: its own, with a number where one before it has the same."""
+    own, names = {task.name for task in tasks}, []
+    for task in tasks:
+        numbered = (f"{task.name}-{number}" for number in itertools.count(2))
+        is_free = task.name not in names
+        names.append(task.name if is_free else next(name for name in numbered if name not in own and name not in names))
+    return names
+
+
+def _first_as_given(
+    given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
+) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
+    """A solver whose first answer is ``given``, where that is a schedule of what it is asked for."""
+    left = [] if given is None else [given]
+
+    def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
+        first = left.pop() if left else None
+        if first is not None and {place.task for place in first.placements} == {task.task for task in problem.pending}:
+            return first
+        return solve(problem, hint)
+
+    return answer
+
+
+def _tell_start(journal: Journal, entries: Sequence[QueueEntry], method: str, cluster: Cluster) -> None:
+    journal.append(
+        "queue_started",
+        method=method,
+        devices="gpus" if cluster.has_gpus else "cpu slots",
+        nodes=[{"name": node.name, "gpus": list(node.gpus)} for node in cluster.nodes],
+        tasks=[
+            {
+                "task": entry.task,
+                "num_gpus": entry.num_gpus,
+                "duration_s": entry.duration_s,
+                "priority": entry.priority,
+                "tenant": entry.tenant,
+            }
+            for entry in entries
+        ],
+    )
+
+
+def _is_done(run: RunDir) -> bool:
+    """Whether the task has its result, and the result is exported."""
+    history = read_history(run.root)
+    return history.result is not None and run.best.is_dir()

@@ -1,0 +1,144 @@
+"""One task on this process's device: read it, train it or go on with it, export its best adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alto.backbone import SHIPPED_MODELS, load_backbone, resolve_model
+from alto.data import read_task_rows
+from alto.errors import AltoError
+from alto.executor import Executor, Past, plan_jobs, recover
+from alto.executor.profiling import Subject, pack, plan
+from alto.export import export_best, write_report
+from alto.records import TaskPlan, TaskResult
+from alto.runs import Journal, Observer, RunDir, read_history, task_result
+from alto.spec import Task, load_task
+from alto.trackers import Tracker, chosen_trackers, tracking
+
+__all__ = ["TaskRunner", "portable"]
+
+
+class TaskRunner:
+    """Runs tasks one after the other on the first CUDA device, or on the CPU where there is none.
+
+    Args:
+        observers, is_interrupted: As :class:`alto.Engine` takes them.
+    """
+
+    def __init__(self, *, observers: Sequence[Observer] = (), is_interrupted: Callable[[], bool] | None = None) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._observers = tuple(observers)
+        self._is_interrupted = is_interrupted
+
+    def begin(self, task: Task, output_dir: Path) -> TaskResult:
+        """Train ``task`` in a new run directory."""
+        prepared = self._packed(self._prepare(portable(task)))
+        run_dir = RunDir.create(output_dir, prepared.subject.task)
+        with run_dir.locked():
+            return self._execute(prepared, run_dir, Past())
+
+    def go_on(self, run_dir: RunDir) -> TaskResult:
+        """Train a run from its last checkpoint, or from its beginning where there is none."""
+        with run_dir.locked():
+            task = load_task(run_dir.task_file)
+            past = recover(run_dir)
+            if past.is_finished:
+                return self._conclude(task, run_dir)
+            prepared = self._prepare(task)
+            if not past.events:
+                prepared = self._packed(prepared)
+                run_dir.resolve(prepared.subject.task)
+            return self._execute(prepared, run_dir, past)
+
+    def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
+        """What ``task`` takes of memory and time."""
+        return plan(self._prepare(portable(task)).subject, refresh=refresh)
+
+    def _prepare(self, task: Task) -> _Prepared:
+        """Read everything that can be wrong with a task before its run has a folder."""
+        trackers = chosen_trackers(task)
+        rows = read_task_rows(task)  # before a model is downloaded in vain
+        backbone = load_backbone(
+            task.model,
+            dtype=task.dtype,
+            device=self.device,
+            load_in_4bit=task.load_in_4bit,
+            load_in_8bit=task.load_in_8bit,
+            gradient_checkpointing=task.gradient_checkpointing is True,
+            torch_compile=task.torch_compile,
+            trust_remote_code=task.trust_remote_code,
+            use_safetensors=task.use_safetensors,
+        )
+        data = rows.encode(backbone.tokenizer)
+        runs = plan_jobs(task, backbone, data)
+        return _Prepared(trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs))
+
+    @staticmethod
+    def _packed(prepared: _Prepared) -> _Prepared:
+        """With every limit set."""
+        task, forecast = pack(prepared.subject)
+        return replace(prepared, subject=replace(prepared.subject, task=task), forecast=forecast)
+
+    def _execute(self, prepared: _Prepared, run_dir: RunDir, past: Past) -> TaskResult:
+        subject, task = prepared.subject, prepared.subject.task
+        with tracking(prepared.trackers, run_dir.root) as tracker_observers:
+            observers = (*self._observers, *tracker_observers)
+            for event in past.events:
+                for observer in observers:
+                    observer({**event, "replayed": True})
+            try:
+                with Journal(run_dir.journal_file, observers, past=past.events) as journal:
+                    Executor(
+                        task,
+                        subject.runs,
+                        subject.backbone,
+                        subject.data,
+                        forecast=prepared.forecast,
+                        run_dir=run_dir,
+                        journal=journal,
+                        past=past,
+                        is_interrupted=self._is_interrupted,
+                    ).run()
+            except BaseException:
+                # The report of a broken run is a courtesy; what broke it is the news.
+                with contextlib.suppress(AltoError, OSError):
+                    write_report(run_dir.root)
+                raise
+            shutil.rmtree(run_dir.best, ignore_errors=True)
+            return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
+
+    def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
+        """Export what a finished run has not exported yet, and write its report."""
+        result = task_result(read_history(run_dir.root), run_dir)
+        if not run_dir.best.is_dir():
+            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+        write_report(run_dir.root)
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A task that is ready to run; ``forecast`` is None where nothing was measured for it."""
+
+    trackers: Mapping[str, Tracker]
+    subject: Subject
+    forecast: TaskPlan | None = None
+
+
+def portable(task: Task) -> Task:
+    """The task as any process in any folder may go on with it: files are found wherever they are looked for from."""
+    found: dict[str, Any] = {}
+    for key in ("dataset", "validation_dataset"):
+        path = getattr(task, key)
+        if path is not None and Path(path).expanduser().is_file():
+            found[key] = str(Path(path).expanduser().resolve())
+    if Path(task.model).expanduser().is_dir() and task.model not in SHIPPED_MODELS:
+        found["model"] = resolve_model(task.model)
+    return task.replace(**found)

@@ -1,0 +1,104 @@
+"""Tasks on GPUs over time, planned and actual: the data of a figure that ``templates/gantt.js`` draws."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alto.errors import RunWriteError
+from alto.export.pages import render_page, write_page
+from alto.export.wording import clean, format_duration
+from alto.records import Gpu, Node, Placement
+
+__all__ = ["gantt_figure", "write_gantt"]
+
+MAX_LANES = 64
+"""More GPUs than that share a lane a node."""
+MAX_BARS = 4000
+"""Of so many tasks at most bars are drawn, the longest."""
+
+NUM_HUES = 6
+"""Colours that tasks take by turns; neighbours differ."""
+
+_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
+
+
+def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node]) -> dict[str, Any]:
+    """A lane for every GPU, or for every node where there are many, in it a bar for every task.
+
+    Args:
+        planned: What the first plan said; drawn as a thin bar above the actual one. None at all is no plan.
+        actual: What ran, an attempt each. Seconds of both count from one moment.
+
+    Returns:
+        ``lanes``, ``unit``, ``traces`` (one a hue and kind) and ``note``, which says what was left out.
+    """
+    gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
+    is_fine = len(gpus) <= MAX_LANES
+    lanes = [_lane(gpu, is_fine=is_fine) for gpu in gpus]
+    seconds, unit = _unit(max((place.end_s for place in (*planned, *actual)), default=0.0))
+    hues = {task: index % NUM_HUES for index, task in enumerate(dict.fromkeys(p.task for p in (*planned, *actual)))}
+    notes = [] if is_fine else ["A lane is a node; tasks in it may run side by side."]
+    traces = []
+    for kind, placements in (("planned", planned), ("actual", actual)):
+        drawn = placements
+        if len(placements) > MAX_BARS:
+            drawn = sorted(placements, key=lambda place: -place.duration_s)[:MAX_BARS]
+            notes.append(f"Of {len(placements):,} {kind} tasks the {MAX_BARS:,} longest are drawn.")
+        traces += _traces(kind, drawn, hues, seconds, is_fine=is_fine)
+    return {
+        "lanes": list(dict.fromkeys(lanes)),
+        "unit": unit,
+        "traces": traces,
+        "isCompared": bool(planned and actual),
+        "note": " ".join(notes),
+    }
+
+
+def write_gantt(
+    path: Path, planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node], *, title: str
+) -> None:
+    """Write the picture as one page that needs nothing else.
+
+    Raises:
+        RunWriteError: The file cannot be written.
+    """
+    page = render_page("gantt.html.jinja", gantt=gantt_figure(planned, actual, nodes), title=title)
+    try:
+        write_page(path, page)
+    except OSError as error:
+        raise RunWriteError(f"expected to write the picture to {path}, found: {error}; choose another path") from None
+
+
+def _traces(
+    kind: str, placements: Sequence[Placement], hues: dict[str, int], seconds: float, *, is_fine: bool
+) -> list[dict[str, Any]]:
+    by_hue: dict[int, dict[str, Any]] = {}
+    for placement in placements:
+        hue = hues[placement.task]
+        trace = by_hue.setdefault(
+            hue, {"meta": {"kind": kind, "hue": hue}, "base": [], "x": [], "y": [], "text": [], "customdata": []}
+        )
+        said = (
+            f"{html.escape(clean(placement.task))}<br>{kind}: {format_duration(placement.start_s)} to "
+            f"{format_duration(placement.end_s)} on {len(placement.gpus)} "
+            f"GPU{'s' if len(placement.gpus) > 1 else ''}"
+        )
+        for lane in dict.fromkeys(_lane(gpu, is_fine=is_fine) for gpu in placement.gpus):
+            trace["base"].append(round(placement.start_s / seconds, 5))
+            trace["x"].append(round(placement.duration_s / seconds, 5))
+            trace["y"].append(lane)
+            trace["text"].append(html.escape(clean(placement.task)))
+            trace["customdata"].append(said)
+    return [by_hue[hue] for hue in sorted(by_hue)]
+
+
+def _lane(gpu: Gpu, *, is_fine: bool) -> str:
+    return f"{clean(gpu.node)}:{gpu.index}" if is_fine else clean(gpu.node)
+
+
+def _unit(span_s: float) -> tuple[float, str]:
+    """Seconds of the unit that suits a span, and its name."""
+    return next(((seconds, name) for least, seconds, name in _UNITS if span_s >= least), (1.0, "seconds"))

@@ -1,0 +1,74 @@
+"""Pages that are readable offline and without the project.
+
+Everything is inlined (plotly's own bundle once), and a page forbids itself every request by its content security
+policy. Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are escaped.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from alto.export.wording import (
+    clean,
+    format_count,
+    format_duration,
+    format_loss,
+    format_setting,
+    format_share,
+    short_name,
+)
+
+__all__ = ["render_page", "timestamp", "write_page"]
+
+
+def render_page(template: str, **context: Any) -> str:
+    """A page of :mod:`alto.export`'s templates as HTML."""
+    environment = Environment(
+        loader=PackageLoader("alto.export"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "clean": clean,
+        "count": format_count,
+        "duration": format_duration,
+        "loss": format_loss,
+        "setting": format_setting,
+        "share": format_share,
+        "finite": _finite,
+        "short_name": short_name,
+    }
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    return environment.get_template(template).render(**context, plotly_js=Markup(_plotly_bundle()))
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Put a page where ``path`` says; a reader never sees half of it."""
+    unfinished = path.with_suffix(".html.partial")
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def timestamp(time: float | None) -> str:
+    """Unix seconds in words."""
+    return datetime.fromtimestamp(time, tz=UTC).strftime("%d %B %Y, %H:%M UTC") if time is not None else "never"
+
+
+def _finite(value: Any) -> Any:
+    """``value`` for a sorting attribute: empty when it is no finite number, so that it sorts last."""
+    return "" if value is None or value != value or value in (float("inf"), float("-inf")) else value
+
+
+def _plotly_bundle() -> str:
+    # Importing plotly takes a moment that only those who write a page should spend.
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())

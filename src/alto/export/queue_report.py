@@ -1,0 +1,131 @@
+"""``report.html`` of a queue: its tasks, planned against actual, and why it was planned anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alto.errors import RunError
+from alto.export.gantt import gantt_figure
+from alto.export.pages import render_page, timestamp, write_page
+from alto.export.wording import clean
+from alto.records import Placement
+from alto.runs import Attempt, QueueHistory, TaskHistory, TaskStage, read_history, read_queue_history
+
+__all__ = ["write_queue_report"]
+
+REPORT_NAME = "report.html"
+
+
+def write_queue_report(queue_dir: str | Path) -> Path:
+    """Write ``report.html`` into ``queue_dir`` from its journals and return its path; it may be unfinished.
+
+    Raises:
+        RunNotFoundError: ``queue_dir`` holds no queue.
+        RunError: A journal is damaged before its last line.
+    """
+    queue_dir = Path(queue_dir)
+    page = render_page("queue.html.jinja", **_context(read_queue_history(queue_dir), queue_dir))
+    return write_page(queue_dir / REPORT_NAME, page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A task in the table; seconds count from the start of the queue."""
+
+    task: TaskHistory
+    planned_start_s: float | None
+    start_s: float | None
+    spent_s: float
+    best_loss: float | None
+    report: str | None
+    attempts: list[str]
+
+
+def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
+    began = queue.started_at or 0.0
+    tasks = list(queue.tasks.values())
+    num_gpus = sum(len(node.gpus) for node in queue.nodes)
+    actual = _actual(queue, began)
+    planned = [_moved(task.first_plan, -began) for task in tasks if task.first_plan is not None]
+    return {
+        "name": queue_dir.name,
+        "queue": queue,
+        "num_gpus": num_gpus,
+        "devices": "GPUs" if queue.settings.get("devices") == "gpus" else "CPU slots",
+        "num_finished": len(queue.in_state(TaskStage.FINISHED)),
+        "num_failed": len(queue.in_state(TaskStage.FAILED)),
+        "num_attempts": sum(len(task.attempts) for task in tasks),
+        "first_plan": queue.plans[0] if queue.plans else None,
+        "utilisation": utilisation(actual, num_gpus),
+        "rows": [_row(task, began, queue, queue_dir) for task in tasks],
+        "gantt": gantt_figure(planned, actual, queue.nodes) if planned else None,
+        "written_at": timestamp(queue.last_seen_at),
+    }
+
+
+def utilisation(actual: list[Placement], num_gpus: int) -> float:
+    """Share of the GPU seconds between the first start and the last end that executors had."""
+    if not actual:
+        return 0.0
+    span_s = max(place.end_s for place in actual) - min(place.start_s for place in actual)
+    used_s = sum(place.duration_s * len(place.gpus) for place in actual)
+    return used_s / (span_s * num_gpus) if span_s else 0.0
+
+
+def _actual(queue: QueueHistory, began: float) -> list[Placement]:
+    """What ran where, a placement an attempt."""
+    last = queue.last_seen_at or began
+    return [
+        Placement(
+            task=task.task,
+            gpus=attempt.gpus,
+            start_s=attempt.start - began,
+            duration_s=_end(attempt, last) - attempt.start,
+        )
+        for task in queue.tasks.values()
+        for attempt in task.attempts
+    ]
+
+
+def _moved(placement: Placement, by_s: float) -> Placement:
+    return Placement(
+        task=placement.task,
+        gpus=placement.gpus,
+        start_s=placement.start_s + by_s,
+        duration_s=placement.duration_s,
+    )
+
+
+def _row(task: TaskHistory, began: float, queue: QueueHistory, queue_dir: Path) -> _Row:
+    last = queue.last_seen_at or began
+    run_dir = queue_dir / "tasks" / task.task
+    report = run_dir / REPORT_NAME
+    return _Row(
+        task=task,
+        planned_start_s=task.first_plan.start_s - began if task.first_plan is not None else None,
+        start_s=task.attempts[0].start - began if task.attempts else None,
+        spent_s=sum(_end(attempt, last) - attempt.start for attempt in task.attempts),
+        best_loss=_best_loss(run_dir),
+        report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
+        attempts=[_attempt(attempt) for attempt in task.attempts] + ([clean(task.failure)] if task.failure else []),
+    )
+
+
+def _best_loss(run_dir: Path) -> float | None:
+    try:
+        best = read_history(run_dir).best
+    except RunError:  # the page of the queue does not hang on the journal of one task
+        return None
+    return None if best is None else best.best_validation_loss
+
+
+def _attempt(attempt: Attempt) -> str:
+    gpus = ", ".join(f"{clean(gpu.node)}:{gpu.index}" for gpu in attempt.gpus)
+    ended = "runs" if attempt.outcome is None else attempt.outcome
+    return f"{attempt.number} on {gpus}: {ended}" + (f" ({clean(attempt.reason)})" if attempt.reason else "")
+
+
+def _end(attempt: Attempt, last: float) -> float:
+    return attempt.end if attempt.end is not None else last

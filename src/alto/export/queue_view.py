@@ -1,0 +1,295 @@
+"""Progress of a queue in the terminal: its tasks and GPUs, live or as plain lines, and its summary at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from alto.export.wording import clean, format_duration, format_loss, format_share
+from alto.runs import (
+    Event,
+    QueueDir,
+    QueueHistory,
+    RunHistory,
+    TaskHistory,
+    TaskStage,
+    read_history,
+    read_queue_history,
+)
+
+__all__ = ["LiveQueueView", "PlainQueueView", "QueueProgress", "open_queue_view", "queue_summary"]
+
+REFRESHES_PER_SECOND = 2
+STYLES = {
+    TaskStage.WAITING: "dim",
+    TaskStage.RUNNING: "cyan",
+    TaskStage.FINISHED: "green",
+    TaskStage.FAILED: "red",
+}
+ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED)
+# Lines of the live view that are no task.
+FRAME_LINES = 8
+
+
+class QueueProgress:
+    """A queue and the runs of its tasks, as far as they were observed."""
+
+    def __init__(self) -> None:
+        self.queue = QueueHistory()
+        self.runs: dict[str, RunHistory] = {}
+        self.num_measured = 0
+
+    @classmethod
+    def read(cls, queue_dir: str | Path) -> QueueProgress:
+        """Of the queue in ``queue_dir``, as far as its journals tell it.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunError: A journal is damaged.
+        """
+        progress, folder = cls(), QueueDir.open(queue_dir)
+        progress.queue = read_queue_history(queue_dir)
+        progress.runs = {task: read_history(folder.run_of(task).root) for task in progress.queue.tasks}
+        return progress
+
+    def apply(self, event: Event) -> None:
+        """Fold in an event of the queue, or one that a task has told."""
+        if event["event"] == "measured":
+            self.num_measured += 1
+        elif event["event"] != "told":
+            self.queue.apply(event)
+        elif event["line"].get("event") == "task_started" and not event["line"].get("replayed"):
+            self.runs[event["task"]] = RunHistory.of([event["line"]])
+        else:
+            self.runs.setdefault(event["task"], RunHistory()).apply(event["line"])
+
+    def share(self, task: TaskHistory) -> float:
+        """Of the task's samples that are trained or spared, in [0, 1]."""
+        if task.state is TaskStage.FINISHED:
+            return 1.0
+        run = self.runs.get(task.task)
+        return 0.0 if run is None else run.settled_share
+
+    def best_loss(self, task: TaskHistory) -> float | None:
+        """Best validation loss so far, nats per token."""
+        run = self.runs.get(task.task)
+        return run.best.best_validation_loss if run is not None and run.best is not None else None
+
+
+def open_queue_view(console: Console) -> LiveQueueView | PlainQueueView:
+    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere."""
+    can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
+    return LiveQueueView(console) if can_redraw else PlainQueueView(console.file)
+
+
+class LiveQueueView:
+    """Redraws tasks and GPUs in place; a context manager. ``observe`` may be called from any thread."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
+        self.progress = QueueProgress()
+        self._console = console
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=REFRESHES_PER_SECOND, transient=True
+        )
+
+    def __enter__(self) -> LiveQueueView:
+        self._live.start()
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._live.stop()
+        if error is not None and self.progress.queue.tasks:
+            self._console.print(queue_summary(self.progress))
+
+    def observe(self, event: Event) -> None:
+        """Fold in one event; the next redraw shows it."""
+        with self._lock:
+            self.progress.apply(event)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            return self._screen(self._clock(), height=self._console.size.height)
+
+    def _screen(self, now: float, *, height: int) -> RenderableType:
+        queue = self.progress.queue
+        if not queue.tasks:
+            return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
+        tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
+        num_rows = max(1, height - FRAME_LINES - len(queue.nodes))
+        return Group(
+            Text(_headline(queue), style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(_plan_line(queue, now), style="dim", no_wrap=True, overflow="ellipsis"),
+            *(Text(line, no_wrap=True, overflow="ellipsis") for line in gpu_lines(queue)),
+            "",
+            _table(self.progress, tasks[:num_rows], now, hidden=len(tasks) - num_rows),
+        )
+
+
+class PlainQueueView:
+    """Writes one line per noteworthy event to ``stream``; a context manager like the live view."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.progress = QueueProgress()
+        self._stream = stream
+
+    def __enter__(self) -> PlainQueueView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def observe(self, event: Event) -> None:
+        """Fold in one event and say what is new."""
+        self.progress.apply(event)
+        line = None if event.get("replayed") else _news(self.progress, event)
+        if line:
+            self._stream.write(f"{format_duration(self.progress.queue.duration_s):>8}  {line}\n")
+            self._stream.flush()
+
+
+def queue_summary(
+    progress: QueueProgress, queue_dir: str | Path | None = None, *, is_live: bool = True
+) -> RenderableType:
+    """The table of tasks, and where their adapters lie.
+
+    Args:
+        is_live: Whether a process works on it, if it is not finished.
+    """
+    queue = progress.queue
+    state = "finished" if queue.result is not None else "not finished" if is_live else "interrupted"
+    lines: list[RenderableType] = [
+        Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
+        *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
+        "",
+        _table(progress, list(queue.tasks.values()), queue.last_seen_at or 0.0),
+    ]
+    if queue_dir is not None:
+        lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
+        if queue.result is None and not is_live:
+            lines.append(Text(f"nobody works on it; go on with: alto resume {clean(queue_dir)}", overflow="fold"))
+    return Group(*lines)
+
+
+def gpu_lines(queue: QueueHistory) -> list[str]:
+    """Who runs on which GPU, a line a node."""
+    holders = {
+        gpu: task.task for task in queue.in_state(TaskStage.RUNNING) for gpu in task.attempts[-1].gpus if task.attempts
+    }
+    lines = []
+    for node in queue.nodes:
+        on_node = {gpu.index: name for gpu, name in holders.items() if gpu.node == node.name}
+        lines.append(f"{clean(node.name)}: " + "  ".join(f"{n} {clean(on_node.get(n, '–'))}" for n in node.gpus))
+    return lines
+
+
+def _headline(queue: QueueHistory) -> str:
+    num_gpus = sum(len(node.gpus) for node in queue.nodes)
+    devices = "GPUs" if queue.settings.get("devices") == "gpus" else "CPU slots"
+    num_done = len(queue.in_state(TaskStage.FINISHED))
+    failed = len(queue.in_state(TaskStage.FAILED))
+    return f"{num_done} of {len(queue.tasks)} tasks done on {num_gpus} {devices}" + (
+        f", {failed} given up" if failed else ""
+    )
+
+
+def _plan_line(queue: QueueHistory, now: float) -> str:
+    elapsed = f"{format_duration(max(0.0, now - (queue.started_at or now)))} so far"
+    if not queue.plans:
+        return elapsed
+    plan = queue.plans[-1]
+    left_s = max(0.0, plan.at + plan.makespan_s - now)
+    quality = plan.status if plan.status != "feasible" else f"at most {_gap(plan.makespan_s, plan.bound_s)} too long"
+    return f"about {format_duration(left_s)} left by {plan.method} ({quality}) · {elapsed} · plan {len(queue.plans)}"
+
+
+def _gap(makespan_s: float, bound_s: float) -> str:
+    return format_share(makespan_s / bound_s - 1.0) if bound_s else "?"
+
+
+def _table(progress: QueueProgress, tasks: list[TaskHistory], now: float, *, hidden: int = 0) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for heading, justify in (("task", "left"), ("state", "left"), ("GPUs", "left"), ("done", "left"), ("", "right")):
+        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    table.add_column("loss", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("note", overflow="ellipsis", no_wrap=True)
+    for task in tasks:
+        share, loss = progress.share(task), progress.best_loss(task)
+        style = STYLES[task.state]
+        table.add_row(
+            Text(clean(task.task)),
+            Text(task.state.value, style=style),
+            Text(_gpus(task)),
+            ProgressBar(total=1.0, completed=share, width=10, complete_style="cyan", finished_style="green"),
+            format_share(share),
+            "" if loss is None else format_loss(loss),
+            _time(task, now),
+            Text(_note(task)),
+        )
+    more = [Text(f"… and {hidden} more", style="dim")] if hidden > 0 else []
+    return Group(table, *more)
+
+
+def _gpus(task: TaskHistory) -> str:
+    if task.state is TaskStage.RUNNING and task.attempts:
+        return " ".join(str(gpu.index) for gpu in task.attempts[-1].gpus)
+    return f"×{task.num_gpus}"
+
+
+def _time(task: TaskHistory, now: float) -> str:
+    """What it has taken so far, of what it was thought to take."""
+    spent_s = sum((now if attempt.end is None else attempt.end) - attempt.start for attempt in task.attempts)
+    expected = format_duration(task.duration_s)
+    return f"{format_duration(spent_s)} of {expected}" if task.attempts else f"about {expected}"
+
+
+def _note(task: TaskHistory) -> str:
+    if task.failure:
+        return clean(task.failure)
+    lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
+    return f"attempt {len(task.attempts)}; before: {clean(lost[-1].reason)}" if lost else ""
+
+
+def _news(progress: QueueProgress, event: Event) -> str | None:
+    queue = progress.queue
+    match event["event"]:
+        case "measured":
+            return f"{clean(event['task'])} is thought to take {format_duration(event['duration_s'])}"
+        case "queue_started" | "queue_resumed":
+            return _headline(queue)
+        case "planned":
+            plan = queue.plans[-1]
+            made = f"planned by {plan.method} ({plan.status}; {clean(plan.reason)})"
+            return f"{made}: about {format_duration(plan.makespan_s)} left" + (
+                f"; note: {clean(plan.notice)}" if plan.notice else ""
+            )
+        case "executor_started":
+            gpus = ", ".join(f"{node}:{index}" for node, index in event["gpus"])
+            again = "" if event["attempt"] == 1 else f", attempt {event['attempt']}"
+            return f"{clean(event['task'])} started on {clean(gpus)}{again}"
+        case "executor_ended" if event["outcome"] == "finished":
+            loss = progress.best_loss(queue.tasks[event["task"]])
+            return f"{clean(event['task'])} finished" + (
+                "" if loss is None else f" with validation loss {format_loss(loss)}"
+            )
+        case "executor_ended":
+            return f"{clean(event['task'])} ended without a result: {clean(event['reason'])}"
+        case "task_given_up":
+            return f"{clean(event['task'])} given up: {clean(event['reason'])}"
+        case "gpu_lost" | "gpu_added":
+            return f"{clean(event['node'])}:{event['index']} {event['event'].removeprefix('gpu_')}"
+        case "queue_completed":
+            return _headline(queue)
+    return None

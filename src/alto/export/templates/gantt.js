@@ -1,0 +1,51 @@
+"use strict";
+(function () {
+  const figure = JSON.parse(document.getElementById("figure").textContent);
+  // plotly.js would offer a button that uploads the figure's data; a report never leaves the machine by itself.
+  const config = {
+    showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  };
+  const hues = ["training", "best", "overfitting", "parked", "diverging", "stopped"];
+  const colour = (role) => getComputedStyle(document.documentElement).getPropertyValue("--" + role).trim();
+
+  function draw() {
+    const lanes = figure.lanes.length;
+    const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
+    const layout = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
+      font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
+      hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
+      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { l: 96, r: 24, t: 16, b: 52 },
+      barmode: "overlay", showlegend: false, uniformtext: { minsize: 10, mode: "hide" },
+      xaxis: Object.assign({ title: { text: figure.unit + " since the start", standoff: 12 }, rangemode: "tozero" }, axis),
+      yaxis: Object.assign({}, axis, {
+        tickvals: figure.lanes.map((_, lane) => lane), ticktext: figure.lanes, showgrid: false, ticks: "",
+        range: [lanes - 0.5, -0.5],
+      }),
+    };
+    const place = new Map(figure.lanes.map((name, lane) => [name, lane]));
+    const traces = figure.traces.map((trace) => {
+      const isPlan = trace.meta.kind === "planned";
+      const width = isPlan && figure.isCompared ? 0.22 : figure.isCompared ? 0.5 : 0.72;
+      const shift = !figure.isCompared ? 0 : isPlan ? -0.3 : 0.1;
+      return {
+        type: "bar", orientation: "h", base: trace.base, x: trace.x, y: trace.y.map((name) => place.get(name) + shift), width: width,
+        text: isPlan && figure.isCompared ? undefined : trace.text, textposition: "inside", insidetextanchor: "middle", constraintext: "inside",
+        customdata: trace.customdata, hovertemplate: "%{customdata}<extra></extra>",
+        textfont: { size: 11, color: colour("paper") },
+        marker: {
+          color: colour(hues[trace.meta.hue % hues.length]), opacity: isPlan && figure.isCompared ? 0.45 : 1,
+          line: { color: colour("paper"), width: 1 },
+        },
+      };
+    });
+    return Plotly.react("gantt", traces, layout, config);
+  }
+
+  if (figure !== null) {
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    draw();
+  }
+})();

@@ -1,0 +1,121 @@
+"""The folder of a queue: many tasks that share the GPUs of a cluster.
+
+::
+
+    runs/queue-<id>/
+        queue.yaml           the tasks, what they ask for, and how they are scheduled
+        journal.jsonl        everything that happened to the queue
+        tasks/<task>/        the run directory of each task
+        report.html
+        run.lock             held by the process that works on the queue
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alto.errors import RunError, RunNotFoundError
+from alto.runs.files import replace_file
+from alto.runs.run_dir import RunDir, being_born, claim
+from alto.spec import Task
+
+__all__ = ["QueueDir", "QueueEntry"]
+
+_SPEC = "queue.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueEntry:
+    """One task of a queue.
+
+    Attributes:
+        task: Its name in the queue, unique there.
+        num_gpus: GPUs that it runs on.
+        duration_s: What it is thought to take, early exit counted.
+        priority, tenant: See :class:`alto.spec.Task`.
+    """
+
+    task: str
+    num_gpus: int
+    duration_s: float
+    priority: int = 0
+    tenant: str = ""
+
+
+class QueueDir:
+    """Names of the files of a queue; its journal and its lock are those of any run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.run = RunDir(root)
+        self._spec_file = root / _SPEC
+
+    @classmethod
+    def create(
+        cls, output_dir: str | Path, entries: Sequence[QueueEntry], tasks: Sequence[Task], settings: Mapping[str, Any]
+    ) -> QueueDir:
+        """A new folder ``<output_dir>/queue-<id>`` with a run directory for each task, whole or not at all.
+
+        Args:
+            settings: How the queue is run, in plain values.
+
+        Raises:
+            RunError: The folder cannot be made.
+        """
+        stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(output_dir)
+        unborn = folder / f".{stem}.{os.getpid()}.new"
+        with being_born(unborn, output_dir):
+            unborn.mkdir(parents=True)
+            queue = cls(unborn)
+            for entry, task in zip(entries, tasks, strict=True):
+                queue.run_of(entry.task).begin(task)
+            facts = {"settings": dict(settings), "tasks": [asdict(entry) for entry in entries]}
+            replace_file(queue._spec_file, yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+            queue.run.journal_file.touch()
+            return cls(claim(unborn, folder, stem))
+
+    @classmethod
+    def open(cls, root: str | Path) -> QueueDir:
+        """The queue at ``root``.
+
+        Raises:
+            RunNotFoundError: There is none.
+        """
+        queue = cls(Path(root).resolve())
+        if not queue.exists(root):
+            raise RunNotFoundError(
+                f"expected the folder of a queue, found no {_SPEC} in {root}; give a folder such as runs/queue-<id>"
+            )
+        return queue
+
+    @staticmethod
+    def exists(root: str | Path) -> bool:
+        """Whether the folder is that of a queue rather than of a run."""
+        return (Path(root) / _SPEC).is_file()
+
+    def read(self) -> tuple[list[QueueEntry], dict[str, Any]]:
+        """The tasks, and how they are run.
+
+        Raises:
+            RunError: The file is not what was written.
+        """
+        try:
+            facts = yaml.safe_load(self._spec_file.read_text("utf-8"))
+            return [QueueEntry(**entry) for entry in facts["tasks"]], dict(facts["settings"])
+        except (OSError, yaml.YAMLError, UnicodeError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"expected {self._spec_file} as ALTO wrote it, found another file ({error!r:.100}); put it back as it "
+                "was, or run the tasks anew"
+            ) from error
+
+    def run_of(self, task: str) -> RunDir:
+        """The run directory of a task."""
+        return RunDir(self.root / "tasks" / task)

@@ -1,0 +1,55 @@
+"""Following a journal that another process writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from alto.runs.journal import Event, parse_line
+
+__all__ = ["JournalTail"]
+
+
+class JournalTail:
+    """Reads on in a journal, whole lines only.
+
+    A run that is resumed has its journal cut back to a checkpoint, and a new file put in its place. Lines that are in
+    both are not given twice: a digest of every line that was read is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digests: list[int] = []
+        self._offset = 0
+        self._inode: int | None = None
+
+    def read(self) -> list[Event]:
+        """The events since the last call; none where there is no journal.
+
+        A damaged line is left out: resuming the run cuts it off.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode = status.st_ino
+                self._go_back(file)
+            file.seek(self._offset)
+            data = file.read()
+        *lines, torn = data.split(b"\n")
+        self._offset += len(data) - len(torn)
+        self._digests += map(hash, lines)
+        return [event for event in map(parse_line, lines) if event is not None]
+
+    def _go_back(self, file: BinaryIO) -> None:
+        """Back to where the file stops being what was read before."""
+        known, self._digests, self._offset = self._digests, [], 0
+        for line, digest in zip(file, known, strict=False):
+            if not line.endswith(b"\n") or hash(line[:-1]) != digest:
+                return
+            self._digests.append(digest)
+            self._offset += len(line)

@@ -1,0 +1,137 @@
+"""Local search for clusters too large to be solved whole: tasks move between nodes until all nodes end alike."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterable, Sequence
+
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
+from alto.scheduler.inter_task.seats import Seat
+
+__all__ = ["balanced_seats"]
+
+_TRIES = 30
+"""Of one cooling, for each task."""
+
+_MAX_COOLINGS = 60
+"""In vain, one after the other."""
+
+_WARMTH = 0.001
+"""By how much of the makespan, about, a try may make things worse when a cooling begins."""
+
+
+def balanced_seats(problem: SchedulingProblem, seats: Sequence[Seat], *, bound: float, deadline: float) -> list[Seat]:
+    """Seats with the tasks of ``seats`` moved and swapped between nodes, so that the last node to end ends sooner.
+
+    The tasks of one node are stacked by their width: the widest last, and among equals the longest last, each on the
+    GPUs that are free first counted from the end. Where widths divide each other no GPU waits in between, and the node
+    ends when its fullest GPU does. Moves and swaps are tried at random, and kept where of the two nodes the later ends
+    sooner than before, or a little later: that little shrinks to nothing (annealing), and then begins anew.
+
+    Args:
+        seats: Each on one node, with no release, no quota and nothing of a higher priority in the way.
+        bound: It is enough if all ends by then.
+        deadline: When to stop at the latest, by ``time.monotonic``.
+    """
+    nodes = [_Stack(problem, node.name) for node in problem.nodes]
+    for node in nodes:
+        node.put(sorted((seat.demand for seat in seats if node.name in seat.counts), key=_stack_order))
+    generator = random.Random(0)
+    num_tries = _TRIES * len(seats)
+    best, best_height, num_vain = [list(node.tasks) for node in nodes], _last_end(nodes), 0
+    while best_height > bound and num_vain < _MAX_COOLINGS and time.monotonic() < deadline:
+        num_vain += 1
+        for number in range(num_tries):
+            if not number % 16 and time.monotonic() >= deadline:
+                break
+            warmth = _WARMTH * best_height * (1 - number / num_tries)
+            if _try(nodes, -warmth * math.log(1 - generator.random()), generator) and _last_end(nodes) < best_height:
+                best, best_height, num_vain = [list(node.tasks) for node in nodes], _last_end(nodes), 0
+                if best_height <= bound:
+                    break
+    for node, tasks in zip(nodes, best, strict=True):
+        node.put(tasks)
+    return [seat for node in nodes for seat in node.seats()]
+
+
+def _last_end(nodes: Iterable[_Stack]) -> float:
+    return max(node.height for node in nodes)
+
+
+def _stack_order(demand: TaskDemand) -> tuple[float, ...]:
+    return -demand.num_gpus, -demand.duration_s
+
+
+class _Stack:
+    """One node: the tasks on it, stacked in reverse, from its end back to where its running tasks end."""
+
+    def __init__(self, problem: SchedulingProblem, name: str) -> None:
+        (node,) = (node for node in problem.nodes if node.name == name)
+        held = {gpu.index: task.remaining_s for task in problem.running for gpu in task.gpus if gpu.node == name}
+        self.name = name
+        self.free_at = sorted(held.get(index, 0.0) for index in node.gpus)
+        self.tasks: list[TaskDemand] = []
+        self.size = len(self.free_at)
+        self.height = 0.0
+        # GPUs times seconds in which they are in use: no height is below area / size.
+        self.area = 0.0
+
+    def put(self, tasks: list[TaskDemand]) -> None:
+        """Have ``tasks``, which are in the order of stacking, instead of those before."""
+        self.tasks, self.height = tasks, self.height_of(tasks)
+        self.area = sum(self.free_at) + sum(demand.num_gpus * demand.duration_s for demand in tasks)
+
+    def height_of(self, tasks: Iterable[TaskDemand]) -> float:
+        """When the node ends with ``tasks``, which are in the order of stacking."""
+        columns = [(free_at, 0.0) for free_at in self.free_at]
+        for demand in tasks:
+            _stack(columns, demand)
+        return columns[-1][0]
+
+    def seats(self) -> list[Seat]:
+        columns = [(free_at, 0.0) for free_at in self.free_at]
+        ends = [(demand, _stack(columns, demand)) for demand in self.tasks]
+        height = columns[-1][0]
+        return [Seat(demand=demand, start=height - end, counts={self.name: demand.num_gpus}) for demand, end in ends]
+
+
+def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:
+    """Put a task on the columns that are lowest, each ``(free_at + load, load)``, rising; returns its upper edge."""
+    width = demand.num_gpus
+    upper = max(load for _, load in columns[:width]) + demand.duration_s
+    columns[:width] = [(total - load + upper, upper) for total, load in columns[:width]]
+    columns.sort()
+    return upper
+
+
+def _try(nodes: Sequence[_Stack], slack: float, generator: random.Random) -> bool:
+    """Swap two tasks of two nodes, or move one, if the later of the two then ends ``slack`` after it did at most."""
+    is_last = generator.random() < 0.2
+    one = max(nodes, key=lambda node: node.height) if is_last else generator.choice(nodes)
+    other = generator.choice(nodes)
+    if one is other or not one.tasks:
+        return False
+    mine = generator.choice(one.tasks)
+    theirs = generator.choice(other.tasks) if other.tasks and generator.random() < 0.7 else None
+    if mine.num_gpus > other.size or (theirs is not None and theirs.num_gpus > one.size):
+        return False
+    return _exchange(one, mine, other, theirs, max(one.height, other.height) + slack)
+
+
+def _exchange(one: _Stack, mine: TaskDemand, other: _Stack, theirs: TaskDemand | None, limit: float) -> bool:
+    """Swap two tasks, or move one, if both nodes then end before ``limit``; whether they do."""
+    back = () if theirs is None else (theirs,)
+    gain = mine.num_gpus * mine.duration_s - sum(task.num_gpus * task.duration_s for task in back)
+    if other.area + gain >= other.size * limit or one.area - gain >= one.size * limit:
+        return False
+    there = sorted([*(task for task in other.tasks if task is not theirs), mine], key=_stack_order)
+    if other.height_of(there) >= limit:
+        return False
+    here = sorted([*(task for task in one.tasks if task is not mine), *back], key=_stack_order)
+    if one.height_of(here) >= limit:
+        return False
+    one.put(here)
+    other.put(there)
+    return True

@@ -1,0 +1,209 @@
+"""List scheduling: tasks in a fixed order, each on the first GPUs that come free."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
+from alto.scheduler.inter_task.seats import Seat, fewest_nodes, running_counts
+
+__all__ = ["LIST_METHODS", "LIST_ORDERS", "list_seats", "priority_classes", "seats_in_order"]
+
+_SortKey = Callable[[TaskDemand], tuple[float, ...]]
+LIST_ORDERS: Mapping[str, _SortKey] = {
+    "fifo": lambda demand: (demand.release_s,),
+    "sjf": lambda demand: (demand.duration_s, demand.num_gpus),
+    "lpt": lambda demand: (-demand.duration_s, -demand.num_gpus),
+}
+"""Who comes first, by method; of equals, who was there first."""
+
+LIST_METHODS = tuple(LIST_ORDERS)
+
+
+def list_seats(problem: SchedulingProblem, method: str) -> list[Seat]:
+    """Seats by ``fifo`` (nobody overtakes), ``sjf`` or ``lpt`` (whoever fits and comes first in the order starts).
+
+    Priorities are seated one after the other, the highest first, each in the room that those before it leave; so the
+    seats of one are the same whether or not there are lower ones. Equal tasks keep the order they were given in.
+    """
+    seats: list[Seat] = []
+    for demands in priority_classes(problem):
+        order = sorted(demands, key=LIST_ORDERS[method])
+        seats += seats_in_order(problem, order, taken=seats, is_strict=method == "fifo")
+    return seats
+
+
+def priority_classes(problem: SchedulingProblem) -> list[tuple[TaskDemand, ...]]:
+    """The tasks that wait, by priority, highest first."""
+    priorities = sorted({demand.priority for demand in problem.pending}, reverse=True)
+    return [tuple(demand for demand in problem.pending if demand.priority == priority) for priority in priorities]
+
+
+def seats_in_order(
+    problem: SchedulingProblem, order: Sequence[TaskDemand], *, taken: Iterable[Seat] = (), is_strict: bool = False
+) -> list[Seat]:
+    """Seats for ``order``, in the room that running tasks and the seats ``taken`` leave.
+
+    Args:
+        is_strict: Nobody starts before one who comes earlier in the order.
+    """
+    return _Machine(problem, taken, is_strict=is_strict).run(order)
+
+
+class _Room:
+    """GPUs of a node, or of a tenant's quota, under a clock."""
+
+    __slots__ = ("_ends", "_reserved", "free")
+
+    def __init__(self, size: int, reserved: Iterable[tuple[float, float, int]]) -> None:
+        self.free = size
+        self._ends: list[tuple[float, int]] = []
+        self._reserved = sorted(reserved, reverse=True)
+        self.advance(0.0)
+
+    def advance(self, now: float) -> None:
+        """Give back what has ended, and take what was reserved from now on."""
+        while self._ends and self._ends[0][0] <= now:
+            self.free += heapq.heappop(self._ends)[1]
+        while self._reserved and self._reserved[-1][0] <= now:
+            _, end, count = self._reserved.pop()
+            if end > now:
+                self.take(count, end)
+
+    def take(self, count: int, end: float) -> None:
+        self.free -= count
+        heapq.heappush(self._ends, (end, count))
+
+    def free_for(self, count: int, now: float) -> float:
+        """How long from now ``count`` GPUs are free; 0 if they are not."""
+        if self.free < count:
+            return 0.0
+        if not self._reserved:
+            return math.inf
+        changes = [(end, taken) for end, taken in self._ends]
+        changes += [change for start, end, taken in self._reserved for change in ((start, -taken), (end, taken))]
+        free = self.free
+        # At one time, what ends comes first.
+        for time, change in sorted(changes, key=lambda change: (change[0], -change[1])):
+            free += change
+            if free < count:
+                return time - now
+        return math.inf
+
+
+class _Machine:
+    """The cluster under a clock that goes from one change to the next."""
+
+    def __init__(self, problem: SchedulingProblem, taken: Iterable[Seat], *, is_strict: bool) -> None:
+        self._problem = problem
+        self._is_strict = is_strict
+        self._now = 0.0
+        self._fewest_nodes: dict[int, int] = {}
+        reserved: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
+        for task in problem.running:
+            for name, count in running_counts(problem, task.gpus).items():
+                reserved.setdefault(("node", name), []).append((0.0, task.remaining_s, count))
+            reserved.setdefault(("tenant", task.tenant), []).append((0.0, task.remaining_s, len(task.gpus)))
+        for seat in taken:
+            for name, count in seat.counts.items():
+                reserved.setdefault(("node", name), []).append((seat.start, seat.end, count))
+            span = (seat.start, seat.end, seat.demand.num_gpus)
+            reserved.setdefault(("tenant", seat.demand.tenant), []).append(span)
+        self._nodes = {
+            node.name: _Room(len(node.gpus), reserved.get(("node", node.name), ())) for node in problem.nodes
+        }
+        self._tenants = {
+            name: _Room(quota, reserved.get(("tenant", name), ())) for name, quota in problem.quotas.items()
+        }
+        self._rooms = [*self._nodes.values(), *self._tenants.values()]
+        self._changes = sorted(
+            {time for spans in reserved.values() for start, end, _ in spans for time in (start, end)}
+        )
+
+    def run(self, order: Sequence[TaskDemand]) -> list[Seat]:
+        heapq.heapify(self._changes)
+        for demand in order:
+            heapq.heappush(self._changes, demand.release_s)
+        # Tasks of one shape differ in their durations and releases alone: if a place is free, the first of them has it.
+        shapes: dict[tuple[int, str], list[tuple[int, TaskDemand]]] = {}
+        for position, demand in enumerate(order):
+            shape = (0, "") if self._is_strict else (demand.num_gpus, demand.tenant)
+            shapes.setdefault(shape, []).append((position, demand))
+        seats: list[Seat] = []
+        while len(seats) < len(order):
+            self._advance()
+            self._start_all(list(shapes.values()), seats)
+        return seats
+
+    def _advance(self) -> None:
+        self._now = heapq.heappop(self._changes)
+        while self._changes and self._changes[0] <= self._now:
+            heapq.heappop(self._changes)
+        for room in self._rooms:
+            room.advance(self._now)
+
+    def _start_all(self, queues: list[list[tuple[int, TaskDemand]]], seats: list[Seat]) -> None:
+        """Start whoever can start now, in order."""
+        heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
+        while heads:
+            head = min(heads, key=lambda head: head[0])
+            heads.remove(head)
+            _, index, counts, queue = head
+            seats.append(self._start(queue.pop(index)[1], counts))
+            # Room has become less: who could not start before cannot now, and who could may not any more.
+            queues = [queue, *(other for *_, other in heads)]
+            heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
+
+    def _first(self, queue: Sequence[tuple[int, TaskDemand]]) -> tuple[int, int, dict[str, int]] | None:
+        """Position in the order, index in the queue and nodes of the first task in a queue that can start now."""
+        longest = math.inf
+        for index, (position, demand) in enumerate(queue):
+            if demand.release_s <= self._now and demand.duration_s <= longest:
+                counts, longest = self._fit(demand)
+                if counts is not None:
+                    return position, index, counts
+            if self._is_strict or not longest:
+                break
+        return None
+
+    def _fit(self, demand: TaskDemand) -> tuple[dict[str, int] | None, float]:
+        """GPUs by node for ``demand`` from now on, or else the longest duration for which there are any."""
+        count, tenant = demand.num_gpus, self._tenants.get(demand.tenant)
+        allowed = math.inf if tenant is None else tenant.free_for(count, self._now)
+        if not allowed:
+            return None, 0.0
+        if count not in self._fewest_nodes:
+            self._fewest_nodes[count] = fewest_nodes(self._problem.nodes, count)
+        num_nodes = self._fewest_nodes[count]
+        found: list[tuple[float, dict[str, int]]] = []
+        if num_nodes == 1:
+            # The fullest node that has room comes first, so that large gaps stay for large tasks.
+            names = sorted((room.free, name) for name, room in self._nodes.items() if room.free >= count)
+            found = [(self._nodes[name].free_for(count, self._now), {name: count}) for _, name in names]
+        else:
+            found = [self._fit_across(count, num_nodes)]
+        for free_for, counts in found:
+            if min(free_for, allowed) >= demand.duration_s:
+                return counts, demand.duration_s
+        return None, min(allowed, max((free_for for free_for, _ in found), default=0.0))
+
+    def _fit_across(self, count: int, num_nodes: int) -> tuple[float, dict[str, int]]:
+        freest = sorted(self._nodes.items(), key=lambda item: (-item[1].free, item[0]))[:num_nodes]
+        counts: dict[str, int] = {}
+        for name, room in freest:
+            counts[name] = min(room.free, count - sum(counts.values()))
+        if sum(counts.values()) < count:
+            return 0.0, {}
+        counts = {name: number for name, number in counts.items() if number}
+        return min(self._nodes[name].free_for(number, self._now) for name, number in counts.items()), counts
+
+    def _start(self, demand: TaskDemand, counts: dict[str, int]) -> Seat:
+        end = self._now + demand.duration_s
+        for name, count in counts.items():
+            self._nodes[name].take(count, end)
+        if demand.tenant in self._tenants:
+            self._tenants[demand.tenant].take(demand.num_gpus, end)
+        heapq.heappush(self._changes, end)
+        return Seat(demand=demand, start=self._now, counts=counts)

@@ -1,0 +1,186 @@
+"""Schedules by the ALTO paper's own mixed-integer program, for a dozen tasks: the second opinion on CP-SAT."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from alto.errors import UnsupportedError
+from alto.records import Schedule
+from alto.scheduler.inter_task.bounds import makespan_bound
+from alto.scheduler.inter_task.lists import list_seats, priority_classes
+from alto.scheduler.inter_task.outcome import makespan_of, schedule_from
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
+from alto.scheduler.inter_task.seats import Seat, fewest_nodes, place
+
+__all__ = ["milp_schedule"]
+
+_TOLERANCE = 1e-6
+"""To which SCIP keeps constraints."""
+
+_Machine = tuple[str, str, int]
+"""A GPU of a node, or a share of a tenant's quota: what it is, of whom, and its number."""
+
+
+def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedule:
+    """The least makespan, by SCIP; of priorities the highest first, those before held where they are.
+
+    For every task a start, and for every task and GPU whether it runs there; for every two tasks which comes first,
+    which binds where they share a GPU: ``start_j >= end_i - M (3 - before_ij - on_ig - on_jg)``. A task is on one node
+    where any is large enough. A tenant's quota is that many GPUs more, which each of its tasks takes as many of as it
+    has of the real ones.
+
+    Where the time ends before there is a better schedule, that of ``lpt``.
+
+    Raises:
+        UnsupportedError: OR-tools is not installed.
+    """
+    deadline = time.monotonic() + time_limit_s
+    pywraplp = _import_pywraplp()
+    classes = priority_classes(problem)
+    seats: list[Seat] = []
+    bound_s, is_proven = makespan_bound(problem), len(classes) <= 1
+    for number, demands in enumerate(classes):
+        now = time.monotonic()
+        taken = [seat.demand for seat in seats]
+        model = _Model(pywraplp, replace(problem, pending=(*taken, *demands)), seats)
+        found = model.solve(now + (deadline - now) / (len(classes) - number))
+        if found is None:
+            seats, is_proven = list_seats(problem, "lpt"), False
+            break
+        seats = list(found.seats)
+        is_proven = is_proven and found.is_optimal
+        if number == 0:
+            bound_s = max(bound_s, found.bound)
+    placements = place(problem, seats)
+    if len(classes) == 1:
+        placements = min(placements, place(problem, list_seats(problem, "lpt")), key=makespan_of)
+    return schedule_from("milp", placements, bound_s=bound_s, status="optimal" if is_proven else "feasible")
+
+
+def _import_pywraplp() -> ModuleType:
+    try:
+        from ortools.linear_solver import pywraplp
+    except ImportError as error:
+        raise UnsupportedError(
+            'method: milp needs the package ortools, found none; pip install "alto-lora[scheduler]", or use method lpt'
+        ) from error
+    module: ModuleType = pywraplp
+    return module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    seats: tuple[Seat, ...]
+    bound: float
+    is_optimal: bool
+
+
+class _Model:
+    """The program for tasks of which those ``taken`` keep their start and nodes.
+
+    Time counts in shares of the horizon, so that the paper's ``M`` is 1.
+    """
+
+    def __init__(self, pywraplp: ModuleType, problem: SchedulingProblem, taken: Sequence[Seat]) -> None:
+        self._lp = pywraplp
+        self._problem = problem
+        self._nodes = [node for node in problem.nodes if node.gpus]
+        self._solver = pywraplp.Solver.CreateSolver("SCIP")
+        held = max((task.remaining_s for task in problem.running), default=0.0)
+        released = max((demand.release_s for demand in problem.pending), default=0.0)
+        self._horizon = max(held, released) + sum(demand.duration_s for demand in problem.pending)
+        self._makespan = self._solver.NumVar(0.0, 1.0, "makespan")
+        self._starts: dict[str, Any] = {}
+        self._on: dict[str, dict[_Machine, Any]] = {}
+        for demand in problem.pending:
+            self._add(demand)
+        for first, second in itertools.combinations(problem.pending, 2):
+            self._keep_apart(first, second)
+        self._wait_for_running()
+        for seat in taken:
+            self._fix(seat)
+
+    def solve(self, deadline: float) -> _Solved | None:
+        self._solver.Minimize(self._makespan)
+        self._solver.SetTimeLimit(max(1, int(1000 * (deadline - time.monotonic()))))
+        status = self._solver.Solve()
+        if status not in (self._lp.Solver.OPTIMAL, self._lp.Solver.FEASIBLE):
+            return None
+        return _Solved(
+            seats=tuple(self._seat(demand) for demand in self._problem.pending),
+            bound=self._solver.Objective().BestBound() * self._horizon * (1 - _TOLERANCE),
+            is_optimal=status == self._lp.Solver.OPTIMAL,
+        )
+
+    def _add(self, demand: TaskDemand) -> None:
+        solver, task = self._solver, demand.task
+        start = solver.NumVar(demand.release_s / self._horizon, 1.0, f"start {task}")
+        self._starts[task] = start
+        solver.Add(self._makespan >= start + demand.duration_s / self._horizon)
+        on = {
+            ("node", node.name, index): solver.BoolVar(f"{task} on GPU {index} of {node.name}")
+            for node in self._nodes
+            for index in node.gpus
+        }
+        solver.Add(sum(on.values()) == demand.num_gpus)
+        inside = []
+        for node in self._nodes:
+            here = solver.BoolVar(f"{task} on {node.name}")
+            solver.Add(sum(on["node", node.name, index] for index in node.gpus) <= len(node.gpus) * here)
+            inside.append(here)
+        solver.Add(sum(inside) <= fewest_nodes(self._problem.nodes, demand.num_gpus))
+        quota = self._problem.quotas.get(demand.tenant)
+        if quota is not None:
+            share = {
+                ("tenant", demand.tenant, index): solver.BoolVar(f"{task} on share {index} of its tenant")
+                for index in range(quota)
+            }
+            solver.Add(sum(share.values()) == demand.num_gpus)
+            on |= share
+        self._on[task] = on
+
+    def _keep_apart(self, first: TaskDemand, second: TaskDemand) -> None:
+        solver = self._solver
+        is_before = solver.BoolVar(f"{first.task} before {second.task}")
+        gaps = [
+            (self._starts[second.task] - self._starts[first.task] - first.duration_s / self._horizon, is_before),
+            (self._starts[first.task] - self._starts[second.task] - second.duration_s / self._horizon, 1 - is_before),
+        ]
+        on_first, on_second = self._on[first.task], self._on[second.task]
+        for machine in on_first.keys() & on_second.keys():
+            for gap, binds in gaps:
+                solver.Add(gap >= binds + on_first[machine] + on_second[machine] - 3)
+
+    def _wait_for_running(self) -> None:
+        shares = {tenant: [0.0] * quota for tenant, quota in self._problem.quotas.items()}
+        held: list[tuple[_Machine, float]] = []
+        for task in sorted(self._problem.running, key=lambda task: -task.remaining_s):
+            held += [(("node", gpu.node, gpu.index), task.remaining_s) for gpu in task.gpus]
+            # A tenant may hold more than its quota, if that was lowered: then the last to end count.
+            for index in [index for index, end in enumerate(shares.get(task.tenant, ())) if not end][: len(task.gpus)]:
+                shares[task.tenant][index] = task.remaining_s
+                held.append((("tenant", task.tenant, index), task.remaining_s))
+        for machine, end_s in held:
+            for name, on in self._on.items():
+                if machine in on:
+                    self._solver.Add(self._starts[name] >= end_s / self._horizon * on[machine])
+
+    def _fix(self, seat: Seat) -> None:
+        task = seat.demand.task
+        self._solver.Add(self._starts[task] == seat.start / self._horizon)
+        for node in self._nodes:
+            here = sum(self._on[task]["node", node.name, index] for index in node.gpus)
+            self._solver.Add(here == seat.counts.get(node.name, 0))
+
+    def _seat(self, demand: TaskDemand) -> Seat:
+        counts: dict[str, int] = {}
+        for (kind, name, _), on in self._on[demand.task].items():
+            if kind == "node" and on.solution_value() > 0.5:
+                counts[name] = counts.get(name, 0) + 1
+        start = self._starts[demand.task].solution_value() * self._horizon
+        return Seat(demand=demand, start=start, counts=counts)

@@ -1,0 +1,33 @@
+"""From placements and a bound to a schedule that says of itself how good it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from alto.records import Placement, Schedule
+
+__all__ = ["makespan_of", "schedule_from"]
+
+
+def makespan_of(placements: Iterable[Placement]) -> float:
+    """End of the last placement; 0 where there is none."""
+    return max((placement.end_s for placement in placements), default=0.0)
+
+
+def schedule_from(
+    method: str,
+    placements: tuple[Placement, ...],
+    *,
+    bound_s: float,
+    status: Literal["optimal", "feasible", "heuristic"],
+) -> Schedule:
+    """A schedule that is ``optimal`` where it ends at the bound, else of ``status``.
+
+    Bound and makespan are sums of the same times in another order, so they are equal where only rounding differs.
+    """
+    makespan_s = makespan_of(placements)
+    if math.isclose(makespan_s, bound_s, rel_tol=1e-9):
+        bound_s, status = makespan_s, "optimal"
+    return Schedule(method=method, status=status, placements=placements, bound_s=bound_s)

@@ -1,0 +1,96 @@
+"""What an inter-task schedule has to place, and where it may."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from alto.errors import SpecError
+from alto.records import Gpu, Node
+
+__all__ = ["RunningTask", "SchedulingProblem", "TaskDemand"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDemand:
+    """What the scheduler knows of a task that waits.
+
+    Attributes:
+        task: Unique among all tasks of a problem.
+        duration_s: Estimated, on ``num_gpus`` GPUs.
+        release_s: It starts no earlier; seconds from now.
+        priority: Of tasks that wait, one of a lower priority never delays one of a higher.
+        tenant: Whose GPUs it counts against.
+    """
+
+    task: str
+    num_gpus: int
+    duration_s: float
+    release_s: float = 0.0
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningTask:
+    """A task that runs already: it stays where it is for ``remaining_s`` more seconds."""
+
+    task: str
+    gpus: tuple[Gpu, ...]
+    remaining_s: float
+    tenant: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingProblem:
+    """Tasks that wait, on a cluster where others run.
+
+    Attributes:
+        quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
+
+    Raises:
+        SpecError: A name twice, a duration that is none, a task no placement can exist for.
+    """
+
+    nodes: tuple[Node, ...]
+    pending: tuple[TaskDemand, ...]
+    running: tuple[RunningTask, ...] = ()
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = Counter([demand.task for demand in self.pending] + [task.task for task in self.running])
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise SpecError(f"task: expected a name of its own for each task, found {twice[0]!r} twice; rename one")
+        for demand in self.pending:
+            self._check(demand)
+
+    @cached_property
+    def num_gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
+
+    @cached_property
+    def gpus_by_node(self) -> Mapping[str, frozenset[int]]:
+        """Numbers of the GPUs of each node, by its name."""
+        return {node.name: frozenset(node.gpus) for node in self.nodes}
+
+    def _check(self, demand: TaskDemand) -> None:
+        where = f"task {demand.task!r}"
+        if not (math.isfinite(demand.duration_s) and demand.duration_s > 0):
+            raise SpecError(f"{where}: expected a duration above 0 seconds, found {demand.duration_s}")
+        if not (math.isfinite(demand.release_s) and demand.release_s >= 0):
+            raise SpecError(f"{where}: expected a release of 0 or more seconds from now, found {demand.release_s}")
+        if not 1 <= demand.num_gpus <= self.num_gpus:
+            raise SpecError(
+                f"{where}: expected num_gpus from 1 to {self.num_gpus}, which is what the cluster has, found "
+                f"{demand.num_gpus}; ask for fewer, or add GPUs"
+            )
+        quota = self.quotas.get(demand.tenant)
+        if quota is not None and demand.num_gpus > quota:
+            raise SpecError(
+                f"{where}: expected at most {quota} GPUs, which is the quota of tenant {demand.tenant!r}, found "
+                f"{demand.num_gpus}; ask for fewer, or raise the quota"
+            )

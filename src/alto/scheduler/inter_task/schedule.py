@@ -1,0 +1,43 @@
+"""The one way to a schedule, whoever makes it."""
+
+from __future__ import annotations
+
+from alto.errors import SpecError
+from alto.records import Schedule
+from alto.scheduler.inter_task.bounds import makespan_bound
+from alto.scheduler.inter_task.cp_sat import cp_sat_schedule
+from alto.scheduler.inter_task.lists import LIST_METHODS, list_seats
+from alto.scheduler.inter_task.milp import milp_schedule
+from alto.scheduler.inter_task.outcome import schedule_from
+from alto.scheduler.inter_task.problem import SchedulingProblem
+from alto.scheduler.inter_task.seats import place
+
+__all__ = ["METHODS", "schedule_tasks"]
+
+METHODS = ("cp-sat", "milp", *LIST_METHODS)
+
+
+def schedule_tasks(
+    problem: SchedulingProblem, *, method: str, time_limit_s: float = 10.0, hint: Schedule | None = None
+) -> Schedule:
+    """A schedule of the tasks of ``problem`` that wait.
+
+    Args:
+        method: One of :data:`METHODS`, in any case.
+        time_limit_s: A solver that has not proven its schedule by then gives the best it has. Loading OR-tools, about
+            a second in a new process, comes before.
+        hint: An earlier schedule of some of the tasks, from whose order and nodes ``cp-sat`` starts.
+
+    Raises:
+        SpecError: The method is unknown.
+        UnsupportedError: The method needs OR-tools, which are not installed.
+    """
+    name = method.lower()
+    if name not in METHODS:
+        raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+    if name == "cp-sat":
+        return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint)
+    if name == "milp":
+        return milp_schedule(problem, time_limit_s=time_limit_s)
+    placements = place(problem, list_seats(problem, name), keeps_starts=True)
+    return schedule_from(name, placements, bound_s=makespan_bound(problem), status="heuristic")

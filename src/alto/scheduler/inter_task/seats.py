@@ -1,0 +1,96 @@
+"""From seats, which say when and on which nodes, to placements, which say on which GPUs too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from alto.records import Gpu, Node, Placement
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
+
+__all__ = ["Seat", "fewest_nodes", "place", "running_counts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """When one task runs, and how many GPUs of which nodes it has.
+
+    Which GPUs these are does not matter until the end: of intervals that never need more GPUs than a node has, taken
+    in the order of their starts, each finds as many free ones as it needs.
+
+    Attributes:
+        start: In the unit of the problem it was made for.
+        counts: GPUs by the name of their node.
+    """
+
+    demand: TaskDemand
+    start: float
+    counts: Mapping[str, int]
+
+    @property
+    def end(self) -> float:
+        return self.start + self.demand.duration_s
+
+
+def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
+    """How many nodes a task takes: 1 where any is large enough, else as few of the largest as hold it."""
+    held = 0
+    for number, size in enumerate(sorted((len(node.gpus) for node in nodes), reverse=True), start=1):
+        held += size
+        if held >= num_gpus:
+            return number
+    raise AssertionError(f"{num_gpus} GPUs asked of {held}")
+
+
+def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str, int]:
+    """How many of ``gpus`` each node of the problem has; a GPU that was lost is on none."""
+    counts: dict[str, int] = {}
+    for gpu in gpus:
+        if gpu.index in problem.gpus_by_node.get(gpu.node, ()):
+            counts[gpu.node] = counts.get(gpu.node, 0) + 1
+    return counts
+
+
+def place(problem: SchedulingProblem, seats: Iterable[Seat], *, keeps_starts: bool = False) -> tuple[Placement, ...]:
+    """Placements that keep the order and the nodes of ``seats`` and lose all idle time that their order does not need.
+
+    Only the order of the seats' starts is used; times come from ``problem``. So seats of a problem whose durations
+    were rounded up end here no later than they did there.
+
+    Args:
+        keeps_starts: Nobody starts before its seat does: idle time is kept, as where nobody may overtake. Seats have
+            to be in seconds.
+    """
+    free_at = {node.name: dict.fromkeys(node.gpus, 0.0) for node in problem.nodes}
+    quota_free_at = {tenant: [0.0] * quota for tenant, quota in problem.quotas.items()}
+    for task in problem.running:
+        for gpu in task.gpus:
+            if gpu.index in free_at.get(gpu.node, {}):
+                free_at[gpu.node][gpu.index] = task.remaining_s
+    for tenant, times in quota_free_at.items():
+        theirs = (task for task in problem.running if task.tenant == tenant)
+        held = [task.remaining_s for task in theirs for _ in task.gpus]
+        # A tenant may hold more than its quota, if that was lowered: then the last to end count.
+        times[: len(held)] = sorted(held)[-len(times) :]
+    demands = {demand.task: demand for demand in problem.pending}
+    placements = []
+    for seat in sorted(seats, key=lambda seat: (seat.start, seat.demand.task)):
+        demand = demands[seat.demand.task]
+        gpus = [gpu for name, count in seat.counts.items() for gpu in _first_free(name, free_at[name], count)]
+        times = sorted(quota_free_at.get(demand.tenant, ()))
+        start_s = max(demand.release_s, *(free_at[gpu.node][gpu.index] for gpu in gpus), *times[: demand.num_gpus][-1:])
+        if keeps_starts:
+            start_s = max(start_s, seat.start)
+        end_s = start_s + demand.duration_s
+        for gpu in gpus:
+            free_at[gpu.node][gpu.index] = end_s
+        if times:
+            quota_free_at[demand.tenant] = times[demand.num_gpus :] + [end_s] * demand.num_gpus
+        placements.append(
+            Placement(task=demand.task, gpus=tuple(sorted(gpus)), start_s=start_s, duration_s=demand.duration_s)
+        )
+    return tuple(sorted(placements, key=lambda placement: placement.start_s))
+
+
+def _first_free(node: str, free_at: Mapping[int, float], count: int) -> list[Gpu]:
+    return [Gpu(node, index) for index in sorted(free_at, key=lambda index: (free_at[index], index))[:count]]

@@ -1,0 +1,67 @@
+"""Who starts now: a small problem of its own, however many wait and run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from alto.records import Node, Schedule
+from alto.scheduler.inter_task import SchedulingProblem, TaskDemand, fewest_nodes, schedule_tasks
+from alto.scheduler.queue.waiting import Waiting
+
+__all__ = ["schedule_of_now"]
+
+
+def schedule_of_now(
+    waiting: Waiting,
+    *,
+    method: str,
+    nodes: Sequence[Node],
+    free: tuple[Node, ...],
+    quotas: Mapping[str, int],
+    in_use: Counter[str],
+    now_s: float,
+) -> Schedule | None:
+    """The tasks that start now in the list schedule of all that wait, none of which goes before another by priority.
+
+    A list schedule is greedy: who starts now hangs on the GPUs and quotas that are free now and on the order of the
+    tasks, not on who starts or ends later. So those GPUs, and the first tasks of each shape, are all there is to it.
+
+    Args:
+        free: The GPUs of ``nodes`` that nobody has.
+        in_use: GPUs that each tenant has.
+
+    Returns:
+        The schedule without what starts later; None where nobody can start.
+    """
+    left = {tenant: max(0, quota - in_use[tenant]) for tenant, quota in quotas.items()}
+    sizes = sorted((len(node.gpus) for node in free), reverse=True)
+    fitting: dict[int, bool] = {}
+
+    def can_start(demand: TaskDemand) -> bool:
+        count = demand.num_gpus
+        if count not in fitting:
+            # On as many nodes as it takes of the whole cluster, not on more that have a few free GPUs each.
+            fitting[count] = sum(sizes[: fewest_nodes(nodes, count)]) >= count
+        return fitting[count] and count <= left.get(demand.tenant, count)
+
+    # Who cannot start keeps those of its shape behind it from starting, too.
+    pending = [
+        task.demand
+        for tasks in waiting.first(sum(sizes), now_s)
+        for task in itertools.takewhile(lambda task: can_start(task.demand), tasks)
+    ]
+    if not pending:
+        return None
+    problem = SchedulingProblem(nodes=free, pending=tuple(pending), quotas={name: n for name, n in left.items() if n})
+    plan = schedule_tasks(problem, method=method)
+    placements = tuple(placement for placement in plan.placements if placement.start_s == 0)
+    return replace(
+        plan,
+        placements=placements,
+        status="heuristic",
+        bound_s=0.0,
+        notice=f"of {len(waiting)} tasks that wait, the {len(placements)} that start now",
+    )

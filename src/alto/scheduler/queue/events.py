@@ -1,0 +1,121 @@
+"""What a queue is told. ``time_s`` is on the clock of whoever drives it: real or virtual, never running backwards.
+
+``attempt`` says which executor of a task speaks; one that was given up for dead may still be heard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alto.records import Gpu
+from alto.scheduler.inter_task import TaskDemand
+
+__all__ = [
+    "Failed",
+    "Finished",
+    "GpuAdded",
+    "GpuLost",
+    "Profiled",
+    "Progressed",
+    "QueueEvent",
+    "Started",
+    "Stopped",
+    "Submitted",
+    "Woken",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A task came; ``demand.release_s`` is on the queue's clock."""
+
+    time_s: float
+    demand: TaskDemand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What a waiting task is now thought to take."""
+
+    time_s: float
+    task: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The executor of a task has begun to work."""
+
+    time_s: float
+    task: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """What a running task is now thought to take still."""
+
+    time_s: float
+    task: str
+    attempt: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A task has its result."""
+
+    time_s: float
+    task: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The executor of a task ended without a result.
+
+    Attributes:
+        is_retryable: Whether another attempt may end otherwise.
+        remaining_s: What the next attempt is thought to take; None leaves the estimate.
+    """
+
+    time_s: float
+    task: str
+    attempt: int
+    reason: str
+    is_retryable: bool
+    remaining_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """The user wants a task no more, whether it waits or runs."""
+
+    time_s: float
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLost:
+    """A GPU is gone; a task that ran on it is told of by `Failed`, before, together or after."""
+
+    time_s: float
+    gpu: Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAdded:
+    """A GPU came, or came back."""
+
+    time_s: float
+    gpu: Gpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woken:
+    """The time has come that the queue asked to be woken at."""
+
+    time_s: float
+
+
+QueueEvent = Submitted | Profiled | Started | Progressed | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken

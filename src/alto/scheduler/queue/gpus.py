@@ -1,0 +1,79 @@
+"""The GPUs of a cluster as they come, go and change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from alto.errors import SpecError
+from alto.records import Gpu, Node
+
+__all__ = ["GpuPool"]
+
+
+class GpuPool:
+    """Which GPUs there are, which of them nobody has, and which there have ever been.
+
+    Raises:
+        SpecError: Two nodes of one name.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        names = [node.name for node in nodes]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise SpecError(f"node: expected a name of its own for each node, found {twice[0]!r} twice; rename one")
+        self._present = {Gpu(node.name, index) for node in nodes for index in node.gpus}
+        self._declared = set(self._present)
+        self._taken: set[Gpu] = set()
+        self.free = set(self._present)
+        self.nodes = self.declared_nodes = _nodes(self._present)
+        """The nodes as they are, without those that have no GPU left; and with every GPU they have ever had."""
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    @property
+    def free_nodes(self) -> tuple[Node, ...]:
+        """The nodes that have free GPUs, with those alone."""
+        return _nodes(self.free)
+
+    def __contains__(self, gpu: Gpu) -> bool:
+        return gpu in self._present
+
+    def lose(self, gpu: Gpu) -> bool:
+        """Whether it was there."""
+        was_there = gpu in self._present
+        self._present.discard(gpu)
+        self.free.discard(gpu)
+        self.nodes = _nodes(self._present)
+        return was_there
+
+    def add(self, gpu: Gpu) -> bool:
+        """Whether it is new. One that a task has still is free only when that task has ended."""
+        if gpu in self._present:
+            return False
+        self._present.add(gpu)
+        self._declared.add(gpu)
+        self.nodes, self.declared_nodes = _nodes(self._present), _nodes(self._declared)
+        if gpu not in self._taken:
+            self.free.add(gpu)
+        return True
+
+    def take(self, gpus: Iterable[Gpu]) -> None:
+        gpus = set(gpus)
+        assert gpus <= self.free, f"{gpus - self.free} are not free"
+        self.free -= gpus
+        self._taken |= gpus
+
+    def give_back(self, gpus: Iterable[Gpu]) -> None:
+        """What was lost meanwhile does not come back with it."""
+        gpus = set(gpus)
+        self._taken -= gpus
+        self.free |= gpus & self._present
+
+
+def _nodes(gpus: Iterable[Gpu]) -> tuple[Node, ...]:
+    indices: dict[str, list[int]] = {}
+    for gpu in sorted(gpus):
+        indices.setdefault(gpu.node, []).append(gpu.index)
+    return tuple(Node(name=name, gpus=tuple(found)) for name, found in indices.items())

@@ -1,0 +1,424 @@
+"""The queue: events in, actions out."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from alto.errors import SpecError
+from alto.records import Gpu, Node, Placement, Schedule
+from alto.scheduler.inter_task import RunningTask, SchedulingProblem
+from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
+from alto.scheduler.queue.dispatch import schedule_of_now
+from alto.scheduler.queue.events import (
+    Failed,
+    Finished,
+    GpuAdded,
+    GpuLost,
+    Profiled,
+    Progressed,
+    QueueEvent,
+    Started,
+    Stopped,
+    Submitted,
+    Woken,
+)
+from alto.scheduler.queue.gpus import GpuPool
+from alto.scheduler.queue.settings import MAX_ATTEMPTS_IN_ALL, QueueSettings
+from alto.scheduler.queue.task import QueuedTask, TaskState
+from alto.scheduler.queue.waiting import Waiting
+
+__all__ = ["Queue", "Solve"]
+
+Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
+"""Makes a schedule of what waits. It is given what is left of the plan before, on the same clock, to begin from; a
+task that it does not place waits for the next plan."""
+
+_OVERRUN = 0.1
+"""Share of its time so far that a task is thought to take still when it takes longer than it was estimated to."""
+
+_LEAST_S = 1e-3
+"""No attempt is thought to take less."""
+
+
+class Queue:
+    """Which task starts when and where, as tasks and GPUs come, go and turn out otherwise than thought.
+
+    A plan is made whenever a task comes, ends or fails, when GPUs come or go, and when an estimate moves; tasks that
+    run stay where they are. A task is started when its planned start has come and its GPUs are free, never on GPUs
+    that the plan holds for one before it, and never beyond the quota of its tenant.
+
+    Nothing here knows the time or does anything: events say when they happened, and actions are carried out by whoever
+    drives the queue.
+    """
+
+    def __init__(self, nodes: Sequence[Node], settings: QueueSettings, solve: Solve) -> None:
+        self._settings = settings
+        self._solve = solve
+        self._pool = GpuPool(nodes)
+        self._now_s = 0.0
+        self._tasks: dict[str, QueuedTask] = {}
+        self._waiting = Waiting(settings.list_method)
+        self._with_gpus: dict[str, QueuedTask] = {}
+        self._in_use: Counter[str] = Counter()  # GPUs by tenant
+        self._to_come: list[tuple[float, int, QueuedTask]] = []  # heap of tasks that may not start yet
+        self._plan: Schedule | None = None
+        self._next: list[Placement] = []  # what the plan has not started yet, on the queue's clock
+
+    @property
+    def tasks(self) -> Mapping[str, QueuedTask]:
+        """Every task there has ever been, in the order of submission."""
+        return MappingProxyType(self._tasks)
+
+    @property
+    def plan(self) -> Schedule | None:
+        """The latest plan with its times on the queue's clock; None where nothing has been planned."""
+        return self._plan
+
+    @property
+    def next_wake_s(self) -> float | None:
+        """When `Woken` is due, if no other event comes before; None where only other events can change anything."""
+        while self._to_come and (self._to_come[0][0] <= self._now_s or not _waits_until(*self._to_come[0])):
+            heapq.heappop(self._to_come)
+        wakes = [self._to_come[0][0]] if self._to_come else []
+        planned = (found for found in self._next if found.start_s > self._now_s and self._are_free(found.gpus))
+        wakes += [placement.start_s for placement in planned][:1]
+        return min(wakes, default=None)
+
+    def apply(self, *events: QueueEvent) -> list[Action]:
+        """Take in what has happened, and say what is to be done. Events that come together lead to one plan.
+
+        What comes too late is ignored: news of an attempt that is not the latest, or of a task that has ended, and a
+        new estimate of a task that no longer waits (`Profiled`) or no longer runs (`Progressed`). A task that is to
+        stop has stopped when its executor has failed; one that finishes first is finished.
+
+        Raises:
+            SpecError: A task of a name that was there before, or that no GPUs can ever be given to: more than were
+                declared, or than the quota of its tenant. Or a task that the queue does not know, or an estimate that
+                is no duration. Nothing has been taken in then.
+        """
+        self._check(events)
+        self._now_s = max([self._now_s, *(event.time_s for event in events)])
+        lost = {event.gpu for event in events if isinstance(event, GpuLost)}
+        for task in self._with_gpus.values() if lost else ():
+            task.has_lost_gpu = task.has_lost_gpu or not lost.isdisjoint(task.gpus)
+        actions: list[Action] = []
+        num_gpus = len(self._pool)
+        reasons = [reason for event in events if (reason := self._take_in(event, actions))]
+        if len(self._pool) != num_gpus:
+            self._note_what_is_missing(*self._waiting)
+        reasons += self._came_due(actions)
+        if reasons and self._waiting:
+            actions += self._replan("; ".join(reasons))
+        return actions + self._start_due()
+
+    # What is told.
+
+    def _check(self, events: Sequence[QueueEvent]) -> None:
+        known = set()
+        for event in events:
+            match event:
+                case Submitted(demand=demand):
+                    if demand.task in self._tasks or demand.task in known:
+                        raise SpecError(
+                            f"task: expected a name that is new to the queue, found {demand.task!r} again; rename it"
+                        )
+                    # The problem of this task alone on all that was ever declared says what is wrong with it.
+                    SchedulingProblem(nodes=self._pool.declared_nodes, pending=(demand,), quotas=self._settings.quotas)
+                    known.add(demand.task)
+                case GpuLost() | GpuAdded() | Woken():
+                    pass
+                case _ if event.task not in self._tasks and event.task not in known:
+                    raise SpecError(
+                        f"task: expected one that was submitted, found {event.task!r}; submit it first, or correct "
+                        "its name"
+                    )
+                case Profiled(duration_s=estimate_s) | Progressed(remaining_s=estimate_s):
+                    _check_estimate(event.task, estimate_s)
+                case Failed(remaining_s=estimate_s) if estimate_s is not None:
+                    _check_estimate(event.task, estimate_s)
+
+    def _take_in(self, event: QueueEvent, actions: list[Action]) -> str:
+        """Why ``event`` asks for a new plan; nothing where it does not."""
+        match event:
+            case Submitted():
+                return self._submit(event)
+            case GpuLost(gpu=gpu):
+                if not self._pool.lose(gpu):
+                    return ""
+                self._forgive(gpu)
+                return f"GPU {gpu.index} of {gpu.node} was lost"
+            case GpuAdded(gpu=gpu):
+                return f"GPU {gpu.index} of {gpu.node} came" if self._pool.add(gpu) else ""
+            case Woken():
+                return ""
+        task = self._tasks[event.task]
+        match event:
+            case Stopped():
+                return self._stop(task, actions)
+            case Profiled(duration_s=duration_s) if task.state is TaskState.WAITING:
+                self._waiting.remove(task)
+                task.demand = replace(task.demand, duration_s=max(duration_s, _LEAST_S))
+                self._waiting.add(task)
+                return self._moved(task, task.demand.duration_s)
+            case Profiled():
+                return ""
+        if not task.has_gpus or event.attempt != task.attempt:
+            return ""
+        match event:
+            case Started():
+                task.state = TaskState.RUNNING if task.state is TaskState.STARTING else task.state
+                return ""
+            case Progressed(remaining_s=remaining_s):
+                task.expected_end_s = self._now_s + remaining_s
+                return self._moved(task, task.expected_end_s - task.started_s)
+            case Finished():
+                self._leave_gpus(task)
+                self._end(task, TaskState.FINISHED)
+                return f"{task.name} finished"
+            case Failed():
+                return self._fail(task, event, actions)
+
+    def _submit(self, event: Submitted) -> str:
+        demand = event.demand
+        task = QueuedTask(
+            number=len(self._tasks),
+            demand=replace(demand, release_s=0.0) if demand.release_s else demand,
+            submitted_s=self._now_s,
+            ready_s=demand.release_s,
+            planned_s=demand.duration_s,
+        )
+        self._tasks[task.name] = task
+        self._wait(task)
+        return f"{task.name} came"
+
+    def _stop(self, task: QueuedTask, actions: list[Action]) -> str:
+        if task.state is TaskState.WAITING:
+            self._waiting.remove(task)
+            self._end(task, TaskState.STOPPED)
+            return f"{task.name} was stopped"
+        if task.state in (TaskState.STARTING, TaskState.RUNNING):
+            task.state = TaskState.STOPPING
+            actions.append(StopTask(task=task.name))
+        return ""
+
+    def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
+        was_stopping = task.state is TaskState.STOPPING
+        self._leave_gpus(task)
+        task.reason = event.reason
+        if was_stopping:
+            self._end(task, TaskState.STOPPED)
+            return f"{task.name} was stopped"
+        task.num_failures += not task.has_lost_gpu
+        verdict = self._verdict(task, event)
+        if verdict:
+            return self._give_up(task, verdict, actions)
+        if event.remaining_s is not None:
+            task.demand = replace(task.demand, duration_s=max(event.remaining_s, _LEAST_S))
+        task.planned_s = task.demand.duration_s
+        # The fault of a GPU is no reason to rest.
+        task.ready_s = self._now_s + (0.0 if task.has_lost_gpu else self._settings.pause_s(task.num_failures))
+        if self._is_spent(task) and task.ready_s <= self._now_s:
+            return self._give_up_spent(task, actions)
+        task.state = TaskState.WAITING
+        self._wait(task)
+        return f"{task.name} {'lost a GPU' if task.has_lost_gpu else 'failed'}"
+
+    def _verdict(self, task: QueuedTask, event: Failed) -> str:
+        """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot tell."""
+        if not event.is_retryable and not task.has_lost_gpu:
+            return f"{event.reason} (another attempt would end the same)"
+        if task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
+            return f"{event.reason} (attempt {task.attempt}, those whose GPUs were lost among them)"
+        return ""
+
+    def _is_spent(self, task: QueuedTask) -> bool:
+        """Whether it is given up unless its last failure turns out to be that of a GPU before its pause is over."""
+        return task.num_failures >= self._settings.max_attempts
+
+    def _give_up_spent(self, task: QueuedTask, actions: list[Action]) -> str:
+        verdict = f"{task.reason} (attempt {task.num_failures} of {self._settings.max_attempts})"
+        return self._give_up(task, verdict, actions)
+
+    def _give_up(self, task: QueuedTask, verdict: str, actions: list[Action]) -> str:
+        task.reason = verdict
+        self._end(task, TaskState.FAILED)
+        actions.append(GaveUp(task=task.name, reason=verdict))
+        return f"{task.name} was given up"
+
+    def _forgive(self, gpu: Gpu) -> None:
+        """Who failed on a GPU that is now known to be lost, and rests since, is not to blame and need not rest."""
+        for task in self._waiting:
+            if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
+                task.has_lost_gpu = True
+                task.num_failures -= 1
+                task.ready_s = self._now_s
+
+    def _moved(self, task: QueuedTask, estimate_s: float) -> str:
+        if abs(estimate_s - task.planned_s) <= self._settings.estimate_change * task.planned_s:
+            return ""
+        before, task.planned_s = task.planned_s, max(estimate_s, _LEAST_S)
+        return f"{task.name} is now thought to take {estimate_s:.4g} s, not {before:.4g} s"
+
+    # Who waits, who has GPUs.
+
+    def _wait(self, task: QueuedTask) -> None:
+        self._waiting.add(task)
+        self._note_what_is_missing(task)
+        if task.ready_s > self._now_s:
+            heapq.heappush(self._to_come, (task.ready_s, task.number, task))
+
+    def _leave_gpus(self, task: QueuedTask) -> None:
+        self._pool.give_back(task.gpus)
+        self._in_use[task.demand.tenant] -= len(task.gpus)
+        del self._with_gpus[task.name]
+
+    def _end(self, task: QueuedTask, state: TaskState) -> None:
+        task.state = state
+        task.ended_s = self._now_s
+
+    def _came_due(self, actions: list[Action]) -> list[str]:
+        """Take in that tasks have rested, or waited for their release, long enough."""
+        due = []
+        while self._to_come and self._to_come[0][0] <= self._now_s:
+            wake = heapq.heappop(self._to_come)
+            if not _waits_until(*wake):
+                continue
+            task = wake[2]
+            if self._is_spent(task):
+                self._waiting.remove(task)
+                due.append(self._give_up_spent(task, actions))
+            else:
+                due.append(f"{task.name} may start")
+        return due
+
+    # The plan.
+
+    def _replan(self, reason: str) -> list[Action]:
+        left = self._rest_of_plan()
+        self._forget_plan()
+        schedule = self._plan_whole(left) if self._is_planned_whole() else self._plan_now()
+        if schedule is None:
+            return []
+        self._plan = _shifted(schedule, self._now_s)
+        self._next = sorted(self._plan.placements, key=lambda placement: placement.start_s)
+        return [Planned(reason=reason, schedule=schedule)]
+
+    def _is_planned_whole(self) -> bool:
+        most = self._settings.max_planned
+        return most is None or len(self._waiting) + len(self._with_gpus) <= most or self._waiting.has_priorities
+
+    def _plan_whole(self, left: Schedule | None) -> Schedule | None:
+        num_gpus, now = len(self._pool), self._now_s
+        pending = tuple(
+            task.demand if task.ready_s <= now else replace(task.demand, release_s=task.ready_s - now)
+            for task in self._waiting
+            if task.demand.num_gpus <= num_gpus and not self._is_spent(task)
+        )
+        if not pending:
+            return None
+        problem = SchedulingProblem(
+            nodes=self._pool.nodes,
+            pending=pending,
+            running=tuple(running for task in self._with_gpus.values() if (running := self._running(task)).gpus),
+            quotas=self._settings.quotas,
+        )
+        return self._solve(problem, left)
+
+    def _plan_now(self) -> Schedule | None:
+        if not self._pool.free:
+            return None
+        return schedule_of_now(
+            self._waiting,
+            method=self._settings.list_method,
+            nodes=self._pool.nodes,
+            free=self._pool.free_nodes,
+            quotas=self._settings.quotas,
+            in_use=self._in_use,
+            now_s=self._now_s,
+        )
+
+    def _note_what_is_missing(self, *tasks: QueuedTask) -> None:
+        num_gpus = len(self._pool)
+        for task in tasks:
+            wanted = task.demand.num_gpus
+            task.waits_for = f"{wanted} GPUs, of which {num_gpus} are there" if wanted > num_gpus else ""
+
+    def _forget_plan(self) -> None:
+        self._plan, self._next = None, []
+
+    def _rest_of_plan(self) -> Schedule | None:
+        """What the plan has not started yet, its times from now on."""
+        if self._plan is None:
+            return None
+        waiting = [found for found in self._next if self._tasks[found.task].state is TaskState.WAITING]
+        left = _shifted(replace(self._plan, placements=tuple(waiting)), -self._now_s)
+        return replace(left, placements=tuple(replace(p, start_s=max(0.0, p.start_s)) for p in left.placements))
+
+    def _running(self, task: QueuedTask) -> RunningTask:
+        overrun_s = _OVERRUN * (self._now_s - task.started_s)
+        return RunningTask(
+            task=task.name,
+            gpus=tuple(gpu for gpu in task.gpus if gpu in self._pool),
+            remaining_s=max(task.expected_end_s - self._now_s, overrun_s, _LEAST_S),
+            tenant=task.demand.tenant,
+        )
+
+    def _start_due(self) -> list[Action]:
+        started: list[Action] = []
+        held: set[Gpu] = set()
+        blocked: list[Placement] = []
+        num_due = bisect.bisect_right(self._next, self._now_s, key=lambda placement: placement.start_s)
+        for placement in self._next[:num_due]:
+            task = self._tasks[placement.task]
+            if task.state is not TaskState.WAITING:
+                continue
+            if self._may_start(task, placement.gpus) and held.isdisjoint(placement.gpus):
+                started.append(self._start(task, placement))
+            else:
+                held.update(placement.gpus)
+                blocked.append(placement)
+        if num_due > len(blocked):
+            self._next[:num_due] = blocked
+        return started
+
+    def _may_start(self, task: QueuedTask, gpus: Sequence[Gpu]) -> bool:
+        # What the plan expected to end before may take longer.
+        quota = self._settings.quotas.get(task.demand.tenant, math.inf)
+        return self._are_free(gpus) and self._in_use[task.demand.tenant] + len(gpus) <= quota
+
+    def _are_free(self, gpus: Sequence[Gpu]) -> bool:
+        return self._pool.free.issuperset(gpus)
+
+    def _start(self, task: QueuedTask, placement: Placement) -> StartTask:
+        self._waiting.remove(task)
+        self._pool.take(placement.gpus)
+        self._in_use[task.demand.tenant] += len(placement.gpus)
+        self._with_gpus[task.name] = task
+        task.state = TaskState.STARTING
+        task.attempt += 1
+        task.gpus = placement.gpus
+        task.started_s = self._now_s
+        task.planned_s = task.demand.duration_s
+        task.expected_end_s = self._now_s + task.demand.duration_s
+        task.has_lost_gpu = False
+        return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt)
+
+
+def _waits_until(ready_s: float, _: int, task: QueuedTask) -> bool:
+    return task.state is TaskState.WAITING and task.ready_s == ready_s
+
+
+def _shifted(schedule: Schedule, by_s: float) -> Schedule:
+    placements = tuple(replace(found, start_s=found.start_s + by_s) for found in schedule.placements)
+    return replace(schedule, placements=placements, bound_s=schedule.bound_s + by_s)
+
+
+def _check_estimate(task: str, estimate_s: float) -> None:
+    if not (math.isfinite(estimate_s) and estimate_s >= 0):
+        raise SpecError(f"task {task!r}: expected an estimate of 0 or more seconds, found {estimate_s}; correct it")

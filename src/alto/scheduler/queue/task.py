@@ -1,0 +1,74 @@
+"""What a queue knows of one task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from alto.records import Gpu
+from alto.scheduler.inter_task import TaskDemand
+
+__all__ = ["QueuedTask", "TaskState"]
+
+
+class TaskState(StrEnum):
+    """Where a task stands; the last three are for good."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Asked to end and not heard of since; its GPUs are still its own."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True, kw_only=True)
+class QueuedTask:
+    """One task of a queue. The queue alone changes it; times are on the queue's clock.
+
+    Attributes:
+        number: In the order of submission.
+        demand: What it asks for, with the latest estimate of the attempt that comes or runs; its release is
+            ``ready_s``.
+        ready_s: It starts no earlier: its release, or the end of its pause after a failure.
+        attempt: The latest one; 0 before the first.
+        num_failures: Attempts that count against the cap.
+        gpus: Of the latest attempt.
+        started_s, expected_end_s: Of the latest attempt.
+        ended_s: When it finished, failed for good or was stopped.
+        has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
+        planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
+        reason: Why it failed last, or was given up.
+        waits_for: What must come before it can be planned; empty where all is there.
+    """
+
+    number: int
+    demand: TaskDemand
+    submitted_s: float
+    ready_s: float
+    planned_s: float
+    state: TaskState = TaskState.WAITING
+    attempt: int = 0
+    num_failures: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    started_s: float = 0.0
+    expected_end_s: float = 0.0
+    ended_s: float | None = None
+    has_lost_gpu: bool = False
+    reason: str = ""
+    waits_for: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.demand.task
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its GPUs are its own at this moment."""
+        return self.state in (TaskState.STARTING, TaskState.RUNNING, TaskState.STOPPING)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended_s is not None

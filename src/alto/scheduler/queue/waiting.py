@@ -1,0 +1,79 @@
+"""The tasks that wait: in the order of their submission, and in the order in which a list method takes them."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+from alto.scheduler.inter_task import LIST_ORDERS
+from alto.scheduler.queue.task import QueuedTask
+
+__all__ = ["Waiting"]
+
+_Entry = tuple[tuple[float, ...], int, QueuedTask]
+_number = attrgetter("number")
+
+
+class Waiting:
+    """Tasks that wait, kept in both orders as they come and go, so that nobody has to sort thousands for each plan.
+
+    Args:
+        list_method: Whose order the second is.
+    """
+
+    def __init__(self, list_method: str) -> None:
+        self._order = LIST_ORDERS[list_method]
+        self._is_strict = list_method == "fifo"
+        self._by_number: list[QueuedTask] = []
+        self._shapes: dict[tuple[int, str], list[_Entry]] = {}
+        self._priorities: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[QueuedTask]:
+        return iter(self._by_number)
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether some go before others, whatever their order."""
+        return len(self._priorities) > 1
+
+    def add(self, task: QueuedTask) -> None:
+        bisect.insort(self._by_number, task, key=_number)
+        bisect.insort(self._shapes.setdefault(self._shape(task), []), self._entry(task))
+        self._priorities[task.demand.priority] += 1
+
+    def remove(self, task: QueuedTask) -> None:
+        """Take out ``task``, whose demand must be what it was when it was added."""
+        del self._by_number[bisect.bisect_left(self._by_number, task.number, key=_number)]
+        shape = self._shapes[self._shape(task)]
+        del shape[bisect.bisect_left(shape, self._entry(task))]
+        self._priorities[task.demand.priority] -= 1
+        if not self._priorities[task.demand.priority]:
+            del self._priorities[task.demand.priority]
+
+    def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
+        """For every shape, in the method's order, as many tasks as ``num_free`` GPUs hold.
+
+        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Where nobody
+        overtakes, all are of one shape. Left out are those that rest, or are larger than the cluster.
+        """
+        for entries in self._shapes.values():
+            yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)
+
+    def _shape(self, task: QueuedTask) -> tuple[int, str]:
+        return (0, "") if self._is_strict else (task.demand.num_gpus, task.demand.tenant)
+
+    def _entry(self, task: QueuedTask) -> _Entry:
+        return self._order(task.demand), task.number, task
+
+
+def _within(tasks: Iterable[QueuedTask], num_free: int) -> Iterator[QueuedTask]:
+    for task in tasks:
+        num_free -= task.demand.num_gpus
+        if num_free < 0:
+            return
+        yield task

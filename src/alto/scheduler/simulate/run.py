@@ -1,0 +1,83 @@
+"""One simulation: the same tasks, the same bad luck, one method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from alto.records import Node, Schedule, SimulationOutcome
+from alto.scheduler.inter_task import LIST_METHODS, SchedulingProblem, schedule_tasks
+from alto.scheduler.queue import Queue, QueueSettings, TaskState
+from alto.scheduler.simulate.workload import draw_tasks
+from alto.scheduler.simulate.world import World
+from alto.spec import Simulation
+
+__all__ = ["MAX_LISTED", "MAX_SOLVED", "nodes_of", "percentile", "simulate"]
+
+MAX_LISTED = 200
+"""Where more tasks wait and run, a list method places only those that start now, which starts the same tasks."""
+
+MAX_SOLVED = 100
+"""Where more tasks wait and run, ``lpt`` stands in for a solver."""
+
+_TIME_LIMIT_S = 1.0
+"""What a solver may take for one plan."""
+
+
+def nodes_of(simulation: Simulation) -> tuple[Node, ...]:
+    """The cluster of ``simulation``."""
+    gpus = tuple(range(simulation.gpus_per_node))
+    return tuple(Node(name=f"node-{number:04}", gpus=gpus) for number in range(simulation.nodes))
+
+
+def simulate(simulation: Simulation, *, method: str, early_exit: bool) -> SimulationOutcome:
+    """How ``method`` fares with the tasks of ``simulation``.
+
+    Raises:
+        SpecError: The method is unknown, or a task asks for more GPUs than there are, or than its tenant's quota.
+    """
+    name = method.lower()
+    is_list = name in LIST_METHODS
+    nodes = nodes_of(simulation)
+    settings = QueueSettings(
+        quotas=simulation.quotas,
+        max_attempts=simulation.max_attempts,
+        backoff_s=simulation.backoff_s,
+        max_planned=MAX_LISTED if is_list else MAX_SOLVED,
+        list_method=name if is_list else "lpt",
+    )
+    queue = Queue(nodes, settings, partial(_solve, name))
+    world = World(simulation, queue, nodes, early_exit=early_exit)
+    tasks = draw_tasks(simulation)
+    world.run(tasks)
+    first_s = tasks[0].task.arrival_s
+    makespan_s = max(world.now_s - first_s, 0.0)
+    finished = [task for task in queue.tasks.values() if task.state is TaskState.FINISHED]
+    took_s = [(task.ended_s or 0.0) - task.submitted_s for task in finished]
+    busy_s = sum(len(attempt.gpus) * attempt.duration_s for attempt in world.attempts)
+    return SimulationOutcome(
+        method=name,
+        early_exit=early_exit,
+        label="B" + ("+S" if name != "fifo" else "") + ("+EE" if early_exit else ""),
+        planner=" and ".join(sorted(world.planners)),
+        makespan_s=makespan_s,
+        mean_completion_s=sum(took_s) / len(took_s) if took_s else 0.0,
+        p99_completion_s=percentile(took_s, 0.99),
+        utilisation=busy_s / world.gpu_s(first_s) if busy_s else 0.0,
+        num_replans=world.num_replans,
+        num_attempts=len(world.attempts),
+        num_finished=len(finished),
+        num_failed=len(queue.tasks) - len(finished),
+        planned=tuple(world.planned.values()),
+        actual=tuple(world.attempts),
+    )
+
+
+def _solve(method: str, problem: SchedulingProblem, hint: Schedule | None) -> Schedule:
+    return schedule_tasks(problem, method=method, time_limit_s=_TIME_LIMIT_S, hint=hint)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least of ``values`` that ``share`` of them do not exceed; 0 where there are none."""
+    return sorted(values)[math.ceil(share * len(values)) - 1] if values else 0.0

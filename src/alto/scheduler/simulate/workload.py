@@ -1,0 +1,67 @@
+"""The tasks of a simulation, drawn from its seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from alto.spec import ArrivingTask, Simulation
+
+__all__ = ["SimulatedTask", "draw_tasks"]
+
+_Z99 = 2.3263478740408408
+"""99th percentile of the standard normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTask:
+    """What is true of a task, whether or not the queue knows it.
+
+    Attributes:
+        name: Unique; in the order of arrival.
+        task: What arrives.
+        exit_share: Share of its work that it does with early exit.
+        estimate_factor: Its first estimate over the truth that could be known.
+    """
+
+    name: str
+    task: ArrivingTask
+    exit_share: float
+    estimate_factor: float
+
+
+def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
+    """The tasks of ``simulation`` in the order of their arrival; the same for every method."""
+    draw = random.Random(f"tasks {simulation.seed}")
+    arriving = simulation.trace if simulation.trace is not None else _made_up(simulation, draw)
+    spread = math.log(simulation.estimate_error)
+    return [
+        SimulatedTask(
+            name=f"task-{number}",
+            task=task,
+            exit_share=draw.choice(simulation.early_exit_shares or (1.0,)),
+            estimate_factor=math.exp(draw.uniform(-spread, spread)),
+        )
+        for number, task in enumerate(sorted(arriving, key=lambda task: task.arrival_s))
+    ]
+
+
+def _made_up(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
+    tasks, now_s = [], 0.0
+    counts, shares = list(simulation.gpus), list(simulation.gpus.values())
+    for _ in range(simulation.num_tasks):
+        if simulation.arrivals_per_hour is not None:
+            now_s += draw.expovariate(simulation.arrivals_per_hour / 3600)
+        (count,) = draw.choices(counts, shares)
+        tasks.append(ArrivingTask(arrival_s=now_s, gpus=count, duration_s=_duration_s(simulation, draw)))
+    return tasks
+
+
+def _duration_s(simulation: Simulation, draw: random.Random) -> float:
+    median_s, ratio = simulation.duration_median_s, simulation.duration_p99_s / simulation.duration_median_s
+    if simulation.duration_distribution == "lognormal":
+        return median_s * math.exp(math.log(ratio) / _Z99 * draw.gauss(0, 1))
+    # Pareto's index follows from how far the 99th percentile lies above the median.
+    index = math.log(50) / math.log(ratio)
+    return median_s * 2 ** (-1 / index) * draw.paretovariate(index)

@@ -1,0 +1,202 @@
+"""The world a simulated queue lives in: a clock, executors that work, and what goes wrong."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alto.records import Gpu, Node, Placement, Schedule
+from alto.scheduler.inter_task import TaskDemand
+from alto.scheduler.queue import (
+    Failed,
+    Finished,
+    GpuAdded,
+    GpuLost,
+    Planned,
+    Progressed,
+    Queue,
+    QueueEvent,
+    Started,
+    StartTask,
+    Submitted,
+    Woken,
+)
+from alto.scheduler.simulate.workload import SimulatedTask
+from alto.spec import Simulation
+
+__all__ = ["World"]
+
+_TOLD_AT = 0.5
+"""Share of an attempt after which its executor knows what is left."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """What is true of a task while it is worked on."""
+
+    task: SimulatedTask
+    left_s: float
+    luck: random.Random
+    attempt: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    started_s: float = 0.0
+
+
+class World:
+    """Drives ``queue`` until every task has ended.
+
+    Attributes:
+        planned: Where every task was to run when it was first planned.
+        attempts: Where every attempt did run.
+        num_replans: Plans made.
+        planners: Methods that made them.
+        now_s: The virtual clock.
+    """
+
+    def __init__(self, simulation: Simulation, queue: Queue, nodes: Sequence[Node], *, early_exit: bool) -> None:
+        self._simulation = simulation
+        self._queue = queue
+        self._early_exit = early_exit
+        self._works: dict[str, _Work] = {}
+        self._order = itertools.count()
+        self._to_come: list[tuple[float, int, QueueEvent]] = []
+        self._gpu_luck = {
+            gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
+            for node in nodes
+            for gpu in (Gpu(node.name, index) for index in node.gpus)
+        }
+        self.planned: dict[str, Placement] = {}
+        self.attempts: list[Placement] = []
+        self._lost_at: dict[Gpu, float] = {}
+        self._absences: list[tuple[float, float]] = []
+        self.num_replans = 0
+        self.planners: set[str] = set()
+        self.now_s = 0.0
+
+    def run(self, tasks: Sequence[SimulatedTask]) -> None:
+        shares = self._simulation.early_exit_shares if self._early_exit else (1.0,)
+        expected_share = sum(shares) / len(shares)
+        for task in tasks:
+            true_s = task.task.duration_s * (task.exit_share if self._early_exit else 1.0)
+            luck = random.Random(f"{task.name} {self._simulation.seed}")
+            self._works[task.name] = _Work(task=task, left_s=true_s, luck=luck)
+            demand = TaskDemand(
+                task=task.name,
+                num_gpus=task.task.gpus,
+                duration_s=task.task.duration_s * expected_share * task.estimate_factor,
+                release_s=task.task.arrival_s,
+                priority=task.task.priority,
+                tenant=task.task.tenant,
+            )
+            self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
+        for gpu in self._gpu_luck:
+            self._lose_later(gpu, 0.0)
+        num_open = len(tasks)
+        while num_open:
+            num_open -= self._step()
+
+    def gpu_s(self, since_s: float) -> float:
+        """Seconds of all GPUs since then, without those when one was lost."""
+        absences = [*self._absences, *((lost_s, self.now_s) for lost_s in self._lost_at.values())]
+        lost_s = sum(max(0.0, end_s - max(start_s, since_s)) for start_s, end_s in absences)
+        return len(self._gpu_luck) * max(0.0, self.now_s - since_s) - lost_s
+
+    def _step(self) -> int:
+        """Let the clock go on to what comes next; the number of tasks that ended by it."""
+        wake_s = self._queue.next_wake_s
+        if wake_s is not None and (not self._to_come or wake_s < self._to_come[0][0]):
+            self._at(wake_s, Woken(time_s=wake_s))
+        self.now_s = self._to_come[0][0]
+        events: list[QueueEvent] = []
+        while self._to_come and self._to_come[0][0] <= self.now_s:
+            events += self._happen(heapq.heappop(self._to_come)[2])
+        told = {event.task for event in events if isinstance(event, Finished | Failed)}
+        for action in self._queue.apply(*events) if events else ():
+            if isinstance(action, Planned):
+                self.num_replans += 1
+                self.planners.add(action.schedule.method)
+                self._note(action.schedule)
+            elif isinstance(action, StartTask):
+                self._begin(action)
+        return sum(self._queue.tasks[name].has_ended for name in told)
+
+    def _at(self, time_s: float, event: QueueEvent) -> None:
+        heapq.heappush(self._to_come, (time_s, next(self._order), event))
+
+    def _note(self, schedule: Schedule) -> None:
+        for placement in schedule.placements:
+            if placement.task not in self.planned:
+                self.planned[placement.task] = Placement(
+                    task=placement.task,
+                    gpus=placement.gpus,
+                    start_s=self.now_s + placement.start_s,
+                    duration_s=placement.duration_s,
+                )
+
+    def _begin(self, start: StartTask) -> None:
+        work = self._works[start.task]
+        work.attempt, work.gpus, work.started_s = start.attempt, start.gpus, self.now_s
+        rate = self._simulation.crashes_per_hour / 3600
+        crash_s = work.luck.expovariate(rate) if rate else float("inf")
+        name, attempt = start.task, start.attempt
+        self._at(self.now_s, Started(time_s=self.now_s, task=name, attempt=attempt))
+        if crash_s < work.left_s:
+            at_s = self.now_s + crash_s
+            self._at(at_s, Failed(time_s=at_s, task=name, attempt=attempt, reason="crashed", is_retryable=True))
+            return
+        left_s = (1 - _TOLD_AT) * work.left_s
+        told_s, end_s = self.now_s + work.left_s - left_s, self.now_s + work.left_s
+        self._at(told_s, Progressed(time_s=told_s, task=name, attempt=attempt, remaining_s=left_s))
+        self._at(end_s, Finished(time_s=end_s, task=name, attempt=attempt))
+
+    def _happen(self, event: QueueEvent) -> list[QueueEvent]:
+        """What the queue hears of ``event``."""
+        match event:
+            case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
+                work = self._works[task]
+                # An executor that went with its GPU does nothing any more.
+                if work.attempt != event.attempt or not work.gpus:
+                    return []
+                if isinstance(event, Failed):
+                    return [self._fail(work, event.reason)]
+                if isinstance(event, Finished):
+                    self._end_attempt(work)
+            case GpuLost(gpu=gpu):
+                self._lost_at[gpu] = self.now_s
+                repair_s = self._simulation.gpu_repair_hours * 3600
+                self._at(self.now_s + repair_s, GpuAdded(time_s=self.now_s + repair_s, gpu=gpu))
+                hit = [work for work in self._works.values() if gpu in work.gpus]
+                return [event, *(self._fail(work, f"GPU {gpu.index} of {gpu.node} was lost") for work in hit)]
+            case GpuAdded(gpu=gpu):
+                self._absences.append((self._lost_at.pop(gpu), self.now_s))
+                self._lose_later(gpu, self.now_s)
+        return [event]
+
+    def _lose_later(self, gpu: Gpu, now_s: float) -> None:
+        hours = self._simulation.gpu_mtbf_hours
+        if hours is not None:
+            at_s = now_s + self._gpu_luck[gpu].expovariate(1 / (hours * 3600))
+            self._at(at_s, GpuLost(time_s=at_s, gpu=gpu))
+
+    def _fail(self, work: _Work, reason: str) -> Failed:
+        """End an attempt; what was done since the last checkpoint is lost."""
+        done_s = self.now_s - work.started_s
+        interval_s = self._simulation.checkpoint_interval_s
+        work.left_s -= done_s - (done_s % interval_s if interval_s else 0.0)
+        self._end_attempt(work)
+        return Failed(
+            time_s=self.now_s,
+            task=work.task.name,
+            attempt=work.attempt,
+            reason=reason,
+            is_retryable=True,
+            remaining_s=work.left_s,
+        )
+
+    def _end_attempt(self, work: _Work) -> None:
+        done_s = self.now_s - work.started_s
+        self.attempts.append(Placement(task=work.task.name, gpus=work.gpus, start_s=work.started_s, duration_s=done_s))
+        work.gpus = ()

@@ -1,0 +1,166 @@
+"""What is simulated: a cluster, tasks that come to it, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from alto.errors import SpecError, UnknownKeyError
+from alto.spec.keys import canonical_keys
+from alto.spec.load import overridden, read_mapping
+from alto.spec.quoting import quoted
+from alto.spec.trace import MAX_TASKS, ArrivingTask, read_trace
+from alto.spec.validation import SpecModel
+
+__all__ = ["MEASURED_EXIT_SHARES", "Simulation", "load_simulation"]
+
+MEASURED_EXIT_SHARES = (
+    *(0.137, 0.137, 0.138, 0.139, 0.139, 0.139, 0.139, 0.139, 0.139, 0.140),
+    *(0.140, 0.140, 0.140, 0.140, 0.140, 0.140, 0.140, 0.141, 0.141, 0.141),
+)
+"""Share of the work that is done with the default early exit: by replay on twenty random parts, of 10 to 60 jobs, of
+the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``. One sweep on one small model: others will differ."""
+
+
+class Simulation(SpecModel):
+    """A cluster, the tasks that come to it, and what goes wrong. The same seed gives the same of all three.
+
+    Attributes:
+        nodes, gpus_per_node: The cluster.
+        trace: Tasks as they came: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
+            and where wanted ``tenant`` and ``priority``. None makes tasks up.
+        num_tasks: How many are made up.
+        arrivals: Whether those come all at once, or at random moments at the rate ``arrivals_per_hour``.
+        arrivals_per_hour: Tasks that come in an hour on average.
+        gpus: How many GPUs they run on: a share for each number.
+        duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
+        duration_median_s, duration_p99_s: Of their durations with early exit off; the two set the distribution.
+        early_exit_shares: The share of its work that a task does with early exit is drawn from these; the default is
+            measured by replay on a recorded sweep. An empty list simulates no early exit.
+        estimate_error: Estimates are wrong by up to this factor, upwards or downwards, until a task is half done.
+        gpu_mtbf_hours: Hours of a GPU between two losses on average; None loses none.
+        gpu_repair_hours: Hours until it is back.
+        crashes_per_hour: How often an executor dies in an hour of work on average.
+        checkpoint_interval_s: Work that a task loses with its executor at most.
+        quotas: The most GPUs a tenant has at a time.
+        max_attempts, backoff_s: Failures after which a task is given up, and the pause after the first.
+        methods: How tasks are scheduled; none takes ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` where there are few.
+        seed: Of all that is drawn.
+        num_seeds: Simulations that decide how many GPUs are enough.
+
+    Raises:
+        UnknownKeyError: A key that is not one of the above.
+        SpecError: A value out of its bounds, or a rate of arrivals without its use.
+    """
+
+    nodes: int = Field(default=1, ge=1, le=4096, description="machines of the cluster")
+    gpus_per_node: int = Field(default=8, ge=1, le=1024, description="GPUs of each machine")
+    trace: tuple[ArrivingTask, ...] | None = Field(default=None, description="file of tasks")
+    num_tasks: int = Field(default=100, ge=1, le=MAX_TASKS, description="tasks that are made up")
+    arrivals: Literal["at_once", "poisson"] = Field(default="at_once", description="when tasks come")
+    arrivals_per_hour: float | None = Field(default=None, gt=0, description="tasks that come in an hour")
+    gpus: Mapping[int, float] = Field(default={1: 0.6, 2: 0.25, 4: 0.15}, description="GPUs of a task, with shares")
+    duration_distribution: Literal["lognormal", "pareto"] = Field(
+        default="lognormal", description="how durations are spread"
+    )
+    duration_median_s: float = Field(default=3600.0, gt=0, description="median duration without early exit")
+    duration_p99_s: float = Field(default=36000.0, gt=0, description="99th percentile of the durations")
+    early_exit_shares: tuple[float, ...] = Field(
+        default=MEASURED_EXIT_SHARES, description="shares of the work done with early exit"
+    )
+    estimate_error: float = Field(default=1.0, ge=1, description="factor by which estimates are wrong at most")
+    gpu_mtbf_hours: float | None = Field(default=None, gt=0, description="hours between two losses of a GPU")
+    gpu_repair_hours: float = Field(default=1.0, gt=0, description="hours until a lost GPU is back")
+    crashes_per_hour: float = Field(default=0.0, ge=0, description="deaths of an executor in an hour")
+    checkpoint_interval_s: float = Field(default=60.0, ge=0, description="work lost with an executor at most")
+    quotas: Mapping[str, int] = Field(default={}, description="GPUs a tenant has at most")
+    max_attempts: int = Field(default=3, ge=1, description="failures after which a task is given up")
+    backoff_s: float = Field(default=10.0, ge=0, description="pause after the first failure")
+    methods: tuple[str, ...] = Field(default=(), description="how tasks are scheduled")
+    seed: int = Field(default=42, ge=0, description="of all that is drawn")
+    num_seeds: int = Field(default=5, ge=1, le=1000, description="simulations that decide how many GPUs are enough")
+
+    def __init__(self, /, **values: Any) -> None:
+        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the simulation")
+        for key in ("early_exit_shares", "methods", "trace"):
+            if isinstance(given.get(key), list):
+                given[key] = tuple(given[key])
+        super().__init__(**given)
+
+    def replace(self, **changes: Any) -> Self:
+        return type(self)(**({name: getattr(self, name) for name in type(self).model_fields} | changes))
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _check_gpus(cls, gpus: object) -> object:
+        if not isinstance(gpus, Mapping) or not gpus or not all(_is_share(*pair) for pair in gpus.items()):
+            raise ValueError(
+                f"should map numbers of GPUs to shares above 0, found {quoted(gpus)}. Write for example "
+                "{1: 0.7, 4: 0.3}."
+            )
+        return {count: float(share) for count, share in gpus.items()}
+
+    @field_validator("early_exit_shares")
+    @classmethod
+    def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 < share <= 1 for share in shares):
+            raise ValueError(
+                f"should be shares above 0 and at most 1, found {quoted(shares)}. Write for example [0.1]."
+            )
+        return shares
+
+    @field_validator("quotas")
+    @classmethod
+    def _check_quotas(cls, quotas: Mapping[str, int]) -> Mapping[str, int]:
+        if any(quota < 1 for quota in quotas.values()):
+            raise ValueError(f"should give every tenant at least 1 GPU, found {quoted(dict(quotas))}. Correct it.")
+        return quotas
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Simulation:
+        if (self.arrivals == "poisson") != (self.arrivals_per_hour is not None):
+            raise ValueError(
+                f"arrivals_per_hour belongs to 'arrivals: poisson', found {self.arrivals_per_hour} with "
+                f"{self.arrivals!r}. Give both or neither."
+            )
+        if self.duration_p99_s <= self.duration_median_s:
+            raise ValueError(
+                f"duration_p99_s should be above duration_median_s, found {self.duration_p99_s} and "
+                f"{self.duration_median_s}. Raise it."
+            )
+        return self
+
+
+def load_simulation(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Simulation:
+    """Read a simulation from a YAML file; its trace lies where the file says, relative to the file.
+
+    Args:
+        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`.
+
+    Raises:
+        SpecError: As :func:`alto.spec.load_task` does, or a trace that cannot be read.
+        UnknownKeyError: As :class:`Simulation` does.
+    """
+    path = Path(path)
+    values = dict(overridden(read_mapping(path, "simulation", "nodes: 4"), overrides))
+    try:
+        if isinstance(values.get("trace"), str):
+            values["trace"] = read_trace(path.parent / values["trace"])
+        return Simulation(**{str(key): value for key, value in values.items()})
+    except (SpecError, UnknownKeyError) as error:
+        raise type(error)(f"In {path}: {error}") from None
+
+
+def _is_share(count: object, share: object) -> bool:
+    return (
+        isinstance(count, int)
+        and not isinstance(count, bool)
+        and count >= 1
+        and isinstance(share, int | float)
+        and not isinstance(share, bool)
+        and 0 < share < float("inf")
+    )

@@ -1,0 +1,94 @@
+"""Tasks as they came to a cluster, from a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
+from alto.spec.validation import SpecModel
+
+__all__ = ["MAX_TASKS", "ArrivingTask", "read_trace"]
+
+MAX_TASKS = 10**6
+"""Of a simulation; more take hours."""
+
+
+class ArrivingTask(SpecModel):
+    """One task of a trace.
+
+    Attributes:
+        arrival_s: When it comes, seconds from the start.
+        gpus: GPUs it runs on.
+        duration_s: What all of its work takes on them, with early exit off.
+        tenant: Whose GPUs it counts against.
+        priority: A task that waits never delays one of a higher priority.
+    """
+
+    arrival_s: float = Field(ge=0, description="seconds from the start")
+    gpus: int = Field(default=1, ge=1, description="GPUs of the task")
+    duration_s: float = Field(gt=0, description="duration without early exit")
+    tenant: str = Field(default="", description="whose GPUs it counts against")
+    priority: int = Field(default=0, description="who goes first")
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the trace"))
+
+
+def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
+    """The tasks of a CSV file with a heading, or of JSON lines.
+
+    Raises:
+        SpecError: No file, a line that is no task, no task at all or more than `MAX_TASKS`.
+        UnknownKeyError: A key or column that is none of a task's.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"trace should be a readable file of tasks, found {path}: {error}. Check the path.") from None
+    rows = _csv_rows(text) if path.suffix.lower() == ".csv" else _json_rows(text, path)
+    tasks: list[ArrivingTask] = []
+    for number, row in rows:
+        if len(tasks) == MAX_TASKS:
+            raise SpecError(f"trace should hold at most {MAX_TASKS:,} tasks, found more in {path}. Take a part of it.")
+        try:
+            tasks.append(ArrivingTask(**row))
+        except SpecError as error:
+            raise type(error)(f"{path}:{number}: {error}") from None
+    if not tasks:
+        raise SpecError(f"trace should hold at least one task, found none in {path}. Check the file.")
+    return tuple(tasks)
+
+
+def _csv_rows(text: str) -> Iterable[tuple[int, dict[str, Any]]]:
+    for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
+        yield number, {str(key): _cell(str(key), value) for key, value in row.items() if value not in (None, "")}
+
+
+def _cell(key: str, text: Any) -> Any:
+    """A cell as its field wants it; what is no number stays text, and is refused as such."""
+    kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int}
+    try:
+        return kinds[key](text) if key in kinds else text
+    except (TypeError, ValueError):
+        return text
+
+
+def _json_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise SpecError(f"{path}:{number} should be a JSON object, found: {error}. Correct the line.") from None
+        if not isinstance(row, dict):
+            raise SpecError(f"{path}:{number} should be a JSON object, found {quoted(row)}. Correct the line.")
+        yield number, row

@@ -1,0 +1,45 @@
+"""Starts clusters of every kind, whose executors do as a test wants."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from clusters import CLUSTERS, Started
+from ray_machine import RayMachine, ray_machine
+
+from alto.cluster import Cluster
+
+
+@pytest.fixture(autouse=True)
+def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors import ``cluster_entries`` by the path that they inherit."""
+    tests = str(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayMachine]:
+    """A Ray cluster that this process is connected to: a head without slots and two nodes of two."""
+    with ray_machine() as machine:
+        machine.add_node()
+        machine.add_node()
+        yield machine
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors call that function of ``cluster_entries``."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_nodes")
+    clusters: list[Cluster] = []
+
+    def start(entry: str, num_gpus: int = 1, **timeouts: float) -> Started:
+        clusters.append(CLUSTERS[request.param](f"cluster_entries:{entry}", num_gpus, **timeouts))
+        return Started(clusters[-1], tmp_path)
+
+    yield start
+    for cluster in clusters:
+        cluster.close()

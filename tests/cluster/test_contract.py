@@ -1,0 +1,287 @@
+"""What every cluster does for the queue, whatever it is made of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from clusters import Started, is_alive, wait_for
+from tiny import make_task, save_model
+
+from alto.cluster import ExecutorEnded, Outcome, Told
+from alto.early_exit import audit
+from alto.early_exit.journal import curves_of
+from alto.runs import RunDir, read_events
+
+StartCluster = Callable[..., Started]
+
+here = pytest.mark.parametrize("start_cluster", ["local"], indirect=True)
+"""For what one executor does on its machine, where Ray's actor calls the same code, and for what test_ray.py asks."""
+
+
+def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: StartCluster) -> None:
+    started = start_cluster("works")
+    started.start()
+    ended = started.until_ended()
+    assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
+    assert [line["event"] for line in started.told()] == ["task_started", "task_completed"]
+    assert isinstance(started.events[-1], ExecutorEnded)
+    assert started.cluster.poll(0) == []
+
+
+@here
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        ("SpecError", Outcome.FAILED),
+        ("DataFormatError", Outcome.FAILED),
+        ("ModelNotFoundError", Outcome.FAILED),
+        ("NoResultError", Outcome.FAILED),
+        ("UnsupportedError", Outcome.FAILED),
+        ("RunBusyError", Outcome.LOST),
+        ("RunWriteError", Outcome.LOST),
+        ("DeviceMemoryError", Outcome.LOST),
+        ("anything else", Outcome.LOST),
+        ("TaskInterruptedError", Outcome.INTERRUPTED),
+    ],
+)
+def test_what_an_error_means_for_the_next_attempt(start_cluster: StartCluster, error: str, outcome: Outcome) -> None:
+    started = start_cluster("fails")
+    (started.run_dir("a") / "error").write_text(error, encoding="utf-8")
+    started.start()
+    ended = started.until_ended()
+    assert ended.outcome is outcome
+    assert "as the test wants it" in ended.reason
+
+
+def test_who_is_asked_to_stop_saves_and_ends(start_cluster: StartCluster) -> None:
+    started = start_cluster("waits")
+    started.start()
+    pid = started.until_told("task_started")["pid"]
+    started.cluster.stop("a")
+    ended = started.until_ended()
+    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+    assert [line["event"] for line in started.told()] == ["task_started", "checkpoint"]
+    assert not is_alive(pid)
+
+
+def test_who_is_asked_to_stop_at_once_does(start_cluster: StartCluster) -> None:
+    started = start_cluster("loads")
+    started.start()
+    started.cluster.stop("a")
+    assert started.until_ended().outcome is Outcome.INTERRUPTED
+
+
+@here
+def test_who_is_asked_to_stop_while_it_loads_does_not_go_on_loading(start_cluster: StartCluster) -> None:
+    started = start_cluster("loads")
+    started.start()
+    started.until_told("profile")
+    started.cluster.stop("a")
+    assert started.until_ended().outcome is Outcome.INTERRUPTED
+
+
+@here
+def test_who_does_not_heed_is_killed(start_cluster: StartCluster) -> None:
+    started = start_cluster("hangs", drain_timeout_s=0.5)
+    started.start()
+    pid = started.until_told("profile")["pid"]
+    started.cluster.stop("a")
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "was asked to stop and had not ended" in ended.reason
+    assert not is_alive(pid)
+
+
+def test_a_killed_executor_is_found(start_cluster: StartCluster) -> None:
+    started = start_cluster("waits")
+    started.start()
+    pid = started.until_told("task_started")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    (ended,) = started.cluster.poll(2)
+    assert isinstance(ended, ExecutorEnded)
+    assert ended.outcome is Outcome.LOST
+    assert "SIGKILL" in ended.reason
+
+
+@here
+def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluster) -> None:
+    started = start_cluster("exits")
+    started.start()
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "7" in ended.reason
+
+
+@here
+def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartCluster) -> None:
+    started = start_cluster("hangs", heartbeat_timeout_s=1)
+    started.start()
+    pid = started.until_told("profile")["pid"]
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "hung: no sign of life for" in ended.reason
+    assert not is_alive(pid)
+
+
+@here
+def test_a_stopped_process_is_found(start_cluster: StartCluster) -> None:
+    started = start_cluster("waits", heartbeat_timeout_s=2)
+    started.start()
+    pid = started.until_told("task_started")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "hung" in ended.reason
+    assert not is_alive(pid)
+
+
+@here
+def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster) -> None:
+    started = start_cluster("waits", heartbeat_timeout_s=2)
+    started.start()
+    started.until_told("task_started")
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        started.poll()
+    assert not any(isinstance(event, ExecutorEnded) for event in started.events)
+
+
+@here
+@pytest.mark.parametrize("entry", ["has_children", "leaves_children"])
+def test_what_an_executor_started_goes_with_it(start_cluster: StartCluster, entry: str) -> None:
+    started = start_cluster(entry)
+    started.start()
+    children = started.until_told("children")["pids"]
+    if entry == "has_children":
+        os.kill(started.until_told("task_started")["pid"], signal.SIGKILL)
+    started.until_ended()
+    assert not any(map(is_alive, children))
+
+
+@here
+def test_closing_leaves_no_process(start_cluster: StartCluster) -> None:
+    started = start_cluster("has_children", num_gpus=2)
+    started.start("a", gpus=(0,))
+    started.start("b", gpus=(1,))
+    pids = []
+    for task in "ab":
+        pids += [*started.until_told("children", task)["pids"], started.until_told("task_started", task)["pid"]]
+    assert all(map(is_alive, pids))
+    started.cluster.close()
+    assert not any(map(is_alive, pids))
+    started.cluster.close()
+
+
+@here
+def test_two_tasks_run_side_by_side(start_cluster: StartCluster) -> None:
+    started = start_cluster("waits", num_gpus=2)
+    started.start("a", gpus=(0,))
+    started.start("b", gpus=(1,))
+    pids = [started.until_told("task_started", task)["pid"] for task in "ab"]
+    assert all(map(is_alive, pids))
+    started.cluster.stop("b")
+    assert started.until_ended("b").outcome is Outcome.INTERRUPTED
+    assert is_alive(pids[0])
+    started.start("c", gpus=(1,))
+    started.until_told("task_started", "c")
+
+
+@here
+@pytest.mark.parametrize(("task", "gpus"), [("b", (0,)), ("b", (1, 0)), ("b", ()), ("b", (1, 1)), ("a", (1,))], ids=str)
+def test_a_launch_has_gpus_of_its_own(start_cluster: StartCluster, task: str, gpus: tuple[int, ...]) -> None:
+    started = start_cluster("waits", num_gpus=2)
+    started.start("a", gpus=(0,))
+    with pytest.raises(ValueError, match=f"task '{task}'"):
+        started.start(task, gpus=gpus)
+
+
+@here
+def test_gpus_are_free_again_when_their_executor_has_ended(start_cluster: StartCluster) -> None:
+    started = start_cluster("works")
+    started.start("a")
+    started.until_ended("a")
+    started.start("b")
+    assert started.until_ended("b").outcome is Outcome.FINISHED
+
+
+@here
+@pytest.mark.slow
+def test_a_task_killed_mid_step_and_resumed_ends_as_if_it_had_not_been(
+    start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    task = make_task(
+        tmp_path,
+        model=str(save_model(tmp_path / "model")),
+        search_space={"lr": [1e-3, 1e-2], "batch_size": [4, 8]},
+        num_train_epochs=3,
+        max_slots=3,
+        checkpoint_interval_s=0,
+        report_to="none",
+    )
+    started = start_cluster("trains", num_gpus=2)
+    killed, undisturbed = (RunDir.create(tmp_path / name, task).root for name in ("killed", "undisturbed"))
+    (undisturbed / "killed").touch()  # its executor leaves it at that
+    started.start("killed", gpus=(0,), run_dir=killed)
+    started.start("undisturbed", gpus=(1,), run_dir=undisturbed)
+    assert started.until_ended("killed").outcome is Outcome.LOST
+    assert started.told("killed")[-1]["event"] == "checkpoint"
+    started.start("killed", gpus=(0,), attempt=2, run_dir=killed)
+    assert started.until_ended("killed", attempt=2).outcome is Outcome.FINISHED
+    assert started.until_ended("undisturbed").outcome is Outcome.FINISHED
+    assert started.told("killed", attempt=2)[0]["event"] == "task_resumed"
+    assert results(killed) == results(undisturbed)
+    assert audit(read_events(killed / "journal.jsonl")) == ()
+
+
+def results(run_dir: Path) -> object:
+    """Curves, exits and winner of a run."""
+    events = read_events(run_dir / "journal.jsonl")
+    curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
+    exits = [(event["job"], event["reason"], event["step"]) for event in events if event["event"] == "job_exited"]
+    assert curves
+    return curves, exits, events[-1]["best_job"]
+
+
+@here
+def test_an_executor_uses_its_share_of_the_cores_alone(start_cluster: StartCluster) -> None:
+    started = start_cluster("tells_devices", num_gpus=2)
+    started.start(gpus=(1,))
+    assert started.until_told("devices")["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@here
+def test_a_torn_line_is_told_when_it_is_whole(start_cluster: StartCluster) -> None:
+    started = start_cluster("tears_a_line")
+    run_dir = started.start()
+    wait_for((run_dir / "torn").exists, "half a line", meanwhile=started.poll)
+    started.poll()
+    assert [line["event"] for line in started.told()] == ["task_started"]
+    (run_dir / "go").touch()
+    started.until_ended()
+    assert [line["event"] for line in started.told()] == ["task_started", "train"]
+
+
+@here
+def test_an_attempt_that_goes_back_tells_only_what_it_writes_itself(start_cluster: StartCluster) -> None:
+    started = start_cluster("goes_back")
+    lines = [f'{{"seq": {seq}, "time": {seq}.5, "event": "train", "step": {seq}}}\n' for seq in range(4)]
+    (started.run_dir("a") / "journal.jsonl").write_text("".join(lines) + '{"seq": 4, "ti', encoding="utf-8")
+    started.start(attempt=2)
+    assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
+    assert [(line["seq"], line["event"]) for line in started.told(attempt=2)] == [(2, "task_resumed"), (3, "train")]
+    assert all(event.attempt == 2 for event in started.events if isinstance(event, Told | ExecutorEnded))
+
+
+@here
+def test_an_executor_that_cannot_start_is_lost(start_cluster: StartCluster, tmp_path: Path) -> None:
+    started = start_cluster("works")
+    (started.run_dir("a") / "logs").write_text("no folder", encoding="utf-8")
+    started.start()
+    assert started.until_ended().outcome is Outcome.LOST
+    started.start("b")
+    assert started.until_ended("b").outcome is Outcome.FINISHED

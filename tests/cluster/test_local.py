@@ -1,0 +1,213 @@
+"""What only the cluster of one machine does: its devices, its signals, its controller's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clusters import Started, is_alive, wait_for
+
+from alto.cluster import Outcome, worker
+from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.local import LocalCluster
+from alto.errors import RunBusyError, SpecError
+from alto.records import Node
+from alto.runs import RunDir
+
+StartLocal = Callable[..., Started]
+
+
+@pytest.fixture
+def start_local(tmp_path: Path) -> Iterator[StartLocal]:
+    """``start_local(entry, num_gpus=None, **timeouts)``: executors call that function of ``cluster_entries``."""
+    clusters: list[LocalCluster] = []
+
+    def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
+        clusters.append(LocalCluster(entry=f"cluster_entries:{entry}", total_gpus=num_gpus, **timeouts))
+        return Started(clusters[-1], tmp_path)
+
+    yield start
+    for cluster in clusters:
+        cluster.close()
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.parametrize(("total_gpus", "gpus"), [(None, (0, 1, 2, 3)), (3, (0, 1, 2))])
+@pytest.mark.usefixtures("four_gpus")
+def test_its_gpus_are_those_of_the_machine(total_gpus: int | None, gpus: tuple[int, ...]) -> None:
+    cluster = LocalCluster(total_gpus=total_gpus)
+    assert (cluster.nodes, cluster.has_gpus) == ((Node(name="local", gpus=gpus),), True)
+
+
+@pytest.mark.parametrize(("total_gpus", "gpus"), [(None, (0,)), (3, (0, 1, 2))])
+@pytest.mark.usefixtures("no_gpus")
+def test_without_gpus_they_are_slots_of_the_cpu(total_gpus: int | None, gpus: tuple[int, ...]) -> None:
+    cluster = LocalCluster(total_gpus=total_gpus)
+    assert (cluster.nodes, cluster.has_gpus) == ((Node(name="local", gpus=gpus),), False)
+
+
+@pytest.mark.parametrize("total_gpus", [0, 5])
+@pytest.mark.usefixtures("four_gpus")
+def test_more_gpus_than_there_are_is_refused(total_gpus: int) -> None:
+    with pytest.raises(SpecError, match=f"found {total_gpus}"):
+        LocalCluster(total_gpus=total_gpus)
+
+
+@pytest.mark.parametrize(("visible", "seen"), [(None, "1,2"), ("7,GPU-6b,GPU-5c,4", "GPU-6b,GPU-5c")])
+@pytest.mark.usefixtures("four_gpus")
+def test_an_executor_sees_its_own_gpus(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, visible: str | None, seen: str
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    started = start_local("tells_variables")
+    started.start(gpus=(1, 2))
+    assert started.until_told("environment")["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [((0,), 3), ((1, 3), 6), ((0, 1, 2, 3), 13)])
+@pytest.mark.usefixtures("no_gpus")
+def test_an_executor_takes_its_share_of_the_cores(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
+    started = start_local("tells_variables", 4)
+    started.start(gpus=gpus)
+    told = started.until_told("environment")
+    assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
+
+
+def test_output_goes_to_the_log_of_the_attempt_and_never_to_the_terminal(
+    start_local: StartLocal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = start_local("prints_and_dies")
+    run_dir = started.start()
+    started.until_ended()
+    started.events.clear()
+    started.start()  # by a controller that counts anew
+    started.until_ended()
+    for folder in ("attempt-1", "attempt-1-2"):
+        log = run_dir / "logs" / folder
+        assert [(log / name).read_text() for name in ("stdout.log", "stderr.log")] == ["to stdout\n", "to stderr\n"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_unexpected_error_is_in_the_log(start_local: StartLocal) -> None:
+    started = start_local("fails")
+    (started.run_dir("a") / "error").write_text("unknown", encoding="utf-8")
+    run_dir = started.start()
+    assert started.until_ended().reason == "RuntimeError: as the test wants it"
+    assert "in fails" in (run_dir / "logs" / "attempt-1" / "stderr.log").read_text(encoding="utf-8")
+    ending = AttemptDir(run_dir / "logs" / "attempt-1").ending()
+    assert ending == Ending(outcome=Outcome.LOST, reason="RuntimeError: as the test wants it", error="RuntimeError")
+
+
+def test_the_controller_keeps_its_signal_handlers(start_local: StartLocal) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        started = start_local("works")
+        started.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert started.until_ended().outcome is Outcome.FINISHED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_local: StartLocal) -> None:
+    started = start_local("works")
+    run = RunDir(started.run_dir("a"))
+    with run.locked():
+        run_dir = started.start()
+        wait_for((run_dir / "logs" / "attempt-1" / "stdout.log").exists, "the executor", meanwhile=started.poll)
+        run.journal_file.write_text('{"seq": 0, "time": 1.0, "event": "task_interrupted"}\n', encoding="utf-8")
+        started.poll()
+        assert started.events == []
+    assert started.until_ended().outcome is Outcome.FINISHED
+    assert [line["event"] for line in started.told()] == ["task_started", "task_completed"]
+
+
+def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LOCK_TIMEOUT_S", 0.1)
+    run = RunDir(tmp_path)
+    with run.locked(), pytest.raises(RunBusyError, match="another process still does"):
+        worker._wait_until_free(run)
+
+
+CONTROLLER = """
+    import json, sys
+    from alto.cluster import Launch, Told
+    from alto.cluster.local import LocalCluster
+    from alto.records import Gpu
+
+    run_dir, entry = sys.argv[1:]
+    cluster = LocalCluster(entry="cluster_entries:" + entry, drain_timeout_s={drain_timeout_s})
+    (node,) = cluster.nodes
+    cluster.start(Launch(task="a", run_dir=run_dir, gpus=(Gpu(node.name, 0),), attempt=1))
+    while True:
+        for event in cluster.poll(1):
+            if isinstance(event, Told):
+                print(json.dumps(dict(event.event)), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "drain_timeout_s", "outcome"), [("has_children", 60, Outcome.INTERRUPTED), ("hangs", 1, None)]
+)
+def test_executors_do_not_outlive_their_controller(
+    start_local: StartLocal, entry: str, drain_timeout_s: int, outcome: Outcome | None
+) -> None:
+    run_dir = start_local(entry).run_dir("a")
+    script = textwrap.dedent(CONTROLLER.format(drain_timeout_s=drain_timeout_s))
+    with subprocess.Popen([sys.executable, "-c", script, str(run_dir), entry], stdout=subprocess.PIPE) as controller:
+        pids = pids_told(controller)
+        assert all(map(is_alive, pids))
+        controller.kill()
+    wait_for(lambda: not any(map(is_alive, pids)), "the death of all")
+    ending = AttemptDir(run_dir / "logs" / "attempt-1").ending()
+    assert (ending and ending.outcome) == outcome
+
+
+def pids_told(controller: subprocess.Popen[bytes]) -> list[int]:
+    """Of an executor and of its children, which come before."""
+    assert controller.stdout is not None
+    pids: list[int] = []
+    for line in controller.stdout:
+        told: dict[str, Any] = json.loads(line)
+        pids += told.get("pids", [])
+        if "pid" in told:
+            return [*pids, told["pid"]]
+    raise AssertionError("the controller has died")
+
+
+def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = start_local("waits", heartbeat_timeout_s=30)
+    started.start()
+    os.kill(started.until_told("task_started")["pid"], signal.SIGSTOP)  # so was everything
+    started.poll()
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
+    assert started.cluster.poll(0) == []

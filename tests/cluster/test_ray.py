@@ -1,0 +1,279 @@
+"""What is Ray's own: placement, actors and nodes that die, what is left behind. The rest is in test_contract.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import ray
+from clusters import Started, is_alive, wait_for
+from ray_machine import RayMachine
+
+from alto.cluster import ExecutorEnded, GpuCame, GpuGone, Outcome
+from alto.cluster import ray as of_ray
+from alto.cluster.ray import RayCluster
+from alto.errors import ClusterLostError, SpecError, UnsupportedError
+from alto.runs import read_events
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:ResourceWarning",  # ray leaves the output of its processes open
+)
+
+
+@pytest.fixture
+def start_cluster(ray_nodes: RayMachine, tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    clusters: list[RayCluster] = []
+
+    def start(entry: str, **options: Any) -> Started:
+        clusters.append(RayCluster("auto", entry=f"cluster_entries:{entry}", **options))
+        return Started(clusters[-1], tmp_path)
+
+    yield start
+    for cluster in clusters:
+        cluster.close()
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
+def poll_for(started: Started, duration_s: float) -> None:
+    until = time.monotonic() + duration_s
+    while time.monotonic() < until:
+        started.poll()
+
+
+def groups() -> list[dict[str, Any]]:
+    """Placement groups that hold something or want to."""
+    return [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callable[..., Started]) -> None:
+    started = start_cluster("waits")
+    first, second = started.cluster.nodes
+    assert (first.gpus, second.gpus) == ((0, 1), (0, 1))
+    assert not started.cluster.has_gpus
+    launches = {"wide": (2, 3), "narrow": (1,)}
+    for task, gpus in launches.items():
+        started.start(task, gpus=gpus)
+    for task in launches:
+        started.until_told("task_started", task)
+    placed = [(group["strategy"], group["bundles"][0]["CPU"], group["bundles_to_node_id"][0][:8]) for group in groups()]
+    assert sorted(placed) == sorted(
+        ("STRICT_PACK", num_gpus, node.name[-8:]) for num_gpus, node in [(2, second), (1, first)]
+    )
+
+
+def test_a_task_larger_than_a_node_reserves_its_gpus_on_both(start_cluster: Callable[..., Started]) -> None:
+    started = start_cluster("works")
+    started.start(gpus=(0, 2, 3))
+    started.until_told("task_started")
+    [group] = groups()
+    assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1, 2]
+    assert group["strategy"] == "STRICT_SPREAD"
+    assert started.until_ended().outcome is Outcome.FINISHED
+
+
+def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
+    start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_ray, "NODE_VERDICT_S", 0)
+    started = start_cluster("counts")
+    run_dir = started.start()
+    executor = started.until_told("waits")["pid"]
+    os.kill(parent(executor), signal.SIGKILL)
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "actor" in ended.reason
+    started.start(attempt=2)
+    wait_for((run_dir / "logs/attempt-2/stderr.log").exists, "the next executor", meanwhile=started.poll)
+    poll_for(started, 4)
+    assert started.ended(attempt=2) is None
+    assert is_alive(executor), "it saves"
+    (run_dir / "go").touch()
+    assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
+    assert not is_alive(executor)
+    journal = [line["event"] for line in read_events(run_dir / "journal.jsonl")]
+    assert journal == ["train"] * 3 + ["waits", "checkpoint"] + ["train"] * 3
+
+
+def test_a_hung_actor_is_found(start_cluster: Callable[..., Started]) -> None:
+    started = start_cluster("waits", heartbeat_timeout_s=3)
+    started.start()
+    executor = started.until_told("task_started")["pid"]
+    actor = parent(executor)
+    os.kill(actor, signal.SIGSTOP)
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "hung" in ended.reason
+    wait_for(lambda: not is_alive(executor) and not is_alive(actor), "the end of a hung actor and its executor")
+
+
+def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsewhere(
+    start_cluster: Callable[..., Started], ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_ray, "NODE_VERDICT_S", 60)
+    started = start_cluster("counts")
+    node = ray_nodes.add_node(num_cpus=1)
+    gpu = wait_for(
+        lambda: next((event.gpu for event in started.events if isinstance(event, GpuCame)), None),
+        "a node",
+        meanwhile=started.poll,
+    )
+    assert gpu.node.endswith(node.node_id[:8])
+    run_dir = started.start(gpus=(started.gpus().index(gpu),))
+    (run_dir / "go").touch()
+    executor = started.until_told("waits")["pid"]
+    # Ray hears of the actor's death before that of its node, and much earlier.
+    os.kill(parent(executor), signal.SIGKILL)
+    poll_for(started, 3)
+    assert not any(isinstance(event, GpuGone | ExecutorEnded) for event in started.events)
+    ray_nodes.kill_node(node)
+    assert started.until_ended().outcome is Outcome.LOST
+    assert [event for event in started.events if isinstance(event, GpuGone | ExecutorEnded)] == [
+        GpuGone(gpu=gpu),
+        started.until_ended(),
+    ]
+    assert gpu not in started.gpus()
+    started.start(attempt=2)
+    assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
+    assert [line["step"] for line in started.told(attempt=2) if line["event"] == "train"] == [3, 4, 5]
+
+
+def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started], ray_nodes: RayMachine) -> None:
+    node = ray_nodes.add_node(num_cpus=0, num_gpus=2)
+    try:
+        started = start_cluster("tells_variables")
+        assert started.cluster.has_gpus
+        [seen] = started.cluster.nodes
+        assert seen.name.endswith(node.node_id[:8])
+        started.start(gpus=(1,))
+        environment = started.until_told("environment")
+        assert environment["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+        assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert started.until_ended().outcome is Outcome.FINISHED
+    finally:
+        ray_nodes.kill_node(node)
+        wait_for(lambda: not ray_nodes.is_alive(node), "a node to be found dead")
+
+
+def test_gpus_that_others_hold_are_not_waited_for_without_end(start_cluster: Callable[..., Started]) -> None:
+    others = start_cluster("waits")
+    others.start("other", gpus=(0, 1))
+    others.until_told("task_started", "other")
+    started = start_cluster("works", placement_timeout_s=1)
+    started.start()
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.LOST
+    assert "others may hold" in ended.reason
+
+
+def test_a_node_without_alto_fails_with_the_remedy(
+    start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent: Any = ModuleType("absent_on_nodes")
+    exec("class Starter:\n    def __init__(self, launch, **_): ...\n    def poll(self, *_): ...", vars(absent))
+    monkeypatch.setitem(sys.modules, "absent_on_nodes", absent)
+    monkeypatch.setattr(of_ray, "Starter", absent.Starter)
+    started = start_cluster("works")
+    started.start()
+    ended = started.until_ended()
+    assert ended.outcome is Outcome.FAILED
+    assert "No module named 'absent_on_nodes'" in ended.reason
+    assert "expected ALTO on every node" in ended.reason
+    assert "pip install" in ended.reason
+
+
+def test_a_head_that_is_gone_is_named(start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked while its head is away, Ray itself would wait for a minute and then end the process."""
+    started = start_cluster("works")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = server.getsockname()
+    monkeypatch.setattr(started.cluster, "_head", nobody)
+    started.poll()
+    started.poll()
+    monkeypatch.setattr(of_ray, "HEAD_TIMEOUT_S", 0)
+    with pytest.raises(ClusterLostError, match=r"no head at 127\.0\.0\.1:.*alto resume"):
+        wait_for(lambda: False, "a lost head", meanwhile=started.poll)
+    with pytest.raises(ClusterLostError, match="no head at"):
+        started.start()
+
+
+def test_a_lost_client_is_named(start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_lost(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Client is shutting down.")
+
+    started = start_cluster("works")
+    with monkeypatch.context() as patch:
+        patch.setattr(of_ray, "placement_group", is_lost)
+        with pytest.raises(ClusterLostError, match="Client is shutting down"):
+            started.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        with pytest.raises(ClusterLostError, match="was disconnected"):
+            started.poll()
+
+
+def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable[..., Started]) -> None:
+    started = start_cluster("has_children")
+    started.start()
+    pids = [*started.until_told("children")["pids"], started.until_told("task_started")["pid"]]
+    actor = parent(pids[-1])
+    assert len(groups()) == 1
+    started.cluster.close()
+    assert not any(map(is_alive, pids))
+    wait_for(lambda: not is_alive(actor) and not groups(), "the end of an actor and its group")
+    assert ray.is_initialized()
+    started.cluster.close()
+
+
+def test_more_gpus_than_the_cluster_has(ray_nodes: RayMachine) -> None:
+    with pytest.raises(SpecError, match=r"total_gpus: expected at most the \d+ CPUs"):
+        RayCluster("auto", total_gpus=1000, entry="cluster_entries:works")
+    assert ray.is_initialized()
+
+
+def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(**_: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", refuses)
+    with pytest.raises(SpecError, match=r"expected a Ray cluster at 'ray://nowhere:1', found none \(nobody there\)"):
+        RayCluster("ray://nowhere:1", entry="cluster_entries:works")
+
+
+def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray puts another in its place, which ends the process before anything is drained."""
+    ray.shutdown()  # of the other tests
+    monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
+    before = signal.getsignal(signal.SIGTERM)
+    cluster = RayCluster("auto", entry="cluster_entries:works")
+    try:
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert len(cluster.nodes) == 2
+    finally:
+        cluster.close()
+        assert not ray.is_initialized()
+        ray_nodes.connect()
+
+
+def test_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.49.2")
+    with pytest.raises(UnsupportedError, match=r"expected Ray 2\.50 or newer, found 2\.49\.2"):
+        RayCluster("auto", entry="cluster_entries:works")
+
+
+def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "alto.cluster.ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnsupportedError, match=r"alto-lora\[ray\]"):
+        importlib.import_module("alto.cluster.ray")

@@ -1,0 +1,70 @@
+"""A real queue on Ray: tasks train, a node dies in the middle, nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from queues import tiny_tasks
+from ray_machine import RayMachine
+from tiny import save_model
+
+import alto
+from alto.cluster.ray import RayCluster
+from alto.early_exit import audit
+from alto.records import Gpu, Placement, Schedule
+from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),  # ray leaves the output of its processes open
+]
+
+NAMES = ("on-it", "elsewhere")
+
+
+def side_by_side(gpus: Mapping[str, Gpu]) -> Schedule:
+    return Schedule(
+        method="lpt",
+        status="heuristic",
+        placements=tuple(Placement(task=name, gpus=(gpu,), start_s=0.0, duration_s=60.0) for name, gpu in gpus.items()),
+        bound_s=60.0,
+    )
+
+
+def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayMachine, tmp_path: Path) -> None:
+    doomed = ray_nodes.add_node(num_cpus=1)
+    nodes = RayCluster("auto", entry="none:none").nodes
+    (lost,) = (Gpu(node.name, 0) for node in nodes if node.name.endswith(doomed.node_id[:8]))
+    kept = next(Gpu(node.name, 0) for node in nodes if node.name != lost.node)
+    half_way: list[str] = []
+
+    def kill(event: Mapping[str, Any]) -> None:
+        """The node, once a checkpoint of the task on it can be gone on with."""
+        if half_way or event["event"] != "told" or (event["task"], event["line"]["event"]) != (NAMES[0], "checkpoint"):
+            return
+        if event["line"]["seq"] > 2:
+            half_way.append(event["task"])
+            ray_nodes.kill_node(doomed)
+
+    tasks = tiny_tasks(tmp_path, save_model(tmp_path / "model"), NAMES, num_train_epochs=20, early_exit=False)
+    engine = alto.Engine(cluster="auto", output_dir=tmp_path / "runs", observers=[kill])
+    results = engine.batched_execution(tasks, side_by_side({NAMES[0]: lost, NAMES[1]: kept}))
+
+    assert half_way, "its node was killed while it trained"
+    assert [result.task for result in results] == list(NAMES)
+    queue = QueueDir(next((tmp_path / "runs").iterdir()))
+    history = read_queue_history(queue.root)
+    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
+    attempts = history.tasks[NAMES[0]].attempts
+    assert [attempt.outcome for attempt in attempts] == ["lost", "finished"]
+    assert [attempt.gpus[0].node == lost.node for attempt in attempts] == [True, False]
+    told = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
+    assert told.index(("gpu_lost", None)) < told.index(("executor_ended", NAMES[0]))
+    for name in NAMES:
+        events = read_events(queue.run_of(name).journal_file)
+        assert audit(events) == ()
+        assert [event["event"] for event in events].count("task_completed") == 1
+    assert "task_resumed" in [event["event"] for event in read_events(queue.run_of(NAMES[0]).journal_file)]

@@ -1,0 +1,89 @@
+"""What runs on a node, without Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
+from alto.cluster.local_executor import Timeouts
+from alto.cluster.ray_starter import Starter
+from alto.records import Gpu
+
+TIMEOUTS = Timeouts(heartbeat_s=60, start_s=60, drain_s=60)
+
+
+@pytest.fixture(autouse=True)
+def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "journal.jsonl").touch()
+    return tmp_path
+
+
+def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
+    launch = Launch(task="a", run_dir=str(run_dir), gpus=(Gpu("node", 7),), attempt=1)
+    return Starter(launch, entry=f"cluster_entries:{entry}", has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
+
+
+def events_of(starter: Starter) -> Iterator[ClusterEvent]:
+    """One at a time, until its executor has ended."""
+    num_heard, gives_up_at = 0, time.monotonic() + 60
+    while time.monotonic() < gives_up_at:
+        for event in starter.poll(num_heard, 1.0)[:1]:
+            num_heard += 1
+            yield event
+            if isinstance(event, ExecutorEnded):
+                return
+    pytest.fail("it did not end")
+
+
+def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
+    executor = starter(run_dir, "works")
+    heard = list(events_of(executor))
+    assert [event.event["event"] for event in heard if isinstance(event, Told)] == ["task_started", "task_completed"]
+    assert executor.poll(len(heard) - 1, 0) == heard[-1:]
+    assert executor.poll(len(heard) - 1, 0) == heard[-1:]
+    assert executor.poll(len(heard), 0) == []
+
+
+def test_a_folder_that_the_node_does_not_see_fails_with_the_remedy(tmp_path: Path) -> None:
+    [ended] = starter(tmp_path / "elsewhere", "works").poll(0, 0)
+    assert isinstance(ended, ExecutorEnded)
+    assert ended.outcome is Outcome.FAILED
+    assert "--output-dir" in ended.reason
+
+
+def test_an_executor_that_cannot_start_is_lost(run_dir: Path) -> None:
+    (run_dir / "logs").write_text("no folder", encoding="utf-8")
+    [ended] = starter(run_dir, "works").poll(0, 0)
+    assert isinstance(ended, ExecutorEnded)
+    assert ended.outcome is Outcome.LOST
+
+
+def test_the_executor_gets_the_gpus_that_ray_gave_and_its_share_of_the_cores(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    told, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
+    assert isinstance(told, Told)
+    assert told.event["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert told.event["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
+
+
+def test_closing_twice_leaves_nothing(run_dir: Path) -> None:
+    executor = starter(run_dir, "waits")
+    told = next(events_of(executor))
+    assert isinstance(told, Told)
+    executor.close()
+    assert not Path(f"/proc/{told.event['pid']}").exists()
+    executor.close()

@@ -1,0 +1,83 @@
+"""The guarded solver: what it answers, and what it answers where the solver's process does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from alto.cluster import GuardedSolver, solver
+from alto.errors import SpecError
+from alto.records import Gpu, Node
+from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand
+
+NODES = (Node(name="n", gpus=(0, 1)),)
+PROBLEM = SchedulingProblem(
+    nodes=NODES,
+    pending=tuple(
+        TaskDemand(task=name, num_gpus=gpus, duration_s=seconds)
+        for name, gpus, seconds in (("a", 1, 3.0), ("b", 1, 3.0), ("c", 2, 4.0), ("d", 1, 2.0))
+    ),
+)
+
+
+def _interpreter(folder: Path, does: str) -> str:
+    """A stand-in for Python that does something else."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_answer_is_the_solvers() -> None:
+    schedule = GuardedSolver("cp-sat", time_limit_s=5.0)(PROBLEM)
+    assert (schedule.method, schedule.status, schedule.notice) == ("cp-sat", "optimal", "")
+    assert schedule.makespan_s == pytest.approx(9.0)
+
+
+def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, "exit 3"))
+    assert GuardedSolver("sjf", time_limit_s=5.0)(PROBLEM).method == "sjf"
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("exit 3", "ended with code 3"),
+        ("kill -9 $$", "ended with code -9"),
+        ("exec sleep 60", "did not answer within 0.1 s and was killed"),
+    ],
+    ids=["crash", "kill", "hang"],
+)
+def test_without_an_answer_tasks_are_listed_and_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, why: str
+) -> None:
+    monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
+    schedule = GuardedSolver("cp-sat", time_limit_s=0.1, grace_s=1.0)(PROBLEM)
+    assert schedule.method == "lpt"
+    assert {placement.task for placement in schedule.placements} == {"a", "b", "c", "d"}
+    assert why in schedule.notice
+
+
+def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    does = f"exec {sys.executable} -c \"import sys, runpy; sys.modules['ortools'] = None; {_RUN}\""
+    monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
+    schedule = GuardedSolver("cp-sat", time_limit_s=5.0)(PROBLEM)
+    assert schedule.method == "lpt"
+    assert 'pip install "alto-lora[scheduler]"' in schedule.notice
+
+
+_RUN = "runpy.run_module('alto.cluster.solver', run_name='__main__')"
+
+
+def test_a_mistake_of_the_user_stays_one() -> None:
+    with pytest.raises(SpecError, match="expected one of"):
+        GuardedSolver("magic", time_limit_s=5.0)(PROBLEM)
+
+
+def test_running_tasks_alone_need_no_solver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, "exit 3"))
+    running = RunningTask(task="r", gpus=(Gpu("n", 0),), remaining_s=5.0)
+    schedule = GuardedSolver("cp-sat", time_limit_s=5.0)(SchedulingProblem(nodes=NODES, pending=(), running=(running,)))
+    assert (schedule.placements, schedule.notice) == ((), "")

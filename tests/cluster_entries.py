@@ -1,0 +1,159 @@
+"""What executors do in the tests of clusters, instead of training: functions as ``alto.engine.work:train``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alto import errors
+from alto.errors import TaskInterruptedError
+from alto.runs import Journal, RunDir, cut_journal, read_events
+
+IsInterrupted = Callable[[], bool]
+
+SLEEPER = (sys.executable, "-c", "import time\nwhile True: time.sleep(1)")
+
+
+def tell(run_dir: str, event: str, **facts: Any) -> None:
+    path = RunDir(Path(run_dir)).journal_file
+    past = read_events(path) if path.exists() else ()
+    with Journal(path, past=past) as journal:
+        journal.append(event, **facts)
+
+
+def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Tells two lines and ends well."""
+    tell(run_dir, "task_started", pid=os.getpid())
+    assert not is_interrupted()
+    tell(run_dir, "task_completed")
+
+
+def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Works until it is asked to stop, and saves then."""
+    tell(run_dir, "task_started", pid=os.getpid())
+    while not is_interrupted():
+        time.sleep(0.01)
+    tell(run_dir, "checkpoint")
+    raise TaskInterruptedError("stopped as asked, with everything on disk")
+
+
+def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Reads a model for ever; never asks whether to stop."""
+    tell(run_dir, "profile", pid=os.getpid())
+    while True:
+        time.sleep(1)
+
+
+def hangs(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Asks once, then never again, though its interpreter lives."""
+    is_interrupted()
+    loads(run_dir, is_interrupted)
+
+
+def fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """With the error named in the run's folder."""
+    name = (Path(run_dir) / "error").read_text(encoding="utf-8")
+    raise getattr(errors, name, RuntimeError)("as the test wants it")
+
+
+def exits(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Without a word."""
+    os._exit(7)
+
+
+def has_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Starts two processes, one in a process group of its own, and waits."""
+    children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
+    tell(run_dir, "children", pids=[child.pid for child in children])
+    waits(run_dir, is_interrupted)
+
+
+def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Starts them and ends well."""
+    children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
+    tell(run_dir, "children", pids=[child.pid for child in children])
+
+
+def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Tells what its environment says."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    tell(run_dir, "environment", **{name: os.environ.get(name) for name in names})
+
+
+def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Tells what PyTorch makes of it."""
+    import torch
+
+    tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
+
+
+def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """On both streams; without closing them."""
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Writes half a line, waits until it is told to go on, and writes the rest."""
+    tell(run_dir, "task_started")
+    line = json.dumps({"seq": 1, "time": 0.0, "event": "train"}) + "\n"
+    with RunDir(Path(run_dir)).journal_file.open("a", encoding="utf-8", buffering=1) as file:
+        file.write(line[:12])
+        file.flush()
+        (Path(run_dir) / "torn").touch()
+        while not (Path(run_dir) / "go").exists():
+            is_interrupted()
+            time.sleep(0.01)
+        file.write(line[12:])
+
+
+def goes_back(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Cuts the journal back to its first two lines, as a run that is resumed does, and tells two others."""
+    cut_journal(RunDir(Path(run_dir)).journal_file, 2)
+    tell(run_dir, "task_resumed")
+    tell(run_dir, "train", step=2)
+
+
+def trains(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """The real thing; in its first attempt it dies in the middle of a step."""
+    from alto.engine import Engine
+    from alto.executor import Trainer, executor
+
+    executor.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
+    attempt = Path(run_dir) / "killed"
+    update = Trainer.update
+    steps = iter(range(4))
+
+    def dies(self: Trainer, runs: Any) -> Any:
+        if next(steps, None) is None and not attempt.exists():
+            attempt.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, runs)
+
+    Trainer.update = dies  # type: ignore[method-assign]
+    Engine(is_interrupted=is_interrupted).resume(run_dir)
+
+
+def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Three steps an attempt; then the first waits, and once it is asked to stop saves until the test lets it go on."""
+    run = RunDir(Path(run_dir))
+    with run.locked():
+        first = len([event for event in read_events(run.journal_file) if event["event"] == "train"])
+        for step in range(first, first + 3):
+            tell(run_dir, "train", step=step)
+        if first == 0:
+            tell(run_dir, "waits", pid=os.getpid())
+            while not is_interrupted():
+                time.sleep(0.01)
+            while not (Path(run_dir) / "go").exists():
+                time.sleep(0.01)
+            tell(run_dir, "checkpoint")
+            raise TaskInterruptedError("stopped as asked")

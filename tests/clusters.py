@@ -1,0 +1,101 @@
+"""Clusters of every kind for one suite of tests, and what it asks of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Told
+from alto.cluster.local import LocalCluster
+from alto.records import Gpu
+
+LIMIT_S = 120.0
+
+
+def local_cluster(entry: str, num_gpus: int, **timeouts: float) -> Cluster:
+    return LocalCluster(entry=entry, total_gpus=num_gpus, **timeouts)
+
+
+def ray_cluster(entry: str, num_gpus: int, **timeouts: float) -> Cluster:
+    from alto.cluster.ray import RayCluster
+
+    return RayCluster("auto", entry=entry, total_gpus=num_gpus, **timeouts)
+
+
+CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ray_cluster}
+"""Makes a cluster of ``num_gpus`` GPUs (or what stands for them here) whose executors call ``entry``."""
+
+
+class Started:
+    """A cluster and what it has told so far."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.events: list[ClusterEvent] = []
+        self._folder = folder
+
+    def run_dir(self, task: str) -> Path:
+        """With what a run has before its first attempt."""
+        root = self._folder / task
+        root.mkdir(exist_ok=True)
+        (root / "journal.jsonl").touch()
+        return root
+
+    def gpus(self) -> list[Gpu]:
+        return [Gpu(node.name, index) for node in self.cluster.nodes for index in node.gpus]
+
+    def start(
+        self, task: str = "a", *, gpus: tuple[int, ...] = (0,), attempt: int = 1, run_dir: Path | None = None
+    ) -> Path:
+        """Start a task on GPUs by their place; returns the folder of its run."""
+        own = tuple(self.gpus()[index] for index in gpus)
+        run_dir = run_dir or self.run_dir(task)
+        self.cluster.start(Launch(task=task, run_dir=str(run_dir), gpus=own, attempt=attempt))
+        return run_dir
+
+    def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:
+        """The journal lines of a task so far."""
+        return [
+            dict(event.event)
+            for event in self.events
+            if isinstance(event, Told) and (event.task, event.attempt) == (task, attempt)
+        ]
+
+    def until_told(self, name: str, task: str = "a", attempt: int = 1) -> dict[str, Any]:
+        """Poll until a task has told the event ``name``; returns its line."""
+        return self._until(
+            lambda: next((line for line in self.told(task, attempt) if line["event"] == name), None), f"{task}: {name}"
+        )
+
+    def until_ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded:
+        """Poll until the executor of a task has ended."""
+        return self._until(lambda: self.ended(task, attempt), f"the end of {task}")
+
+    def poll(self) -> None:
+        self.events += self.cluster.poll(0.5)
+
+    def ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded | None:
+        """How the executor of a task has ended, as far as was told."""
+        ends = (event for event in self.events if isinstance(event, ExecutorEnded))
+        return next((end for end in ends if (end.task, end.attempt) == (task, attempt)), None)
+
+    def _until(self, found: Callable[[], Any], what: str) -> Any:
+        return wait_for(found, what, meanwhile=self.poll)
+
+
+def wait_for(found: Callable[[], Any], what: str, meanwhile: Callable[[], None] = lambda: time.sleep(0.02)) -> Any:
+    gives_up_at = time.monotonic() + LIMIT_S
+    while not (result := found()):
+        assert time.monotonic() < gives_up_at, f"waited for {what}"
+        meanwhile()
+    return result
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

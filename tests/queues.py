@@ -1,0 +1,45 @@
+"""Queues of tiny tasks whose durations are known, so that nothing has to be measured first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny import make_task
+
+import alto
+from alto.records import Gpu, Placement, Schedule
+
+NODE = "local"
+
+
+def tiny_tasks(folder: Path, model: Path, names: Sequence[str], **changes: Any) -> list[alto.Task]:
+    """Tasks of two jobs each on the model in ``model``."""
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "num_train_epochs": 1,
+        "r": 4,
+        "search_space": {"lr": [1e-3, 1e-2]},
+        "report_to": "none",
+        "checkpoint_interval_s": 0,
+    }
+    return [make_task(folder, name=name, **(settings | changes)) for name in names]
+
+
+def one_by_one(tasks: Sequence[alto.Task], names: Sequence[str], *, num_gpus: int = 1) -> Schedule:
+    """By turns on the slots of this machine, ten seconds each."""
+    return Schedule(
+        method="lpt",
+        status="heuristic",
+        placements=tuple(
+            Placement(
+                task=name,
+                gpus=(Gpu(NODE, index % num_gpus),),
+                start_s=10.0 * (index // num_gpus),
+                duration_s=10.0,
+            )
+            for index, (name, _) in enumerate(zip(names, tasks, strict=True))
+        ),
+        bound_s=10.0,
+    )

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from alto.runs import Journal, JournalTail, cut_journal
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def write(path: Path, *steps: int, past: int = 0) -> None:
+    with Journal(path, past=[{"time": 0.0}] * past) as journal:
+        for step in steps:
+            journal.append("train", step=step)
+
+
+def steps(tail: JournalTail) -> list[int]:
+    return [event["step"] for event in tail.read()]
+
+
+def test_every_line_is_given_once(path: Path) -> None:
+    tail = JournalTail(path)
+    assert steps(tail) == []
+    write(path, 1, 2)
+    assert steps(tail) == [1, 2]
+    assert steps(tail) == []
+    write(path, 3, past=2)
+    assert steps(tail) == [3]
+
+
+def test_a_torn_line_is_given_when_it_is_whole(path: Path) -> None:
+    write(path, 1)
+    tail = JournalTail(path)
+    with path.open("a") as file:
+        file.write('{"step": ')
+        file.flush()
+        assert steps(tail) == [1]
+        file.write("2}\n")
+    assert steps(tail) == [2]
+
+
+def test_a_damaged_line_is_left_out(path: Path) -> None:
+    path.write_bytes(b'{"step": 1}\n\x00\xff not json\n[2]\n\n{"step": 3}\n')
+    assert steps(JournalTail(path)) == [1, 3]
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_of_a_journal_that_was_cut_back_only_the_new_lines_are_given(path: Path, kept: int) -> None:
+    write(path, 0, 1, 2, 3, 4)
+    tail = JournalTail(path)
+    tail.read()
+    cut_journal(path, kept)
+    write(path, *range(10 + kept, 17), past=kept)
+    assert steps(tail) == list(range(10 + kept, 17))
+
+
+def test_a_cut_that_is_seen_before_anything_was_written_counts_too(path: Path) -> None:
+    write(path, 0, 1, 2)
+    tail = JournalTail(path)
+    tail.read()
+    cut_journal(path, 1)
+    assert steps(tail) == []
+    write(path, 10, 20, past=1)
+    assert steps(tail) == [10, 20]
+
+
+def test_a_file_that_became_shorter_in_place_was_cut_too(path: Path) -> None:
+    write(path, 0, 1, 2)
+    tail = JournalTail(path)
+    tail.read()
+    os.truncate(path, len(path.read_bytes().splitlines(keepends=True)[0]) + 5)
+    assert steps(tail) == []
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 7}\n')
+    assert steps(tail) == [7]

@@ -1,0 +1,221 @@
+"""The queue: what it starts, plans, retries, refuses and ignores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from alto.errors import SpecError
+from alto.records import Gpu, Node
+from alto.scheduler import TaskDemand, schedule_tasks
+from alto.scheduler.queue import (
+    Failed,
+    Finished,
+    GaveUp,
+    GpuAdded,
+    GpuLost,
+    Planned,
+    Progressed,
+    Queue,
+    QueueSettings,
+    StartTask,
+    Stopped,
+    StopTask,
+    Submitted,
+    TaskState,
+    Woken,
+)
+from alto.scheduler.queue.actions import Action
+
+
+def queue_of(num_gpus: int = 2, **settings: object) -> Queue:
+    nodes = [Node(name="n", gpus=tuple(range(num_gpus)))]
+    return Queue(nodes, QueueSettings(**settings), lambda problem, _: partial(schedule_tasks, method="fifo")(problem))
+
+
+def submit(
+    queue: Queue, time_s: float, *names: str, gpus: int = 1, duration_s: float = 100, **more: object
+) -> list[Action]:
+    demands = [TaskDemand(task=name, num_gpus=gpus, duration_s=duration_s, **more) for name in names]
+    return queue.apply(*(Submitted(time_s=time_s, demand=demand) for demand in demands))
+
+
+def started(actions: list[Action]) -> list[str]:
+    return [action.task for action in actions if isinstance(action, StartTask)]
+
+
+def test_a_task_starts_when_gpus_come_free_earlier_than_planned():
+    queue = queue_of(1)
+    assert started(submit(queue, 0, "a", "b")) == ["a"]
+    actions = queue.apply(Finished(time_s=10, task="a", attempt=1))
+    assert started(actions) == ["b"]
+    assert [action.reason for action in actions if isinstance(action, Planned)] == ["a finished"]
+
+
+def test_events_of_one_moment_lead_to_one_plan():
+    actions = submit(queue_of(2), 0, "a", "b")
+    assert [action.reason for action in actions if isinstance(action, Planned)] == ["a came; b came"]
+
+
+def test_failures_are_retried_after_growing_pauses_and_given_up_at_the_cap():
+    queue = queue_of(1, max_attempts=3, backoff_s=10)
+    submit(queue, 0, "a")
+    for attempt, pause_s in ((1, 10), (2, 20)):
+        now_s = 100.0 * attempt
+        failed = queue.apply(Failed(time_s=now_s, task="a", attempt=attempt, reason="boom", is_retryable=True))
+        assert started(failed) == []
+        assert queue.next_wake_s == now_s + pause_s
+        assert started(queue.apply(Woken(time_s=now_s + pause_s))) == ["a"]
+    assert queue.apply(Failed(time_s=400, task="a", attempt=3, reason="boom", is_retryable=True)) == []
+    assert queue.next_wake_s == 440
+    actions = queue.apply(Woken(time_s=440))
+    assert actions == [GaveUp(task="a", reason="boom (attempt 3 of 3)")]
+    assert queue.tasks["a"].state is TaskState.FAILED
+
+
+def test_a_failure_that_would_come_again_is_given_up_at_once():
+    queue = queue_of(1)
+    submit(queue, 0, "a")
+    actions = queue.apply(Failed(time_s=1, task="a", attempt=1, reason="no data", is_retryable=False))
+    assert isinstance(actions[0], GaveUp)
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_a_lost_gpu_does_not_count_against_the_task_until_there_is_no_end_to_it(is_told_first: bool):
+    queue = queue_of(1, max_attempts=1)
+    submit(queue, 0, "a")
+    for attempt in range(1, 11):
+        news = [
+            GpuLost(time_s=attempt, gpu=Gpu("n", 0)),
+            Failed(time_s=attempt, task="a", attempt=attempt, reason="gone", is_retryable=True),
+        ]
+        actions = queue.apply(*(news if is_told_first else news[::-1]))
+        if attempt < 10:
+            assert queue.tasks["a"].state is TaskState.WAITING
+            assert started(queue.apply(GpuAdded(time_s=attempt, gpu=Gpu("n", 0)))) == ["a"]
+    assert any(isinstance(action, GaveUp) for action in actions)
+
+
+def test_a_failure_is_not_counted_where_its_gpu_is_heard_to_be_lost_in_the_pause_after_it():
+    queue = queue_of(2, max_attempts=1, backoff_s=10)
+    submit(queue, 0, "a")
+    queue.apply(Failed(time_s=1, task="a", attempt=1, reason="gone", is_retryable=True))
+    (planned, start) = queue.apply(GpuLost(time_s=5, gpu=Gpu("n", 0)))
+    assert planned.reason == "GPU 0 of n was lost"
+    assert (start.gpus, start.attempt) == ((Gpu("n", 1),), 2)
+    assert queue.tasks["a"].num_failures == 0
+    queue.apply(Failed(time_s=20, task="a", attempt=2, reason="boom", is_retryable=True))
+    (given_up,) = queue.apply(Woken(time_s=30))
+    assert given_up == GaveUp(task="a", reason="boom (attempt 1 of 1)")
+
+
+def test_a_gpu_lost_after_the_pause_excuses_nobody():
+    queue = queue_of(2, max_attempts=2, backoff_s=10)
+    submit(queue, 0, "a")
+    queue.apply(Failed(time_s=1, task="a", attempt=1, reason="boom", is_retryable=True))
+    assert started(queue.apply(Woken(time_s=11))) == ["a"]
+    queue.apply(GpuLost(time_s=12, gpu=Gpu("n", 1)))
+    assert queue.tasks["a"].num_failures == 1
+
+
+def test_who_is_about_to_be_given_up_holds_no_gpus_and_can_be_stopped():
+    queue = queue_of(1, max_attempts=1, backoff_s=10)
+    submit(queue, 0, "a", "b")
+    failed = queue.apply(Failed(time_s=1, task="a", attempt=1, reason="boom", is_retryable=True))
+    assert started(failed) == ["b"]
+    assert queue.plan is not None
+    assert [placement.task for placement in queue.plan.placements] == ["b"]
+    queue.apply(Stopped(time_s=2, task="a"))
+    assert queue.apply(Woken(time_s=11)) == []
+    assert queue.tasks["a"].state is TaskState.STOPPED
+
+
+def test_a_gpu_that_comes_back_is_not_free_before_its_task_is_heard_of():
+    queue = queue_of(1)
+    submit(queue, 0, "a", "b")
+    queue.apply(GpuLost(time_s=1, gpu=Gpu("n", 0)))
+    assert started(queue.apply(GpuAdded(time_s=2, gpu=Gpu("n", 0)))) == []
+    failed = Failed(time_s=3, task="a", attempt=1, reason="gone", is_retryable=True)
+    assert started(queue.apply(failed)) == ["a"]
+
+
+def test_what_is_too_large_after_a_loss_waits_with_a_reason_and_is_planned_when_gpus_come():
+    queue = queue_of(2)
+    queue.apply(GpuLost(time_s=0, gpu=Gpu("n", 1)))
+    assert started(submit(queue, 1, "wide", gpus=2)) == []
+    assert queue.tasks["wide"].waits_for == "2 GPUs, of which 1 are there"
+    assert started(queue.apply(GpuAdded(time_s=2, gpu=Gpu("n", 1)))) == ["wide"]
+    assert queue.tasks["wide"].waits_for == ""
+
+
+def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
+    queue = queue_of(2, quotas={"t": 1})
+    with pytest.raises(SpecError, match="expected num_gpus from 1 to 2"):
+        submit(queue, 0, "huge", gpus=3)
+    with pytest.raises(SpecError, match="quota of tenant 't'"):
+        submit(queue, 0, "greedy", gpus=2, tenant="t")
+    with pytest.raises(SpecError, match="new to the queue, found 'twice'"):
+        submit(queue, 0, "twice", "twice")
+    with pytest.raises(SpecError, match="expected one that was submitted, found 'nobody'"):
+        queue.apply(Stopped(time_s=0, task="nobody"))
+    assert not queue.tasks
+
+
+def test_an_overrun_does_not_break_the_quota():
+    queue = queue_of(2, quotas={"t": 1})
+    assert started(submit(queue, 0, "a", "b", tenant="t", duration_s=10)) == ["a"]
+    assert queue.apply(Woken(time_s=10)) == []  # b's start has come and its GPU is free, but a runs still
+    assert started(queue.apply(Finished(time_s=12, task="a", attempt=1))) == ["b"]
+
+
+def test_an_overrun_takes_no_gpus_that_the_plan_holds():
+    queue = queue_of(2)
+    submit(queue, 0, "a", "b", duration_s=10)
+    submit(queue, 0, "wide", gpus=2, duration_s=10)
+    submit(queue, 0, "last", duration_s=10)
+    assert started(queue.apply(Finished(time_s=5, task="a", attempt=1))) == []
+    assert queue.apply(Woken(time_s=20)) == []  # last's start has come and its GPU is free, but held for wide
+    assert started(queue.apply(Finished(time_s=21, task="b", attempt=1))) == ["wide"]
+
+
+def test_a_moved_estimate_leads_to_a_plan_and_a_small_move_does_not():
+    queue = queue_of(1, estimate_change=0.25)
+    submit(queue, 0, "a", "b")
+    assert queue.apply(Progressed(time_s=10, task="a", attempt=1, remaining_s=100)) == []
+    (planned,) = queue.apply(Progressed(time_s=20, task="a", attempt=1, remaining_s=200))
+    assert isinstance(planned, Planned)
+    assert planned.reason == "a is now thought to take 220 s, not 100 s"
+    assert planned.schedule.placements[0].start_s == 200
+    assert queue.plan is not None
+    assert queue.plan.placements[0].start_s == 220
+
+
+def test_late_news_changes_nothing():
+    queue = queue_of(1)
+    submit(queue, 0, "a")
+    queue.apply(Failed(time_s=1, task="a", attempt=1, reason="hung", is_retryable=True))
+    queue.apply(Woken(time_s=11))
+    assert queue.tasks["a"].attempt == 2
+    assert queue.apply(Finished(time_s=12, task="a", attempt=1)) == []
+    assert queue.tasks["a"].has_gpus
+    queue.apply(Finished(time_s=13, task="a", attempt=2))
+    assert queue.apply(Progressed(time_s=14, task="a", attempt=2, remaining_s=1e6), Stopped(time_s=14, task="a")) == []
+    assert queue.tasks["a"].state is TaskState.FINISHED
+
+
+def test_a_task_that_is_stopped_keeps_its_gpus_until_its_executor_has_ended():
+    queue = queue_of(1)
+    submit(queue, 0, "a", "b", "c")
+    assert queue.apply(Stopped(time_s=1, task="a")) == [StopTask(task="a")]
+    assert started(queue.apply(Stopped(time_s=2, task="b"))) == []
+    ended = queue.apply(Failed(time_s=3, task="a", attempt=1, reason="interrupted", is_retryable=True))
+    assert started(ended) == ["c"]
+    assert {queue.tasks[name].state for name in "ab"} == {TaskState.STOPPED}
+
+
+def test_a_task_waits_for_its_release():
+    queue = queue_of(1)
+    assert started(submit(queue, 5, "a", release_s=20)) == []
+    assert queue.next_wake_s == 20
+    assert started(queue.apply(Woken(time_s=20))) == ["a"]

@@ -1,0 +1,56 @@
+"""Local search between nodes: it loses nobody, keeps to the GPUs there are, and makes nodes end alike."""
+
+from __future__ import annotations
+
+import time
+
+from schedules import nodes_of, tasks_of
+
+from alto.records import Gpu
+from alto.scheduler import RunningTask, SchedulingProblem, check_schedule
+from alto.scheduler.inter_task.balance import balanced_seats
+from alto.scheduler.inter_task.outcome import schedule_from
+from alto.scheduler.inter_task.seats import Seat, place
+
+
+def all_on_the_first_node(problem: SchedulingProblem) -> list[Seat]:
+    return [
+        Seat(demand=demand, start=float(number), counts={"n0": demand.num_gpus})
+        for number, demand in enumerate(problem.pending)
+    ]
+
+
+def balanced(problem: SchedulingProblem, *, bound: float, within_s: float = 30.0) -> list[Seat]:
+    deadline = time.monotonic() + within_s
+    seats = balanced_seats(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
+    assert {seat.demand for seat in seats} == set(problem.pending)
+    check_schedule(problem, schedule_from("cp-sat", place(problem, seats), bound_s=0.0, status="feasible"))
+    return seats
+
+
+def test_nodes_end_alike() -> None:
+    tasks = tasks_of(*((width, 10.0 + number) for number, width in enumerate((4, 2, 2, 1, 1, 1, 1) * 4)))
+    problem = SchedulingProblem(nodes=nodes_of(4, 4, 4), pending=tasks)
+    least = sum(task.num_gpus * task.duration_s for task in tasks) / 12
+    assert max(seat.end for seat in balanced(problem, bound=least)) < 1.05 * least
+
+
+def test_a_node_where_a_task_runs_gets_less() -> None:
+    running = RunningTask(task="r", gpus=(Gpu("n1", 0), Gpu("n1", 1)), remaining_s=6.0)
+    problem = SchedulingProblem(nodes=nodes_of(2, 2), pending=tasks_of(*((1, 2.0),) * 10), running=(running,))
+    seats = balanced(problem, bound=8.0)
+    assert sum("n0" in seat.counts for seat in seats) == 8
+    assert max(seat.end for seat in seats) == 8.0
+
+
+def test_the_time_is_kept() -> None:
+    tasks = tasks_of(*((1 + number % 3, 10.0 + number * 7919 % 1000) for number in range(400)))
+    problem = SchedulingProblem(nodes=nodes_of(*(8,) * 20), pending=tasks)
+    started = time.process_time()
+    balanced(problem, bound=0.0, within_s=0.2)
+    assert time.process_time() - started < 2.0
+
+
+def test_the_same_seats_end_in_the_same_seats() -> None:
+    problem = SchedulingProblem(nodes=nodes_of(2, 2), pending=tasks_of((2, 5), (1, 4), (1, 3), (2, 2), (1, 1)))
+    assert balanced(problem, bound=0.0) == balanced(problem, bound=0.0)

@@ -1,0 +1,71 @@
+"""Simulation files: the shares that were measured, and mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from alto.early_exit import policy_from
+from alto.early_exit.recording import Recording
+from alto.early_exit.replay import replay
+from alto.errors import SpecError
+from alto.spec import ArrivingTask, EarlyExit, Simulation, load_simulation, trace
+from alto.spec.simulation import MEASURED_EXIT_SHARES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_is_valid():
+    assert load_simulation(ROOT / "examples" / "simulation.yaml").nodes == 4
+
+
+def test_the_default_shares_are_those_of_the_recording():
+    recording = Recording.read(ROOT / "benchmarks" / "recordings" / "gsm8k-alto-tiny.json.gz")
+    settings = EarlyExit()
+    left = 1 - replay(recording, policy_from(settings), settings.ema_alpha).samples_saved
+    assert min(MEASURED_EXIT_SHARES) <= round(left, 3) <= max(MEASURED_EXIT_SHARES)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"arrivals": "poisson"}, "Give both or neither"),
+        ({"gpus": {0: 1.0}}, "numbers of GPUs to shares"),
+        ({"duration_p99_s": 1.0}, "above duration_median_s"),
+        ({"early_exit_shares": [0.0]}, "shares above 0"),
+    ],
+)
+def test_values_that_contradict_are_refused(values: dict[str, object], message: str):
+    with pytest.raises(SpecError, match=message):
+        Simulation(**values)
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "tasks.jsonl").write_text(text, encoding="utf-8")
+    (folder / "simulation.yaml").write_text("trace: tasks.jsonl\n", encoding="utf-8")
+    return folder / "simulation.yaml"
+
+
+def test_a_trace_of_json_lines_is_read_and_blank_lines_are_not(tmp_path: Path):
+    first = '{"arrival_s": 0, "duration_s": 10, "gpus": 2}'
+    second = '{"arrival_s": 5, "duration_s": 1, "priority": 3, "tenant": "t"}'
+    assert load_simulation(written(tmp_path, f"{first}\n\n{second}\n")).trace == (
+        ArrivingTask(arrival_s=0, duration_s=10, gpus=2),
+        ArrivingTask(arrival_s=5, duration_s=1, priority=3, tenant="t"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]\n", r"tasks.jsonl:1 should be a JSON object"),
+        ('{"arrival_s": 0, "duration_s": 0}\n', r"tasks.jsonl:1: "),
+        ("\n", "at least one task"),
+        ('{"arrival_s": 0, "duration_s": 1}\n' * 3, "at most 2 tasks, found more"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str):
+    monkeypatch.setattr(trace, "MAX_TASKS", 2)
+    with pytest.raises(SpecError, match=message):
+        load_simulation(written(tmp_path, text))

@@ -1,0 +1,52 @@
+"""``alto simulate``: a table, JSON, a picture, a capacity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from alto.cli.simulate import simulate
+from alto.errors import SpecError, UnknownKeyError
+
+app = typer.Typer()
+app.command()(simulate)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "tasks.csv").write_text("arrival_s,gpus,duration_s,tenant\n0,1,10,a\n0,2,20,b\n5,1,10,\n", "utf-8")
+    path = tmp_path / "simulation.yaml"
+    path.write_text("trace: tasks.csv\ngpus_per_node: 2\nmethods: [fifo, lpt]\n", encoding="utf-8")
+    return path
+
+
+def test_every_method_with_and_without_early_exit_is_json_and_a_picture(file: Path):
+    page = file.parent / "gantt.html"
+    found = CliRunner().invoke(app, [str(file), "--json", "--html", str(page)])
+    outcomes = json.loads(found.output)["outcomes"]
+    assert [outcome["label"] for outcome in outcomes] == ["B", "B+S", "B+EE", "B+S+EE"]
+    assert all(outcome["num_finished"] == 3 for outcome in outcomes)
+    assert "node-0000:1" in page.read_text(encoding="utf-8")
+
+
+def test_a_capacity_is_one_command(file: Path):
+    found = CliRunner().invoke(app, [str(file), "--finish-within", "25s", "--set", "early_exit_shares=[]"])
+    assert found.output.startswith("4 GPUs (2 nodes of 2)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--set", "nods=2"], UnknownKeyError, "Did you mean 'nodes'"),
+        (["--set", "trace=none.csv"], SpecError, "trace should be a readable file"),
+        (["--finish-within", "soon"], SpecError, "expected a time such as"),
+    ],
+)
+def test_mistakes_are_named(file: Path, arguments: list[str], error: type[Exception], message: str):
+    found = CliRunner().invoke(app, [str(file), *arguments])
+    assert isinstance(found.exception, error)
+    assert message in str(found.exception)

@@ -1,0 +1,157 @@
+"""Many tasks through the engine and the command: folders, results, names, what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from queues import one_by_one, tiny_tasks
+from tiny import make_task, save_model
+from typer.testing import CliRunner
+
+import alto
+from alto.cli import app
+from alto.engine.queues import unique_names
+from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError
+from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QueueDir, list[alto.TaskResult], list[Any]]:
+    """A queue of three tasks, two of which have one name, on two slots."""
+    folder = tmp_path_factory.mktemp("ran")
+    seen: list[Any] = []
+    tasks = tiny_tasks(folder, model, ["a", "b", "a"])
+    engine = alto.Engine(total_gpus=2, output_dir=folder / "runs", observers=[seen.append])
+    results = engine.batched_execution(tasks, one_by_one(tasks, ["a", "b", "a-2"], num_gpus=2))
+    (root,) = (folder / "runs").iterdir()
+    return QueueDir(root), results, seen
+
+
+def test_results_are_in_the_order_of_the_tasks_and_their_runs_in_the_queues_folder(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
+) -> None:
+    queue, results, _ = ran
+    assert [Path(result.run_dir).name for result in results] == ["a", "b", "a-2"]
+    assert {path.name for path in queue.root.iterdir()} == {
+        "queue.yaml",
+        "journal.jsonl",
+        "tasks",
+        "report.html",
+        "run.lock",
+    }
+    for result in results:
+        assert (Path(result.adapter_dir) / "adapter_model.safetensors").is_file()
+        assert (Path(result.run_dir) / "report.html").is_file()
+        assert alto.load_task(Path(result.run_dir) / "task.yaml").max_slots is not None
+
+
+def test_the_journal_tells_plans_and_executors(ran: tuple[QueueDir, list[alto.TaskResult], list[Any]]) -> None:
+    queue, _, seen = ran
+    events = read_events(queue.run.journal_file)
+    kinds = [event["event"] for event in events]
+    assert (kinds[0], kinds[1], kinds[-1]) == ("queue_started", "planned", "queue_completed")
+    assert kinds.count("executor_started") == kinds.count("executor_ended") == 3
+    assert [event for event in seen if event["event"] != "told"] == events
+    assert {event["task"] for event in seen if event["event"] == "told"} == {"a", "b", "a-2"}
+    history = read_queue_history(queue.root)
+    assert all(task.state is TaskStage.FINISHED for task in history.tasks.values())
+    assert {gpu.index for task in history.tasks.values() for gpu in task.attempts[0].gpus} == {0, 1}
+
+
+def test_a_finished_queue_gives_its_results_again(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
+) -> None:
+    queue, results, _ = ran
+    again = alto.Engine(output_dir=queue.root.parent).resume_queue(queue.root)
+    assert [result.best_validation_loss for result in again] == [result.best_validation_loss for result in results]
+    kinds = [event["event"] for event in read_events(queue.run.journal_file)]
+    assert kinds.count("executor_started") == 3
+
+
+@pytest.mark.parametrize("command", ["show", "report", "resume"])
+def test_commands_know_a_queue_by_its_folder(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], command: str
+) -> None:
+    queue, _, _ = ran
+    done = CliRunner().invoke(app, [command, str(queue.root)])
+    assert done.exit_code == 0, done.output
+    assert "3 of 3 tasks done on 2 CPU slots" in done.stdout
+    assert "a-2" in done.stdout
+
+
+def test_show_as_json(ran: tuple[QueueDir, list[alto.TaskResult], list[Any]]) -> None:
+    queue, results, _ = ran
+    facts = json.loads(CliRunner().invoke(app, ["show", str(queue.root), "--json"]).stdout)
+    assert facts["state"] == "finished"
+    assert [task["best_validation_loss"] for task in facts["tasks"]] == [r.best_validation_loss for r in results]
+
+
+def test_the_report_names_every_task_and_loads_nothing(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
+) -> None:
+    page = (ran[0].root / "report.html").read_text(encoding="utf-8")
+    assert all(f'href="tasks/{name}/report.html"' in page for name in ("a", "b", "a-2"))
+    assert "default-src 'none'" in page
+
+
+def test_a_task_that_fails_by_its_own_fault_leaves_the_others_their_results(model: Path, tmp_path: Path) -> None:
+    good, bad = tiny_tasks(tmp_path, model, ["good", "bad"])
+    bad = bad.replace(search_space={"lr": [1e30]}, early_exit=False)
+    engine = alto.Engine(output_dir=tmp_path / "runs")
+    with pytest.raises(TasksFailedError, match=r"1 that were given up \(bad: task 'bad': expected at") as caught:
+        engine.batched_execution([good, bad], one_by_one([good, bad], ["good", "bad"]))
+    assert [result.task for result in caught.value.results] == ["good"]
+    (root,) = (tmp_path / "runs").iterdir()
+    stages = {name: task.state for name, task in read_queue_history(root).tasks.items()}
+    assert stages == {"good": TaskStage.FINISHED, "bad": TaskStage.FAILED}
+
+
+def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:
+    task = make_task(tmp_path, num_gpus=3)
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
+        engine.schedule([task])
+    with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
+        engine.batched_execution([task], one_by_one([task], ["tiny"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:
+    task = make_task(tmp_path, num_gpus=2, tenant="research")
+    engine = alto.Engine(total_gpus=4, quotas={"research": 1}, output_dir=tmp_path / "runs")
+    with pytest.raises(SpecError, match="the quota of tenant 'research'"):
+        engine.schedule([task])
+
+
+def test_what_is_wrong_with_the_data_is_said_by_name_before_anything_starts(tmp_path: Path) -> None:
+    task = make_task(tmp_path, dataset="absent.jsonl")
+    with pytest.raises(DataFileNotFoundError):
+        alto.Engine(output_dir=tmp_path / "runs").schedule([task])
+
+
+def test_a_schedule_of_other_tasks_is_refused(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    with pytest.raises(SpecError, match=r"expected a placement for each of the 2 tasks.*engine\.schedule\(tasks\)"):
+        alto.Engine(output_dir=tmp_path / "runs").batched_execution([task, task], one_by_one([task], ["tiny"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="expected one of"):
+        alto.Engine().schedule([make_task(tmp_path)], method="magic")
+    with pytest.raises(SpecError, match="expected local, auto or ray"):
+        alto.Engine(cluster="slurm").schedule([make_task(tmp_path)])
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    tasks = [make_task(tmp_path, name=name) for name in ("a", "a", "a-2", "a", "b")]
+    names = unique_names(tasks)
+    assert names == ["a", "a-3", "a-2", "a-4", "b"]
