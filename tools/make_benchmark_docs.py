@@ -21,6 +21,7 @@ TOPICS = {
     "kernels": ("One training step of many adapters", ("cpu", "gpu")),
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
     "scheduler": ("Which task runs where and when", ("cpu",)),
+    "makespan": ("Eleven tasks, four ways", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
 

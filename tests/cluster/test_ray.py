@@ -76,7 +76,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
 def test_a_task_larger_than_a_node_reserves_its_gpus_on_both(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits")
     started.start(gpus=(0, 2, 3))
-    started.until_told("waits")
+    started.until_told("task_started")
     [group] = groups()
     assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1, 2]
     assert group["strategy"] == "STRICT_SPREAD"

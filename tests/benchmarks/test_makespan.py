@@ -1,0 +1,71 @@
+"""The ablation's figures and gate, on queues that were never run; its tasks on real rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import makespan
+import pytest
+
+from alto.records import Gpu, TaskResult
+from alto.runs import Attempt, QueueHistory, TaskHistory
+
+RESULT = TaskResult(
+    task="a",
+    run_dir="runs/a",
+    adapter_dir="runs/a/best",
+    best_job="job-000",
+    best_validation_loss=2.0,
+    jobs=(),
+    duration_s=1.0,
+)
+
+
+def measured(seconds: float, *, loss: float = 2.0, starts: tuple[float, ...] = (0.0, 5.0)) -> makespan.Measured:
+    """Two tasks on one GPU, five seconds each from ``starts`` on."""
+    history = QueueHistory()
+    for name, start in zip("ab", starts, strict=True):
+        attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")
+        history.tasks[name] = TaskHistory(task=name, attempts=[attempt])
+    result = dataclasses.replace(RESULT, best_validation_loss=loss)
+    return makespan.Measured(seconds=seconds, planned_s=10.0, results=[result], history=history)
+
+
+def four(**others: makespan.Measured) -> dict[str, makespan.Measured]:
+    seconds = {"B": 60.0, "B+S": 50.0, "B+EE": 12.0, "B+S+EE": 10.0}
+    return {name: measured(taken) for name, taken in seconds.items()} | others
+
+
+def test_figures_are_ratios_to_batching_alone() -> None:
+    assert makespan.figures(four()) == {
+        "full_over_batched": 6.0,
+        "scheduled_over_batched": 1.2,
+        "early_exit_over_batched": 5.0,
+        "best_loss_ratio": 1.0,
+    }
+    assert makespan.gate(four()) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (measured(50.0, starts=(0.0, 4.0)), "B+S: two tasks at a time on local:0"),
+        (measured(50.0, loss=2.2), "B+S, a: loss 2.2000"),
+    ],
+    ids=["shared", "worse"],
+)
+def test_the_gate_refuses(broken: makespan.Measured, said: str) -> None:
+    (failure,) = makespan.gate(four(**{"B+S": broken}))
+    assert failure.startswith(said)
+
+
+def test_the_gate_refuses_a_task_that_ran_twice() -> None:
+    broken = measured(50.0)
+    broken.history.tasks["b"].attempts *= 2
+    assert any("3 executors for 2 tasks" in failure for failure in makespan.gate(four(**{"B+S": broken})))
+
+
+def test_the_cpu_scale_is_eleven_tasks_that_differ() -> None:
+    tasks = makespan.PLANS["cpu"].tasks
+    assert len(tasks) == len(set(tasks)) == 11
+    assert {slots for slots, *_ in tasks} == {1, 2}
