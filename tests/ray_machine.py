@@ -75,11 +75,15 @@ class RayMachine:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Actors, and the executors that they started."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text(encoding="utf-8").split()):
-            yield from _descendants(child)
-            yield child
+    """Actors, and the executors that they started; threads and processes may end meanwhile."""
+    children: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (task / "children").read_text(encoding="utf-8").split())
+    for child in children:
+        yield from _descendants(child)
+        yield child
 
 
 @contextmanager
