@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import alto
 from alto.cli import app
 from alto.engine.queues import unique_names
-from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError
+from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
 from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
 
 
@@ -122,6 +122,13 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
     with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
         engine.batched_execution([task], one_by_one([task], ["tiny"]))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_on_several_real_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alto.cluster.local.LocalCluster.has_gpus", True)
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    with pytest.raises(UnsupportedError, match="one GPU, found 2 for 'tiny'"):
+        engine.schedule([make_task(tmp_path, num_gpus=2)])
 
 
 def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from alto.cluster import Cluster, Controller, ExecutorEnded, GuardedSolver, Laun
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_FILE, TRAIN
-from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError
+from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError, UnsupportedError
 from alto.export import write_queue_report
 from alto.records import Gpu, Node, Schedule, TaskResult
 from alto.runs import (
@@ -67,7 +67,7 @@ class QueueRunner:
         for task in tasks:
             read_task_rows(task)  # what is wrong with them is best said here, by name
         with self._opened(PLAN) as cluster:
-            self._check(tasks, cluster.nodes)
+            self._check(tasks, cluster)
             durations = self._durations(tasks, cluster)
             problem = self._problem(tasks, durations, cluster.nodes)
         return GuardedSolver(method, time_limit_s=SOLVE_S)(problem)
@@ -99,7 +99,7 @@ class QueueRunner:
             "quotas": self._quotas,
         }
         with self._opened(TRAIN) as cluster:
-            self._check(tasks, cluster.nodes)
+            self._check(tasks, cluster)
             queue_dir = QueueDir.create(output_dir, entries, [portable(task) for task in tasks], settings)
             with queue_dir.run.locked():
                 return self._run(queue_dir, entries, schedule.method, cluster, first=schedule)
@@ -169,9 +169,14 @@ class QueueRunner:
             quotas=self._quotas,
         )
 
-    def _check(self, tasks: Sequence[Task], nodes: Sequence[Node]) -> None:
+    def _check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
         """Whether every task can be placed at all, before anything is measured or written."""
-        self._problem(tasks, [1.0] * len(tasks), nodes)
+        self._problem(tasks, [1.0] * len(tasks), cluster.nodes)
+        wide = next((task for task in tasks if task.num_gpus > 1), None)
+        if cluster.has_gpus and wide is not None:
+            raise UnsupportedError(
+                f"num_gpus: this version trains a task on one GPU, found {wide.num_gpus} for {wide.name!r}; set it to 1"
+            )
 
     # -- running them --------------------------------------------------------------------------------------------
 
