@@ -20,7 +20,6 @@ from alto.spec import Simulation, load_simulation
 __all__ = ["simulate"]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_MAX_SOLVED_TASKS = 100
 
 
 def simulate(
@@ -71,8 +70,10 @@ def simulate(
 
 
 def _usual_methods(simulation: Simulation) -> list[str]:
+    from alto.scheduler.simulate import MAX_SOLVED
+
     num_tasks = simulation.num_tasks if simulation.trace is None else len(simulation.trace)
-    return ["fifo", "sjf", "lpt", *(["cp-sat"] if num_tasks <= _MAX_SOLVED_TASKS else [])]
+    return ["fifo", "sjf", "lpt", *(["cp-sat"] if num_tasks <= MAX_SOLVED else [])]
 
 
 def _seconds(text: str) -> float:

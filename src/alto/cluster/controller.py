@@ -158,9 +158,7 @@ class Controller:
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return
         del self._running[ended.task]
-        self._journal.append(
-            "executor_ended", task=ended.task, attempt=ended.attempt, outcome=ended.outcome.value, reason=ended.reason
-        )
+        self._journal_end(ended)
         if ended.outcome is Outcome.FINISHED:
             self._open.discard(ended.task)
             self._tell(Finished(time_s=self._now_s(), task=ended.task, attempt=ended.attempt))
@@ -224,17 +222,16 @@ class Controller:
                     del self._running[event.task]
                     if event.outcome is Outcome.FINISHED:
                         self._open.discard(event.task)
-                    self._journal.append(
-                        "executor_ended",
-                        task=event.task,
-                        attempt=event.attempt,
-                        outcome=event.outcome.value,
-                        reason=event.reason,
-                    )
+                    self._journal_end(event)
         self._journal.append("queue_interrupted", open=sorted(self._open))
         raise TaskInterruptedError(
             f"stopped as asked, with {len(self._open)} of {len(self._entries)} tasks still to finish and everything on "
             f"disk; go on with: alto resume {self._queue_dir.root}"
+        )
+
+    def _journal_end(self, ended: ExecutorEnded) -> None:
+        self._journal.append(
+            "executor_ended", task=ended.task, attempt=ended.attempt, outcome=ended.outcome.value, reason=ended.reason
         )
 
     def _now_s(self) -> float:

@@ -7,15 +7,15 @@ both always tell the same story. Events and fields that this version does not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.errors import RunError
 from alto.records import LossPoint, Rung
-from alto.runs.journal import Event, read_events
+from alto.runs.fold import JournalFold
+from alto.runs.journal import Event
 from alto.runs.run_dir import RunDir
 
 __all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
@@ -138,7 +138,7 @@ class JobHistory:
         return (loss if math.isfinite(loss) else math.inf, self.position)
 
 
-class RunHistory:
+class RunHistory(JournalFold):
     """Folds journal events into the state of a run.
 
     Attributes:
@@ -146,25 +146,20 @@ class RunHistory:
         jobs: Every job by id, in the order of the task.
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
-        started_at: Unix time of the first event, None before it.
-        last_seen_at: Unix time of the latest event.
-        interruptions: Spans of unix seconds in which nobody worked on the run.
         memory_events: Every time memory ran out, oldest first, as the journal tells it.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.settings: dict[str, Any] = {}
         self.jobs: dict[str, JobHistory] = {}
         self.rungs: list[RungOutcome] = []
         self.occupancy: list[Occupancy] = []
-        self.started_at: float | None = None
-        self.last_seen_at: float | None = None
-        self.interruptions: list[tuple[float, float]] = []
         self.memory_events: list[Event] = []
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, Occupancy] = {}
-        self._handlers: dict[str, Callable[[Event], None]] = {
+        self._handlers = {
             "task_started": self._on_task_started,
             "task_resumed": self._on_task_resumed,
             "job_added": self._on_job_added,
@@ -180,23 +175,6 @@ class RunHistory:
             "oom": self.memory_events.append,
             "task_completed": self._on_task_completed,
         }
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> RunHistory:
-        """The history after all of ``events``."""
-        history = cls()
-        for event in events:
-            history.apply(event)
-        return history
-
-    def apply(self, event: Event) -> None:
-        """Fold in one event; one that this version does not know only moves the clock."""
-        handler = self._handlers.get(str(event.get("event")))
-        if handler is not None:
-            handler(event)
-        if (time := event.get("time")) is not None:
-            self.started_at = time if self.started_at is None else self.started_at
-            self.last_seen_at = time
 
     @property
     def name(self) -> str:
@@ -248,14 +226,6 @@ class RunHistory:
             return 0.0
         return min(1.0, (self.samples_trained + self.samples_saved) / self.samples_budgeted)
 
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the first to the latest event, without those in which nobody worked on the run."""
-        if self.started_at is None or self.last_seen_at is None:
-            return 0.0
-        idle_s = sum(end - start for start, end in self.interruptions)
-        return max(0.0, self.last_seen_at - self.started_at - idle_s)
-
     def ranked(self) -> list[JobHistory]:
         """All jobs, the chosen one first, then by best validation loss."""
         best = self.best
@@ -288,8 +258,7 @@ class RunHistory:
             job = self.jobs[name]
             self._leave_slot(job, self.last_seen_at, stage=Stage.PARKED if job.step else Stage.PENDING)
         self.settings["notes"] = [*(event.get("notes") or ()), *(self.settings.get("notes") or ())]
-        if self.last_seen_at is not None and event.get("time") is not None:
-            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, float(event["time"]))))
+        self._note_interruption(event)
 
     def _on_job_reopened(self, event: Event) -> None:
         job = self._job(event)
@@ -377,17 +346,7 @@ def read_history(run_dir: str | Path) -> RunHistory:
         RunNotFoundError: It holds no journal.
         RunError: The journal is damaged, or says what no ALTO writes.
     """
-    path = RunDir(Path(run_dir)).journal_file
-    history = RunHistory()
-    for event in read_events(path):
-        try:
-            history.apply(event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(
-                f"Expected a journal as ALTO writes it, found another event in {path} ({event!r:.100}: {error!r}). "
-                "Put the file back as it was."
-            ) from error
-    return history
+    return RunHistory.read(RunDir(Path(run_dir)).journal_file)
 
 
 def _number(value: Any) -> float:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.errors import RunError
 from alto.records import Gpu, Node, Placement
-from alto.runs.journal import Event, read_events
+from alto.runs.fold import JournalFold
+from alto.runs.journal import Event
 from alto.runs.queue_dir import QueueDir
 
 __all__ = ["Attempt", "QueueHistory", "TaskHistory", "TaskStage", "gpus_of", "read_queue_history", "told_gpus"]
@@ -43,7 +43,7 @@ class TaskHistory:
 
     Attributes:
         duration_s: As it was estimated before the queue began.
-        first_plan, plan: Where the first and the latest schedule have placed it, starts in unix seconds; None before.
+        first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
     """
 
@@ -53,7 +53,6 @@ class TaskHistory:
     state: TaskStage = TaskStage.WAITING
     attempts: list[Attempt] = field(default_factory=list)
     first_plan: Placement | None = None
-    plan: Placement | None = None
     failure: str = ""
 
 
@@ -70,7 +69,7 @@ class PlanNote:
     notice: str
 
 
-class QueueHistory:
+class QueueHistory(JournalFold):
     """Folds journal events into the state of a queue.
 
     Attributes:
@@ -83,16 +82,14 @@ class QueueHistory:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.settings: dict[str, Any] = {}
         self.tasks: dict[str, TaskHistory] = {}
         self.nodes: tuple[Node, ...] = ()
         self.plans: list[PlanNote] = []
         self.notices: list[str] = []
-        self.started_at: float | None = None
-        self.last_seen_at: float | None = None
-        self.interruptions: list[tuple[float, float]] = []
         self.result: dict[str, Any] | None = None
-        self._handlers: dict[str, Callable[[Event], None]] = {
+        self._handlers = {
             "queue_started": self._on_started,
             "queue_resumed": self._on_resumed,
             "planned": self._on_planned,
@@ -101,30 +98,6 @@ class QueueHistory:
             "task_given_up": self._on_given_up,
             "queue_completed": self._on_completed,
         }
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> QueueHistory:
-        """The history after all of ``events``."""
-        history = cls()
-        for event in events:
-            history.apply(event)
-        return history
-
-    def apply(self, event: Event) -> None:
-        """Fold in one event; one that this version does not know only moves the clock."""
-        handler = self._handlers.get(str(event.get("event")))
-        if handler is not None:
-            handler(event)
-        if (time := event.get("time")) is not None:
-            self.started_at = time if self.started_at is None else self.started_at
-            self.last_seen_at = time
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the first to the latest event, without those in which nobody worked on the queue."""
-        if self.started_at is None or self.last_seen_at is None:
-            return 0.0
-        return self.last_seen_at - self.started_at - sum(end - start for start, end in self.interruptions)
 
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
@@ -139,8 +112,7 @@ class QueueHistory:
             )
 
     def _on_resumed(self, event: Event) -> None:
-        if self.last_seen_at is not None:
-            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, float(event["time"]))))
+        self._note_interruption(event)
         for task in self.tasks.values():
             if task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
@@ -170,14 +142,13 @@ class QueueHistory:
             )
             task = self.tasks[placement.task]
             task.first_plan = task.first_plan or placement
-            task.plan = placement
 
     def _on_executor_started(self, event: Event) -> None:
         task = self.tasks[str(event["task"])]
         task.attempts.append(
             Attempt(number=int(event["attempt"]), gpus=gpus_of(event["gpus"]), start=float(event["time"]))
         )
-        task.state = TaskStage.RUNNING
+        task.state, task.failure = TaskStage.RUNNING, ""
 
     def _on_executor_ended(self, event: Event) -> None:
         task, outcome = self.tasks[str(event["task"])], str(event["outcome"])
@@ -216,14 +187,4 @@ def read_queue_history(queue_dir: str | Path) -> QueueHistory:
         RunNotFoundError: It holds no queue.
         RunError: The journal is damaged, or says what no ALTO writes.
     """
-    path = QueueDir.open(queue_dir).run.journal_file
-    history = QueueHistory()
-    for event in read_events(path):
-        try:
-            history.apply(event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunError(
-                f"Expected a journal as ALTO writes it, found another event in {path} ({event!r:.100}: {error!r}). "
-                "Put the file back as it was."
-            ) from error
-    return history
+    return QueueHistory.read(QueueDir.open(queue_dir).run.journal_file)
