@@ -57,7 +57,7 @@ PLANS = {
     "smoke": Plan(slots=2, rows=20, tasks=((1, 1, (2e-3,), (4,), (2, 4)), (2, 1, (2e-3,), (4,), (2, 4)))),
     "cpu": Plan(
         slots=2,
-        rows=100,
+        rows=200,
         tasks=(
             (1, 3, _RATES, *_WIDE),
             (2, 2, _RATES, *_WIDE),
@@ -160,20 +160,20 @@ def run(name: str, tasks: Sequence[Task], plan: Plan, output_dir: Path) -> Measu
 
 
 def gate(found: dict[str, Measured]) -> list[str]:
-    """What makes the timings worthless: GPUs shared, tasks run twice, adapters that are worse."""
+    """What makes the timings worthless: GPUs shared, tasks run twice, other adapters because of where tasks ran.
+
+    What early exit does to the best adapters is a figure with a goal.
+    """
     failures = []
     for name, measured in found.items():
         attempts = [attempt for task in measured.history.tasks.values() for attempt in task.attempts]
         if len(attempts) != len(measured.history.tasks):
             failures.append(f"{name}: {len(attempts)} executors for {len(measured.history.tasks)} tasks")
         failures += [f"{name}: two tasks at a time on {gpu}" for gpu in _shared_gpus(attempts)]
-    for name, measured in found.items():
-        for result, full in zip(measured.results, found["B"].results, strict=True):
-            loss, least = result.best_validation_loss, full.best_validation_loss
-            if loss > 1.05 * least:
-                failures.append(
-                    f"{name}, {result.task}: loss {loss:.4f}, {least:.4f} with every job trained to its end"
-                )
+    for result, full in zip(found["B+S"].results, found["B"].results, strict=True):
+        loss, other = result.best_validation_loss, full.best_validation_loss
+        if abs(loss / other - 1) > 0.01:
+            failures.append(f"{result.task}: best loss {loss:.4f} when scheduled, {other:.4f} in order")
     return failures
 
 
@@ -189,6 +189,7 @@ def figures(found: dict[str, Measured]) -> dict[str, float]:
         "scheduled_over_batched": seconds["B"] / seconds["B+S"],
         "early_exit_over_batched": seconds["B"] / seconds["B+EE"],
         "best_loss_ratio": sum(ratios) / len(ratios),
+        "worst_loss_ratio": max(ratios),
     }
 
 

@@ -1,7 +1,8 @@
 """The inter-task scheduler on the paper's case and on clusters: how far from the best possible, and how soon.
 
 Workloads are drawn: durations lognormal, GPUs a task 1, 2, 4 or 8, on nodes of 8. A gap is relative to a bound that
-is proven for the drawn tasks; the worst of several draws is published. Last a queue is simulated with a virtual clock.
+is proven for the drawn tasks; the worst of several draws is published. Last queues are simulated with a virtual clock:
+one of many tasks, and the paper's ablation on three clusters.
 
     python benchmarks/scheduler.py --scale cpu
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +60,7 @@ class Size:
     Attributes:
         replan_tasks, replan_nodes: Tasks that wait when a replan is asked for, and the cluster.
         simulated_tasks, simulated_nodes: Tasks of the simulated queue, and its cluster.
+        ablation_nodes: Clusters of the ablation.
     """
 
     workloads: tuple[Workload, ...]
@@ -66,6 +69,7 @@ class Size:
     replan_nodes: int
     simulated_tasks: int
     simulated_nodes: int
+    ablation_nodes: tuple[int, ...]
 
 
 SIZES = {
@@ -76,6 +80,7 @@ SIZES = {
         replan_nodes=4,
         simulated_tasks=100,
         simulated_nodes=16,
+        ablation_nodes=(1,),
     ),
     "cpu": Size(
         workloads=(
@@ -89,10 +94,17 @@ SIZES = {
         replan_nodes=64,
         simulated_tasks=10_000,
         simulated_nodes=128,
+        ablation_nodes=(1, 8, 64),
     ),
 }
 REPLAN_LIMIT_S = 1.0
 """As a live queue has it."""
+
+MODES = {"B": ("fifo", False), "B+S": ("cp-sat", False), "B+EE": ("fifo", True), "B+S+EE": ("cp-sat", True)}
+"""The paper's ablation: name to method of scheduling, and whether early exit is on."""
+
+TASKS_PER_NODE = 25
+"""In the ablation, all there from the beginning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem, hint = replan_case(size.replan_tasks, size.replan_nodes, seed)
         rows += measure("replan", problem, seed, REPLAN_LIMIT_S, hint)
     rows.append(simulated(size.simulated_tasks, size.simulated_nodes))
+    for num_nodes in size.ablation_nodes:
+        for seed in size.seeds:
+            rows += ablation(num_nodes, seed)
     result = Result.of(
         benchmark="scheduler",
         scale=options.scale,
@@ -125,6 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "Simulated: Poisson arrivals faster than the cluster can work, median an hour, 99th percentile ten hours, "
             "early exit by the measured shares, executors that crash; where more than 100 "
             "tasks wait or run, lpt plans for cp-sat.",
+            f"Ablation: {TASKS_PER_NODE} tasks a node, all there from the beginning; no crashes. The "
+            "figure is the makespan of batching alone (first come, first served) over that of the full system, the "
+            "median of several draws.",
         ],
     )
     return publish(result, options.output)
@@ -243,6 +261,39 @@ def simulated(num_tasks: int, num_nodes: int) -> dict[str, Any]:
     }
 
 
+def ablation(num_nodes: int, seed: int) -> list[dict[str, Any]]:
+    """A row for every mode of the paper's ablation, simulated."""
+    simulation = Simulation(
+        nodes=num_nodes,
+        gpus_per_node=GPUS_PER_NODE,
+        num_tasks=TASKS_PER_NODE * num_nodes,
+        gpus=dict(zip(NUM_GPUS, SHARES, strict=True)),
+        seed=seed,
+    )
+    rows = []
+    for mode, (method, early_exit) in MODES.items():
+        outcome = simulate(simulation, method=method, early_exit=early_exit)
+        lost = simulation.num_tasks - outcome.num_finished
+        rows.append(
+            {
+                "case": _ablation_case(num_nodes),
+                "seed": seed,
+                "method": method,
+                "mode": mode,
+                "planner": outcome.planner,
+                "makespan_s": outcome.makespan_s,
+                "utilisation": outcome.utilisation,
+                "invalid": f"{lost} tasks did not finish" if lost else "",
+            }
+        )
+        print(f"{rows[-1]['case']} {seed} {mode}: {outcome.makespan_s / 3600:.1f} h", flush=True)
+    return rows
+
+
+def _ablation_case(num_nodes: int) -> str:
+    return f"ablation_{num_nodes * GPUS_PER_NODE}_gpus"
+
+
 def invalid(problem: SchedulingProblem, schedule: Schedule) -> str:
     """What the validator says against a schedule; empty where it is valid."""
     try:
@@ -286,6 +337,12 @@ def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
     found["lpt_replan_gap"] = worst_gap("replan", "lpt")
     (queue,) = of("simulated", "cp-sat")
     found[f"simulate_{size.simulated_tasks}_s"] = queue["solved_in_s"]
+    for case in map(_ablation_case, size.ablation_nodes):
+        makespans_s = {
+            mode: [row["makespan_s"] for row in rows if row["case"] == case and row["mode"] == mode] for mode in MODES
+        }
+        gains = [alone / full for alone, full in zip(makespans_s["B"], makespans_s["B+S+EE"], strict=True)]
+        found[case] = statistics.median(gains)
     return found
 
 

@@ -42,6 +42,7 @@ def test_figures_are_ratios_to_batching_alone() -> None:
         "scheduled_over_batched": 1.2,
         "early_exit_over_batched": 5.0,
         "best_loss_ratio": 1.0,
+        "worst_loss_ratio": 1.0,
     }
     assert makespan.gate(four()) == []
 
@@ -50,9 +51,9 @@ def test_figures_are_ratios_to_batching_alone() -> None:
     ("broken", "said"),
     [
         (measured(50.0, starts=(0.0, 4.0)), "B+S: two tasks at a time on local:0"),
-        (measured(50.0, loss=2.2), "B+S, a: loss 2.2000"),
+        (measured(50.0, loss=2.2), "a: best loss 2.2000 when scheduled, 2.0000 in order"),
     ],
-    ids=["shared", "worse"],
+    ids=["shared", "other adapters"],
 )
 def test_the_gate_refuses(broken: makespan.Measured, said: str) -> None:
     (failure,) = makespan.gate(four(**{"B+S": broken}))

@@ -12,8 +12,9 @@ def test_the_smallest_scale_is_valid_and_no_worse_than_lpt(tmp_path):
     assert scheduler.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scheduler-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
-    assert {row["case"] for row in found["rows"]} == {"paper", "gap_20_16", "replan", "simulated"}
+    assert {row["case"] for row in found["rows"]} == {"paper", "gap_20_16", "replan", "simulated", "ablation_8_gpus"}
     assert found["figures"]["paper_case_sjf_over_cp_sat"] > 1.2
+    assert found["figures"]["ablation_8_gpus"] > 5
     assert found["figures"]["gap_20_16"] <= found["figures"]["lpt_gap_20_16"]
 
 
