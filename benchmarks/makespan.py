@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tasks = make_tasks(plan, options.data, Path(folder))
         began = time.perf_counter()
-        Engine(total_gpus=plan.slots).schedule(tasks, method="lpt")  # measures; whoever comes after finds it measured
+        Engine(strategy="single", total_gpus=plan.slots).schedule(
+            tasks, method="lpt"
+        )  # measures; whoever comes after finds it measured
         profile_s = time.perf_counter() - began
         print(f"measured what the tasks take in {profile_s:.0f} s", flush=True)
         found = {name: run(name, tasks, plan, Path(folder) / name) for name in MODES}
@@ -150,7 +152,7 @@ def run(name: str, tasks: Sequence[Task], plan: Plan, output_dir: Path) -> Measu
     if not exits:
         tasks = [task.replace(early_exit=EarlyExit(enabled=False)) for task in tasks]
     began = time.perf_counter()
-    engine = Engine(total_gpus=plan.slots, output_dir=output_dir)
+    engine = Engine(strategy="single", total_gpus=plan.slots, output_dir=output_dir)
     schedule = engine.schedule(tasks, method=method)
     results = engine.batched_execution(tasks, schedule)
     seconds = time.perf_counter() - began

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alto.backbone import attention
 from alto.backbone.loss_head import token_losses
 from alto.backbone.sequences import Sequences
+from alto.backbone.sharding import OutputHead, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
@@ -60,10 +61,10 @@ class Backbone:
                 f"{type(model).__name__}: expected an output head that is a torch.nn.Linear, found "
                 f"{type(head).__name__}; use another base model"
             )
-        self._head = head
+        self._head = OutputHead(model, head)
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self._max_length = _max_length(model.config)
-        probe = _Probe(model)
+        probe = _Probe(model, self._head)
         attention.register()
         model.set_attn_implementation(attention.NAME)
         if model.config._attn_implementation != attention.NAME:
@@ -84,6 +85,11 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What its parameters and buffers take of this device; of a sharded one this rank's parts."""
+        return held_bytes(self.model)
 
     def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
         """Final hidden states ``[T, H]`` of sequences laid end to end.
@@ -142,20 +148,21 @@ class Backbone:
 
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
         """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
-        return token_losses(hidden_SH, self._head.weight, targets_S, bias_V=self._head.bias, softcap=self._softcap)
+        with self._head.gathered() as weight_VH:
+            return token_losses(hidden_SH, weight_VH, targets_S, bias_V=self._head.linear.bias, softcap=self._softcap)
 
 
 class _Probe:
     """Remembers the token losses that the model's own forward pass gives on a few short sequences."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:
         generator = torch.Generator().manual_seed(0)
         vocabulary = int(model.config.get_text_config().vocab_size)
         sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _PROBE_LENGTHS]
         self._input_ids_T = torch.cat(sequences).to(model.device)
         self._position_ids_T = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS]).to(model.device)
         self._targets_T = self._input_ids_T.roll(1)
-        with torch.no_grad():
+        with torch.no_grad(), head.gathered():
             logits = [
                 model(input_ids=sequence[None].to(model.device), use_cache=False).logits[0] for sequence in sequences
             ]

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from alto.backbone.backbone import Backbone
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
 from alto.backbone.reading import has_pickle_weights, reading
+from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
@@ -54,6 +56,7 @@ def load_backbone(
     torch_compile: bool = False,
     trust_remote_code: bool = False,
     use_safetensors: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> Backbone:
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
@@ -66,6 +69,7 @@ def load_backbone(
         torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
         use_safetensors: Read safetensors weights; False reads pickle files instead, which may run code.
+        mesh: The ranks to shard it over: each keeps a part, and all of them run the same passes. None keeps it whole.
 
     Raises:
         ModelNotFoundError: Nothing is there under that name, or a file is missing.
@@ -83,6 +87,7 @@ def load_backbone(
         device=device,
         trust_remote_code=trust_remote_code,
         use_safetensors=use_safetensors,
+        mesh=mesh,
     )
     return Backbone(
         network,
@@ -110,6 +115,7 @@ def load_network(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     use_safetensors: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> PreTrainedModel:
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
     config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
@@ -119,6 +125,17 @@ def load_network(
     wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
     what = "weights (model.safetensors)" if use_safetensors else "weights (pytorch_model.bin)"
     with reading(model, path, what, "copy or download the model again"):
+        if mesh is not None:
+            sharded, report = load_sharded(
+                path,
+                config,
+                dtype=wanted if isinstance(wanted, torch.dtype) else config.dtype or torch.float32,
+                device=device,
+                mesh=mesh,
+                trust_remote_code=trust_remote_code,
+            )
+            _check_complete(model, report)
+            return sharded
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from alto.cli.options import AsJson, Quiet
 from alto.cli.paths import Run
 from alto.cli.run import work_on_queue
@@ -13,6 +17,9 @@ __all__ = ["resume"]
 
 def resume(
     run: Run,
+    num_gpus: Annotated[
+        int | None, typer.Option("--num-gpus", min=1, help="Go on with so many GPUs; not for a queue.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -20,4 +27,4 @@ def resume(
     if QueueDir.exists(run):
         work_on_queue(lambda engine: engine.resume_queue(run), as_json=as_json, quiet=quiet, output_dir=run.parent)
     else:
-        train(lambda engine: engine.resume(run), output_dir=run.parent, as_json=as_json, quiet=quiet)
+        train(lambda engine: engine.resume(run, num_gpus=num_gpus), output_dir=run.parent, as_json=as_json, quiet=quiet)

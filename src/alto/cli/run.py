@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
-from alto.cli.options import AsJson, OutputDir, Overrides, Quiet
+from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import print_error, print_json, queue_progress, result_facts
 from alto.errors import SpecError, TaskInterruptedError
 from alto.records import TaskResult
@@ -30,6 +30,7 @@ def run(
     cluster: Annotated[
         str, typer.Option("--cluster", help="local, or a Ray cluster: auto, ray://HOST:PORT.")
     ] = "local",
+    strategy: Strategy = "adapter_parallel",
     method: Annotated[str, typer.Option("--method", help="Who schedules: cp-sat, milp, lpt, sjf, fifo.")] = "cp-sat",
     quotas: Annotated[
         list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
@@ -50,6 +51,7 @@ def run(
         work,
         as_json=as_json,
         quiet=quiet,
+        strategy=strategy,
         output_dir=output_dir,
         total_gpus=total_gpus,
         cluster=cluster,

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
-from alto.cli.options import AsJson, OutputDir, Overrides, Quiet
+from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import print_error, print_json, progress, result_facts
 from alto.errors import TaskInterruptedError
 from alto.records import TaskResult
@@ -24,6 +24,7 @@ __all__ = ["train", "tune"]
 
 def tune(
     file: Annotated[Path, typer.Argument(help="Task file (YAML).")],
+    strategy: Strategy = "adapter_parallel",
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -31,10 +32,17 @@ def tune(
 ) -> None:
     """Run the task in FILE and keep its best adapter."""
     task = load_task(file, overrides or ())
-    train(lambda engine: engine.tune(task), output_dir=output_dir, as_json=as_json, quiet=quiet)
+    train(lambda engine: engine.tune(task), strategy=strategy, output_dir=output_dir, as_json=as_json, quiet=quiet)
 
 
-def train(work: Callable[[Engine], TaskResult], *, output_dir: Path, as_json: bool, quiet: bool) -> None:
+def train(
+    work: Callable[[Engine], TaskResult],
+    *,
+    output_dir: Path,
+    as_json: bool,
+    quiet: bool,
+    strategy: str = "adapter_parallel",
+) -> None:
     """Let an engine work on one task, and show it."""
     from alto.engine import Engine
     from alto.export import final_summary
@@ -45,7 +53,13 @@ def train(work: Callable[[Engine], TaskResult], *, output_dir: Path, as_json: bo
         try:
             with progress(console, silent=quiet or as_json) as views:
                 observers = [interrupt.observe, *views]
-                result = work(Engine(output_dir=output_dir, observers=observers, is_interrupted=interrupt.requested))
+                engine = Engine(
+                    strategy=strategy,
+                    output_dir=output_dir,
+                    observers=observers,
+                    is_interrupted=interrupt.requested,
+                )
+                result = work(engine)
         except TaskInterruptedError as error:
             print_error(error)
             raise typer.Exit(interrupt.exit_code) from None

@@ -4,8 +4,10 @@
 
     logs/attempt-<n>/
         stdout.log, stderr.log    what it and its libraries print
+        rank-<k>.log              what its ranks beside the first print
         heartbeat                 touched while it works; there from the moment it has the run to itself
         ended.json                how it ended; a process that was killed leaves none
+        ended-rank-<k>.json       how a rank beside the first ended, where that ended the executor
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ class AttemptDir:
         self.stdout = root / "stdout.log"
         self.stderr = root / "stderr.log"
         self.heartbeat = root / "heartbeat"
-        self._ended = root / "ended.json"
 
     @classmethod
     def create(cls, run_dir: Path, attempt: int) -> AttemptDir:
@@ -66,15 +67,23 @@ class AttemptDir:
     def run_dir(self) -> Path:
         return self.root.parents[1]
 
-    def tell_ending(self, ending: Ending) -> None:
-        """Say how it ended, all at once."""
-        with writing(self.run_dir, self._ended):
-            replace_file(self._ended, json.dumps(asdict(ending)) + "\n")
+    def rank_log(self, rank: int) -> Path:
+        """What a rank beside the first prints."""
+        return self.root / f"rank-{rank}.log"
 
-    def ending(self) -> Ending | None:
+    def tell_ending(self, ending: Ending, rank: int = 0) -> None:
+        """Say how it ended, all at once; the first rank says it for the executor."""
+        file = self._ended(rank)
+        with writing(self.run_dir, file):
+            replace_file(file, json.dumps(asdict(ending)) + "\n")
+
+    def ending(self, rank: int = 0) -> Ending | None:
         """What was said; None where nothing was."""
         try:
-            said = json.loads(self._ended.read_text(encoding="utf-8"))
+            said = json.loads(self._ended(rank).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         return Ending(outcome=Outcome(said["outcome"]), reason=said["reason"], error=said["error"])
+
+    def _ended(self, rank: int) -> Path:
+        return self.root / (f"ended-rank-{rank}.json" if rank else "ended.json")

@@ -21,12 +21,14 @@ class Launch:
         run_dir: Folder of the run, made already and seen by every node; what an earlier attempt left there is gone on
             with.
         gpus: Its own for as long as it runs.
+        num_ranks: Processes that it is, each on its share of the GPUs; one process has them all.
     """
 
     task: str
     run_dir: str
     gpus: tuple[Gpu, ...]
     attempt: int
+    num_ranks: int = 1
 
 
 class Outcome(StrEnum):
@@ -57,12 +59,14 @@ class ExecutorEnded:
 
     Attributes:
         reason: In a sentence, for the user; empty where it finished.
+        error: Class of the error that it ended with; empty where there was none, or nobody knows.
     """
 
     task: str
     attempt: int
     outcome: Outcome
     reason: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

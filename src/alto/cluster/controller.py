@@ -66,6 +66,7 @@ class Controller:
         *,
         queue_dir: QueueDir,
         journal: Journal,
+        num_ranks: Callable[[int], int] = lambda num_gpus: 1,
         done: Iterable[str] = (),
         observers: Sequence[Observer] = (),
         is_interrupted: Callable[[], bool] | None = None,
@@ -76,6 +77,7 @@ class Controller:
         self._cluster = cluster
         self._queue_dir = queue_dir
         self._journal = journal
+        self._num_ranks = num_ranks
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
         self._clock = clock
@@ -203,7 +205,13 @@ class Controller:
                 )
             case StartTask(task=task, gpus=gpus, attempt=number):
                 self._journal.append("executor_started", task=task, attempt=number, gpus=told_gpus(gpus))
-                launch = Launch(task=task, run_dir=str(self._queue_dir.run_of(task).root), gpus=gpus, attempt=number)
+                launch = Launch(
+                    task=task,
+                    run_dir=str(self._queue_dir.run_of(task).root),
+                    gpus=gpus,
+                    attempt=number,
+                    num_ranks=self._num_ranks(len(gpus)),
+                )
                 self._running[task] = _Attempt(launch=launch, expected_s=self._queue.tasks[task].demand.duration_s)
                 self._cluster.start(launch)
             case StopTask(task=task):

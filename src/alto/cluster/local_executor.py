@@ -61,7 +61,7 @@ class LocalExecutor:
                 *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),
-            env=_environment(devices, num_threads),
+            env=_environment(devices, num_threads, launch.num_ranks),
         )
         self._has_told = False
         self._killed_because = ""
@@ -127,6 +127,7 @@ class LocalExecutor:
             attempt=self.launch.attempt,
             outcome=said.outcome if said is not None else Outcome.LOST,
             reason=said.reason if said is not None else self._killed_because or self._why_it_is_gone(),
+            error=said.error if said is not None else "",
         )
 
     def _why_it_is_gone(self) -> str:
@@ -135,13 +136,14 @@ class LocalExecutor:
         return f"its process {how} and did not say why; see {self._attempt.stderr}"
 
 
-def _environment(devices: tuple[str, ...], num_threads: int) -> dict[str, str]:
-    """Of an executor's only process: adapters are not yet spread over several."""
+def _environment(devices: tuple[str, ...], num_threads: int, num_ranks: int) -> dict[str, str]:
+    """Of the first process of an executor, which shares the cores with its other ranks."""
+    num_threads = max(1, num_threads // num_ranks)
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "CUDA_VISIBLE_DEVICES": ",".join(devices),

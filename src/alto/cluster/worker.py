@@ -1,4 +1,4 @@
-"""``python -m alto.cluster.worker``: the first process of an executor on this machine.
+"""``python -m alto.cluster.worker``: the first process of an executor on this machine, and its first rank.
 
 It waits until nobody else works on the run, does its work, says how that ended, and leaves no process behind. SIGTERM
 asks the work to save and end; so does the death of the controller that started it, and then it is not waited for
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.base import Outcome
+from alto.cluster.crew import Crew
+from alto.cluster.entry import ending_of, load_entry
 from alto.cluster.processes import HELD_SIGNALS, kill_session
-from alto.errors import AltoError, DeviceMemoryError, RunBusyError, RunWriteError, TaskInterruptedError
+from alto.errors import RunBusyError
 from alto.runs import RunDir, writing
 
 __all__ = ["main"]
@@ -33,11 +33,6 @@ LOCK_TIMEOUT_S = 60.0
 
 BEAT_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.2
-
-_TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError)
-"""Errors that the next attempt, or another machine, may not meet."""
-
-Entry = Callable[[str, Callable[[], bool]], None]
 
 
 class Pulse:
@@ -86,15 +81,22 @@ def main() -> None:
     pulse = Pulse(attempt)
     _redirect_output(attempt)
     threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
-    try:
-        ending = _ending_of(lambda: _work(attempt.run_dir, arguments.entry, pulse), pulse)
-        attempt.tell_ending(ending)
-    finally:
-        _leave_nobody_behind()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All is said and saved: no library's thread or exit handler may keep the devices.
-    os._exit(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
+    has_ended = threading.Lock()
+
+    def end(ending: Ending) -> None:
+        """Whoever comes first, the work or the death of a rank, says how it ended."""
+        has_ended.acquire()
+        try:
+            attempt.tell_ending(ending)
+        finally:
+            _leave_nobody_behind()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # All is said and saved: no library's thread or exit handler may keep the devices.
+        os._exit(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
+
+    crew = Crew(attempt, arguments.entry, int(os.environ["WORLD_SIZE"]), on_death=end)
+    end(crew.verdict(ending_of(lambda: _work(attempt.run_dir, arguments.entry, pulse))))
 
 
 def _redirect_output(attempt: AttemptDir) -> None:
@@ -107,11 +109,11 @@ def _redirect_output(attempt: AttemptDir) -> None:
 
 
 def _work(run_dir: Path, entry: str, pulse: Pulse) -> None:
-    module, _, function = entry.partition(":")
-    work: Entry = getattr(importlib.import_module(module), function)
-    _wait_until_free(RunDir(run_dir))
-    pulse.beat()
-    work(str(run_dir), pulse.is_interrupted)
+    with _listening(pulse):
+        work = load_entry(entry)
+        _wait_until_free(RunDir(run_dir))
+        pulse.beat()
+        work(str(run_dir), pulse.is_interrupted)
 
 
 def _wait_until_free(run: RunDir) -> None:
@@ -123,27 +125,6 @@ def _wait_until_free(run: RunDir) -> None:
                 f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
             )
         time.sleep(WATCH_INTERVAL_S)
-
-
-def _ending_of(work: Callable[[], None], pulse: Pulse) -> Ending:
-    try:
-        with _listening(pulse):
-            work()
-    except (TaskInterruptedError, KeyboardInterrupt) as error:
-        return Ending(
-            outcome=Outcome.INTERRUPTED,
-            reason=str(error) or "stopped as asked before it had begun",
-            error=type(error).__name__,
-        )
-    except BaseException as error:
-        traceback.print_exc()
-        is_known = isinstance(error, AltoError)
-        return Ending(
-            outcome=Outcome.FAILED if is_known and not isinstance(error, _TRANSIENT) else Outcome.LOST,
-            reason=str(error) if is_known else f"{type(error).__name__}: {error}",
-            error=type(error).__name__,
-        )
-    return Ending(outcome=Outcome.FINISHED)
 
 
 @contextlib.contextmanager

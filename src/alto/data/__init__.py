@@ -1,6 +1,6 @@
 """From files to padding-free batches."""
 
-from alto.data.batch import JobRows, TokenBatch, collate, split_into_passes
+from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
 from alto.data.conversation import Conversation, Message
 from alto.data.encode import EncodedDataset, EncodedRow, encode_conversation, encode_dataset, encode_prompt
 from alto.data.preview import preview_rows
@@ -22,10 +22,12 @@ __all__ = [
     "encode_conversation",
     "encode_dataset",
     "encode_prompt",
+    "idle_batch",
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",
     "sample_rows",
+    "share_rows",
     "split_into_passes",
     "split_rows",
 ]

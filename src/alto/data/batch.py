@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alto.data.encode import EncodedDataset
 
-__all__ = ["JobRows", "TokenBatch", "collate", "split_into_passes"]
+__all__ = ["JobRows", "TokenBatch", "collate", "idle_batch", "share_rows", "split_into_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,41 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
         ),
         job_first_tokens=tuple(job.first_token for job in jobs),
     )
+
+
+def idle_batch(device: torch.device | str = "cpu") -> TokenBatch:
+    """One token that is nobody's, whose loss reaches no adapter: for a rank that has no rows in a pass of the others,
+    and still has its part in gathering the base."""
+    token = torch.zeros(1, dtype=torch.long)
+    return TokenBatch(
+        slots=(),
+        input_ids_T=_send(token, device),
+        position_ids_T=_send(token, device),
+        sequence_lengths=(1,),
+        job_tokens=(),
+        loss_positions_S=_send(token, device),
+        loss_targets_S=_send(token, device),
+        job_targets=(1,),
+        job_trained=(1,),
+        job_first_tokens=(),
+    )
+
+
+def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[JobRows | None]:
+    """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each; None for
+    a rank that gets none."""
+    rows = list(_single_rows(dataset, job))
+    total, shares, first = _num_tokens(dataset, job.rows), [], 0
+    for rank in range(num_ranks):
+        wanted = total * (rank + 1) / num_ranks
+        last = first
+        # A row belongs to the rank in whose part of the tokens its middle lies.
+        while last < len(rows) and rows[last].first_token + _num_tokens(dataset, rows[last].rows) / 2 <= wanted:
+            last += 1
+        part = rows[first:last]
+        shares.append(replace(part[0], rows=tuple(row for one in part for row in one.rows)) if part else None)
+        first = last
+    return shares
 
 
 def split_into_passes(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from alto.backbone import load_tokenizer
 from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.engine.launched import LaunchedRunner
 from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner
 from alto.errors import SpecError, UnsupportedError
@@ -22,7 +23,7 @@ from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskPlan, TaskResult
 from alto.runs import Observer, RunDir
-from alto.spec import EarlyExit, Task
+from alto.spec import EarlyExit, Task, load_task
 
 __all__ = ["Engine"]
 
@@ -32,11 +33,13 @@ STRATEGIES = ("adapter_parallel", "single")
 class Engine:
     """Runs tuning tasks.
 
-    One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none. Many
-    (:meth:`batched_execution`) run side by side on the GPUs of a cluster, each in processes of its own.
+    One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none; one that
+    asks for several GPUs runs in as many processes. Many (:meth:`batched_execution`) run side by side on the GPUs of a
+    cluster, each in processes of its own.
 
     Args:
-        strategy: ``single``, or ``adapter_parallel``, which on one device is the same.
+        strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each of them holds a part of the
+            base model and trains jobs of its own. ``single``: not at all; on CPU slots it is one process on all of them.
         total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
             CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
@@ -68,8 +71,11 @@ class Engine:
         if total_gpus is not None and total_gpus < 1:
             raise SpecError(f"total_gpus: expected at least 1, found {total_gpus}")
         self._output_dir = Path(output_dir)
+        self._strategy = strategy
         self._tasks = TaskRunner(observers=observers, is_interrupted=is_interrupted)
+        self._launched = LaunchedRunner(observers=observers, is_interrupted=is_interrupted)
         self._queues = QueueRunner(
+            strategy=strategy,
             cluster=cluster,
             total_gpus=total_gpus,
             quotas=quotas or {},
@@ -88,7 +94,10 @@ class Engine:
             NoResultError: No job gave a usable adapter; the run directory says why.
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
         """
-        return self._tasks.begin(_on_one_device(task), self._output_dir)
+        if task.num_gpus == 1:
+            return self._tasks.begin(task, self._output_dir)
+        self._check_strategy(task)
+        return self._launched.begin(task, self._output_dir)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
@@ -100,15 +109,18 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model.
             DeviceMemoryError: The task cannot fit; says what does.
         """
-        return self._tasks.plan(task, refresh=refresh)
+        if task.num_gpus == 1 or self._strategy == "single":
+            return self._tasks.plan(task, refresh=refresh)
+        return self._launched.plan(task, refresh=refresh)
 
-    def resume(self, run: str | Path) -> TaskResult:
+    def resume(self, run: str | Path, *, num_gpus: int | None = None) -> TaskResult:
         """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
 
         A finished run gives its result again; its best adapter and report are written anew.
 
         Args:
             run: The run directory.
+            num_gpus: Go on with so many; None keeps what the task says.
 
         Raises:
             RunNotFoundError: There is no run.
@@ -116,7 +128,16 @@ class Engine:
             RunError: Its data are other ones than it began with.
             AltoError: As :meth:`tune` does.
         """
-        return self._tasks.go_on(RunDir.open(run))
+        run_dir = RunDir.open(run)
+        task = load_task(run_dir.task_file)
+        if num_gpus is not None and num_gpus != task.num_gpus:
+            task = task.replace(num_gpus=num_gpus)
+            with run_dir.locked():
+                run_dir.resolve(task)
+        if task.num_gpus == 1:
+            return self._tasks.go_on(run_dir)
+        self._check_strategy(task)
+        return self._launched.go_on(run_dir)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -233,11 +254,9 @@ class Engine:
         """
         return self._queues.go_on(queue)
 
-
-def _on_one_device(task: Task) -> Task:
-    if task.num_gpus > 1:
-        raise UnsupportedError(
-            f"num_gpus: expected 1 for a task that runs in this process, found {task.num_gpus}; set it to 1, or run it "
-            "with: alto run"
-        )
-    return task
+    def _check_strategy(self, task: Task) -> None:
+        if self._strategy == "single":
+            raise UnsupportedError(
+                f"num_gpus: expected 1 under the strategy 'single', found {task.num_gpus}; set it to 1, or train with "
+                "the strategy 'adapter_parallel'"
+            )

@@ -47,12 +47,14 @@ class QueueRunner:
     def __init__(
         self,
         *,
+        strategy: str,
         cluster: str,
         total_gpus: int | None,
         quotas: Mapping[str, int],
         observers: Sequence[Observer],
         is_interrupted: Callable[[], bool] | None,
     ) -> None:
+        self._strategy = strategy
         self._cluster = cluster
         self._total_gpus = total_gpus
         self._quotas = dict(quotas)
@@ -94,6 +96,7 @@ class QueueRunner:
         ]
         settings = {
             "method": schedule.method,
+            "strategy": self._strategy,
             "cluster": self._cluster,
             "total_gpus": self._total_gpus,
             "quotas": self._quotas,
@@ -108,6 +111,7 @@ class QueueRunner:
         """Go on with the queue at ``root``, on the cluster it began on."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
+        self._strategy = settings["strategy"]
         self._cluster, self._total_gpus = settings["cluster"], settings["total_gpus"]
         self._quotas = dict(settings["quotas"])
         with queue_dir.run.locked(), self._opened(TRAIN) as cluster:
@@ -133,7 +137,15 @@ class QueueRunner:
                     run_dir = RunDir(Path(folder) / str(index))
                     run_dir.begin(task)
                     taken[str(index)] = tuple(sorted(free.popleft() for _ in range(task.num_gpus)))
-                    cluster.start(Launch(task=str(index), run_dir=str(run_dir.root), gpus=taken[str(index)], attempt=1))
+                    cluster.start(
+                        Launch(
+                            task=str(index),
+                            run_dir=str(run_dir.root),
+                            gpus=taken[str(index)],
+                            attempt=1,
+                            num_ranks=self._num_ranks(task.num_gpus),
+                        )
+                    )
                 for event in cluster.poll(1.0):
                     if isinstance(event, ExecutorEnded):
                         free.extend(taken.pop(event.task))
@@ -172,11 +184,21 @@ class QueueRunner:
     def _check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
         """Whether every task can be placed at all, before anything is measured or written."""
         self._problem(tasks, [1.0] * len(tasks), cluster.nodes)
-        wide = next((task for task in tasks if task.num_gpus > 1), None)
-        if cluster.has_gpus and wide is not None:
+        wide = max(tasks, key=lambda task: task.num_gpus)
+        if wide.num_gpus > 1 and self._strategy == "single" and cluster.has_gpus:
             raise UnsupportedError(
-                f"num_gpus: this version trains a task on one GPU, found {wide.num_gpus} for {wide.name!r}; set it to 1"
+                f"num_gpus: expected 1 under the strategy 'single', found {wide.num_gpus} for {wide.name!r}; set it to "
+                "1, or train with the strategy 'adapter_parallel'"
             )
+        largest = max(len(node.gpus) for node in cluster.nodes)
+        if wide.num_gpus > largest and self._strategy == "adapter_parallel":
+            raise UnsupportedError(
+                f"num_gpus: expected at most {largest}, the GPUs of one machine, found {wide.num_gpus} for "
+                f"{wide.name!r}: its ranks do not reach over machines in this version; lower it"
+            )
+
+    def _num_ranks(self, num_gpus: int) -> int:
+        return num_gpus if self._strategy == "adapter_parallel" else 1
 
     # -- running them --------------------------------------------------------------------------------------------
 
@@ -202,6 +224,7 @@ class QueueRunner:
                     cluster,
                     queue_dir=queue_dir,
                     journal=journal,
+                    num_ranks=self._num_ranks,
                     done=done,
                     observers=self._observers,
                     is_interrupted=self._is_interrupted,

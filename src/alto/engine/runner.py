@@ -1,4 +1,7 @@
-"""One task on this process's device: read it, train it or go on with it, export its best adapter."""
+"""One task on this process's device: read it, train it or go on with it, export its best adapter.
+
+Of several ranks each runs the same task; what is written once is written by the first.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ import torch
 from alto.backbone import SHIPPED_MODELS, load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.errors import AltoError
-from alto.executor import Executor, Past, plan_jobs, recover
+from alto.executor import Executor, Past, Ranks, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
 from alto.records import TaskPlan, TaskResult
-from alto.runs import Journal, Observer, RunDir, read_history, task_result
+from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
 from alto.spec import Task, load_task
 from alto.trackers import Tracker, chosen_trackers, tracking
 
@@ -26,16 +29,24 @@ __all__ = ["TaskRunner", "portable"]
 
 
 class TaskRunner:
-    """Runs tasks one after the other on the first CUDA device, or on the CPU where there is none.
+    """Runs tasks one after the other on the current CUDA device, or on the CPU where there is none.
 
     Args:
         observers, is_interrupted: As :class:`alto.Engine` takes them.
+        ranks: This process among those that train the task together.
     """
 
-    def __init__(self, *, observers: Sequence[Observer] = (), is_interrupted: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        observers: Sequence[Observer] = (),
+        is_interrupted: Callable[[], bool] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted
+        self.ranks = ranks or Ranks()
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
         """Train ``task`` in a new run directory."""
@@ -46,15 +57,16 @@ class TaskRunner:
 
     def go_on(self, run_dir: RunDir) -> TaskResult:
         """Train a run from its last checkpoint, or from its beginning where there is none."""
-        with run_dir.locked():
+        with run_dir.locked() if self.ranks.is_first else contextlib.nullcontext():
+            past = self.ranks.from_first(recover(run_dir) if self.ranks.is_first else Past())
             task = load_task(run_dir.task_file)
-            past = recover(run_dir)
             if past.is_finished:
                 return self._conclude(task, run_dir)
             prepared = self._prepare(task)
             if not past.events:
                 prepared = self._packed(prepared)
-                run_dir.resolve(prepared.subject.task)
+                if self.ranks.is_first:
+                    run_dir.resolve(prepared.subject.task)
             return self._execute(prepared, run_dir, past)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
@@ -63,7 +75,7 @@ class TaskRunner:
 
     def _prepare(self, task: Task) -> _Prepared:
         """Read everything that can be wrong with a task before its run has a folder."""
-        trackers = chosen_trackers(task)
+        trackers = chosen_trackers(task) if self.ranks.is_first else {}
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = load_backbone(
             task.model,
@@ -75,13 +87,15 @@ class TaskRunner:
             torch_compile=task.torch_compile,
             trust_remote_code=task.trust_remote_code,
             use_safetensors=task.use_safetensors,
+            mesh=self.ranks.mesh(self.device),
         )
         data = rows.encode(backbone.tokenizer)
         runs = plan_jobs(task, backbone, data)
-        return _Prepared(trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs))
+        return _Prepared(
+            trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks)
+        )
 
-    @staticmethod
-    def _packed(prepared: _Prepared) -> _Prepared:
+    def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
         task, forecast = pack(prepared.subject)
         return replace(prepared, subject=replace(prepared.subject, task=task), forecast=forecast)
@@ -94,7 +108,7 @@ class TaskRunner:
                 for observer in observers:
                     observer({**event, "replayed": True})
             try:
-                with Journal(run_dir.journal_file, observers, past=past.events) as journal:
+                with self._journal(run_dir, observers, past) as journal:
                     Executor(
                         task,
                         subject.runs,
@@ -105,21 +119,29 @@ class TaskRunner:
                         journal=journal,
                         past=past,
                         is_interrupted=self._is_interrupted,
+                        ranks=self.ranks,
                     ).run()
             except BaseException:
                 # The report of a broken run is a courtesy; what broke it is the news.
                 with contextlib.suppress(AltoError, OSError):
-                    write_report(run_dir.root)
+                    if self.ranks.is_first:
+                        write_report(run_dir.root)
                 raise
-            shutil.rmtree(run_dir.best, ignore_errors=True)
+            if self.ranks.is_first:
+                shutil.rmtree(run_dir.best, ignore_errors=True)
             return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
+
+    def _journal(self, run_dir: RunDir, observers: Sequence[Observer], past: Past) -> Journal:
+        return Journal(run_dir.journal_file, observers, past=past.events) if self.ranks.is_first else SilentJournal()
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
         """Export what a finished run has not exported yet, and write its report."""
         result = task_result(read_history(run_dir.root), run_dir)
-        if not run_dir.best.is_dir():
-            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
-        write_report(run_dir.root)
+        if self.ranks.is_first:
+            if not run_dir.best.is_dir():
+                export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+            write_report(run_dir.root)
+        self.ranks.wait()
         return result
 
 

@@ -35,7 +35,11 @@ _STATE_FILE = "state.json"
 
 
 class StateStore:
-    """The states of all jobs of one run; one process at a time may use it."""
+    """The states of all jobs of one run.
+
+    One executor at a time may use it. Each of its ranks has a store of its own and saves the states of its own jobs;
+    of what another saves it is told (:meth:`saved_elsewhere`), so that all know what no checkpoint refers to yet.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -69,6 +73,10 @@ class StateStore:
             self._uncommitted.add(folder)
             fresh.rename(folder)
             sync_folder(folder.parent)
+
+    def saved_elsewhere(self, job: str, kind: Kind) -> None:
+        """Another rank saves a state."""
+        self._uncommitted.add(self.folder(job, kind))
 
     def commit(self) -> None:
         """From now on what was saved is what counts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from alto.errors import AltoError, JobCommandError
 from alto.executor.clone import clone_job, describe_changes
 from alto.executor.job_run import JobRun
@@ -16,12 +18,13 @@ __all__ = ["Control"]
 class Control:
     """Carries out the commands in a run's mailbox.
 
-    A command is answered when what it did is committed; until then it stays in the mailbox, so a task that dies in
+    Every rank carries out the same ones, and one alone (``writes``) answers them. A command is answered when what it did is committed; until then it stays in the mailbox, so a task that dies in
     between finds it again. The journal remembers which commands took effect.
     """
 
-    def __init__(self, state: TaskRun, mailbox: Mailbox, past: Past) -> None:
+    def __init__(self, state: TaskRun, mailbox: Mailbox, past: Past, *, writes: bool = True) -> None:
         self._state = state
+        self._writes = writes
         self._mailbox = mailbox
         self._answers = {event["command"]: _answer_of(event) for event in past.events if "command" in event}
         self._unsent: list[str] = []
@@ -31,9 +34,13 @@ class Control:
         """Whether somebody waits for the next checkpoint."""
         return bool(self._unsent)
 
-    def obey(self) -> None:
-        """Do what the mailbox asks."""
-        for command in self._mailbox.pending():
+    def pending(self) -> list[Command]:
+        """What the mailbox asks; of several ranks the first alone looks."""
+        return self._mailbox.pending()
+
+    def obey(self, commands: Sequence[Command]) -> None:
+        """Do what was found in the mailbox."""
+        for command in commands:
             if command.id in self._unsent:
                 continue
             if command.id not in self._answers:
@@ -42,13 +49,13 @@ class Control:
 
     def send_answers(self) -> None:
         """Answer the commands whose effect is committed."""
-        for command in self._unsent:
+        for command in self._unsent if self._writes else ():
             self._mailbox.answer(command, self._answers[command])
         self._unsent = []
 
     def close(self) -> None:
         """The task has ended: whatever is still asked for comes too late."""
-        for command in self._mailbox.pending():
+        for command in self.pending() if self._writes else ():
             self._mailbox.answer(command.id, Answer(done=False, message="the task has ended; start a new run"))
 
     def _try(self, command: Command) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from alto.backbone import Backbone
 from alto.data import TaskData
@@ -11,10 +12,11 @@ from alto.errors import DeviceMemoryError, NoResultError, TaskInterruptedError
 from alto.executor.control import Control
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import RowTooLargeError, is_out_of_memory
+from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
 from alto.records import ExitReason, TaskPlan
-from alto.runs import Journal, Mailbox, RunDir
+from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
 
 __all__ = ["Executor"]
@@ -23,8 +25,17 @@ __all__ = ["Executor"]
 MAX_SAVING_SHARE = 0.05
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _News:
+    """What decides the next turn, and only one process can know."""
+
+    commands: Sequence[Command] = ()
+    is_interrupted: bool = False
+    is_saving_due: bool = False
+
+
 class Executor:
-    """One task on one device.
+    """One task on one device, or on one of several ranks.
 
     Args:
         runs: The task's jobs, from :func:`plan_jobs`.
@@ -33,6 +44,7 @@ class Executor:
         past: What an interrupted run goes on from; None begins the task.
         forecast: What was found out about the task beforehand, for the journal.
         is_interrupted: Asked before every step; once true, the task stops and can be resumed.
+        ranks: This process among those that train the task, which all do what the first one hears and says.
     """
 
     def __init__(
@@ -47,13 +59,17 @@ class Executor:
         past: Past | None = None,
         forecast: TaskPlan | None = None,
         is_interrupted: Callable[[], bool] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
         self._past = past or Past()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
         self._forecast = forecast
-        self._state = TaskRun(task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past)
-        self._control = Control(self._state, Mailbox(run_dir), self._past)
+        self._state = TaskRun(
+            task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past, ranks=self._ranks
+        )
+        self._control = Control(self._state, Mailbox(run_dir), self._past, writes=self._ranks.is_first)
         self._save_interval_s = task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
         self._stuck: DeviceMemoryError | None = None
@@ -84,12 +100,13 @@ class Executor:
         else:
             state.begin(self._past, self._forecast)
         while True:
-            self._control.obey()
+            news = self._ranks.from_first(self._hear())
+            self._control.obey(news.commands)
             while state.race.rung_ready():
                 self._hold_rung()
             if not state.race.training:
                 break
-            if self._is_interrupted():
+            if news.is_interrupted:
                 self._interrupt()
             state.seat_jobs()
             stepped = self._train_one_step(state.active())
@@ -97,10 +114,20 @@ class Executor:
             if self._stuck is not None:
                 self._save()
                 raise self._stuck
-            if self._control.has_answers or time.monotonic() >= self._next_save_at:
+            if self._control.has_answers or news.is_saving_due:
                 self._save()
         self._save()
         self._conclude()
+
+    def _hear(self) -> _News:
+        """What has come from outside since the last turn, as far as this process can know."""
+        if not self._ranks.is_first:
+            return _News()
+        return _News(
+            commands=self._control.pending(),
+            is_interrupted=self._is_interrupted(),
+            is_saving_due=time.monotonic() >= self._next_save_at,
+        )
 
     # -- one turn of the loop ------------------------------------------------------------------------------------
 
@@ -115,9 +142,11 @@ class Executor:
         try:
             trainer.update(runs)
         except DeviceMemoryError as error:
+            if not self._ranks.is_alone:
+                raise
             self._stuck = error
-        # Read last: until here nothing has waited for the device.
-        stepped = [(run, loss) for run, loss in zip(runs, losses.tolist(), strict=True) if trainer.has_stepped(run)]
+        found = trainer.read(losses)
+        stepped = [(run, loss) for run, loss in zip(runs, found, strict=True) if trainer.has_stepped(run)]
         for run, loss in stepped:
             run.step += 1
             run.unsaved_losses.append(loss)

@@ -26,11 +26,14 @@ class JobRun:
         evaluation_steps: Counts of steps done after which it is evaluated.
         starts_warm: A clone that begins with the adapter in its ``start`` folder.
         step: Steps done.
-        slot: Where it sits; None while it is pending, parked or over.
+        slot: Where it sits, counted over all ranks; None while it is pending, parked or over.
+        is_spread: Every rank holds a copy of its adapter in the same place and trains a part of its rows; ``slot`` is
+            that of the first.
         saved_step: Step of its ``last`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
         saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
-        unsaved_best: Step and weights of its best adapter, where that is not on disk yet.
+        unsaved_best: Step and weights of its best adapter, where that is not on disk yet; the weights are with the
+            rank that will write them.
     """
 
     job: Job
@@ -41,10 +44,11 @@ class JobRun:
     starts_warm: bool = False
     step: int = 0
     slot: int | None = None
+    is_spread: bool = False
     saved_step: int = 0
     saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)
-    unsaved_best: tuple[int, AdapterWeights] | None = None
+    unsaved_best: tuple[int, AdapterWeights | None] | None = None
 
     @property
     def id(self) -> str:

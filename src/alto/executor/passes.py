@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from alto.data import EncodedDataset, JobRows, split_into_passes
+from alto.errors import DeviceMemoryError
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError, release_memory
 
 __all__ = ["OnMemoryEvent", "Passes"]
@@ -16,13 +17,18 @@ OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
 class Passes:
     """Runs work pass by pass; where a pass does not fit into memory, again from its beginning in smaller ones.
 
+    Args:
+        can_retry: Whether it may begin again. It cannot where other ranks have begun the pass too: they wait for this
+            one in the middle of it, so the executor ends, and is started again with smaller passes.
+
     Attributes:
         max_tokens: Most tokens of a pass, half of those that did not fit. A row that has more is a pass of its own.
         largest: Tokens of the largest pass that fitted; 0 before the first.
     """
 
-    def __init__(self, max_tokens: int, on_memory_event: OnMemoryEvent) -> None:
+    def __init__(self, max_tokens: int, on_memory_event: OnMemoryEvent, *, can_retry: bool = True) -> None:
         self.max_tokens = max_tokens
+        self._can_retry = can_retry
         self.largest = 0
         self._on_memory_event = on_memory_event
 
@@ -34,6 +40,7 @@ class Passes:
         *,
         forget: Callable[[], None],
         split_jobs: bool = False,
+        num_passes: int = 0,
     ) -> None:
         """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
 
@@ -41,13 +48,15 @@ class Passes:
             run_pass: Does one pass; raises :class:`NoMemoryError` where it does not fit.
             forget: Undoes all passes so far.
             split_jobs: See :func:`alto.data.split_into_passes`.
+            num_passes: How many there are at least: where ``work`` has fewer, the last ones are empty.
 
         Raises:
             RowTooLargeError: A row does not fit by itself; all passes are undone.
+            DeviceMemoryError: A pass does not fit, and it cannot begin again.
         """
         refused = set()
         while True:
-            failure = self._first_failure(dataset, work, run_pass, split_jobs=split_jobs)
+            failure = self._first_failure(dataset, work, run_pass, split_jobs=split_jobs, num_passes=num_passes)
             if failure is None:
                 return
             phase, jobs = failure
@@ -58,9 +67,18 @@ class Passes:
             num_tokens = _num_tokens(dataset, jobs)
             self.max_tokens = max(1, min(self.max_tokens, num_tokens // 2))
             self.tell(phase, slots, num_tokens)
+            if not self._can_retry:
+                raise DeviceMemoryError(
+                    f"expected memory for the {phase} of a pass of {num_tokens:,} tokens, found less; the next attempt "
+                    f"makes passes of at most {self.max_tokens:,}"
+                )
             if (slots, rows) in refused:  # nothing was left to be cut
                 raise RowTooLargeError(jobs[0].slot, num_tokens)
             refused.add((slots, rows))
+
+    def count(self, dataset: EncodedDataset, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
+        """How many passes ``work`` is cut into."""
+        return sum(1 for _ in split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs))
 
     def tell(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
         """Say that memory ran out, and how large passes are from now on."""
@@ -75,9 +93,11 @@ class Passes:
         run_pass: Callable[[Sequence[JobRows]], None],
         *,
         split_jobs: bool,
+        num_passes: int,
     ) -> tuple[Phase, list[JobRows]] | None:
         """The first pass that does not fit, and what it was about; None when all is done."""
-        for jobs in split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs):
+        passes = list(split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs))
+        for jobs in [*passes, *[[]] * (num_passes - len(passes))]:
             try:
                 run_pass(jobs)
             except NoMemoryError as error:

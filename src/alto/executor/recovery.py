@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 from alto.data import TaskData
 from alto.errors import RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import Event, RunDir, cut_journal, read_intact_events
+from alto.runs import Event, RunDir, cut_journal, read_intact_events, replace_file, writing
 from alto.spec import JobConfig, Task
 
-__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "recover"]
+__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "note_refusal", "recover"]
+
+_REFUSAL_FILE = "oom.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +26,12 @@ class Past:
     Attributes:
         events: The journal up to the checkpoint; empty for a run that begins.
         notes: What was lost on the way back, in sentences.
+        refusal: An ``oom`` event for the journal: the smallest pass that ended an attempt of several ranks.
     """
 
     events: Sequence[Event] = ()
     notes: tuple[str, ...] = ()
+    refusal: Mapping[str, Any] | None = None
 
     @property
     def checkpoint(self) -> Event | None:
@@ -36,7 +41,9 @@ class Past:
     @property
     def max_tokens_per_pass(self) -> int | None:
         """Tokens of a pass after memory last ran out; None if it never did."""
-        return next((event["max_tokens_per_pass"] for event in reversed(self.events) if event["event"] == "oom"), None)
+        limits = [event["max_tokens_per_pass"] for event in self.events if event["event"] == "oom"][-1:]
+        limits += [self.refusal["max_tokens_per_pass"]] if self.refusal is not None else []
+        return min(limits, default=None)
 
     @property
     def is_finished(self) -> bool:
@@ -68,7 +75,26 @@ def recover(run: RunDir) -> Past:
     num_damaged = sum(other > end for other in ends)
     if run.journal_file.exists():
         cut_journal(run.journal_file, end)
-    return Past(events=events[:end], notes=_notes(num_damaged, begins_anew=not end))
+    notes = _notes(num_damaged, begins_anew=not end)
+    return Past(events=events[:end], notes=notes, refusal=_read_refusal(run))
+
+
+def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
+    """Keep, for the next attempt, what a pass of this one did not fit into; ``facts`` are those of an ``oom`` event.
+
+    Raises:
+        RunWriteError: The run directory cannot be written.
+    """
+    with writing(run.root, run.root / _REFUSAL_FILE):
+        replace_file(run.root / _REFUSAL_FILE, json.dumps(facts) + "\n")
+
+
+def _read_refusal(run: RunDir) -> Mapping[str, Any] | None:
+    try:
+        facts: Mapping[str, Any] = json.loads((run.root / _REFUSAL_FILE).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    return facts
 
 
 def data_fingerprint(data: TaskData) -> str:

@@ -1,7 +1,8 @@
-"""Where the jobs of a task are: in the bank, or on disk."""
+"""Where the jobs of a task are: in the bank of some rank, or on disk."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, release_memory, watching
 from alto.executor.passes import OnMemoryEvent
+from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import (
     ADAPTER_DTYPES,
@@ -34,6 +36,8 @@ __all__ = ["Roster"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BankSize:
+    """Of the bank of one rank; all have the same."""
+
     modules: tuple[TargetModule, ...]
     max_rank: int
     num_slots: int
@@ -41,9 +45,10 @@ class _BankSize:
 
 
 class Roster:
-    """Moves jobs between the bank's slots and their folders.
+    """Moves jobs between the slots of the banks and their folders.
 
-    A bank that does not fit into memory is made with half the slots, down to one.
+    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a roster and does the
+    same with it; what concerns a job that sits with another rank is only noted.
 
     Args:
         max_tokens_per_pass: Most tokens of a pass to begin with.
@@ -66,8 +71,10 @@ class Roster:
         run_dir: RunDir,
         max_tokens_per_pass: int,
         on_memory_event: OnMemoryEvent,
+        ranks: Ranks,
     ) -> None:
         self._task = task
+        self._ranks = ranks
         self._backbone = backbone
         self._data = data
         self._modules = linear_modules(backbone.model)
@@ -78,45 +85,58 @@ class Roster:
 
     @property
     def num_slots(self) -> int:
-        return self._size.num_slots
+        """Of all ranks together."""
+        return self.trainer.slots.num_slots
 
-    def seat(self, run: JobRun, slot: int) -> None:
-        """Put a job without a slot into ``slot``, as it was when it left its last one."""
+    def seat(self, run: JobRun, slot: int, *, is_spread: bool = False) -> None:
+        """Put a job without a slot into ``slot``, as it was when it left its last one; one that is spread into the
+        same place of every rank's bank."""
+        run.slot, run.is_spread = slot, is_spread
+        place = self.trainer.place(run)
+        if place is None:
+            return
         if run.step:
-            self.trainer.seat_again(run, slot, *read_state(self._store.folder(run.id, "last")))
+            self.trainer.seat_again(run, place, *read_state(self._store.folder(run.id, "last")))
         elif run.starts_warm:
-            self.trainer.seat_warm(run, slot, read_adapter(self._run_dir.job(run.id, "start")))
+            self.trainer.seat_warm(run, place, read_adapter(self._run_dir.job(run.id, "start")))
         else:
-            self.trainer.seat_fresh(run, slot)
-        run.slot = slot
+            self.trainer.seat_fresh(run, place)
 
     def leave(self, run: JobRun) -> int:
         """Put everything the slot holds of the job on disk, then free the slot and return it."""
         assert run.slot is not None
         self.save(run)
-        slot, run.slot = run.slot, None
-        self.trainer.release(slot)
+        place = self.trainer.place(run)
+        if place is not None:
+            self.trainer.release(place)
+        slot, run.slot, run.is_spread = run.slot, None, False
         return slot
 
     def keep_best(self, run: JobRun) -> None:
         """The adapter in the job's slot is its best so far."""
-        assert run.slot is not None
-        run.unsaved_best = (run.step, self.trainer.bank.read(run.slot))
+        run.unsaved_best = (run.step, self.trainer.bank.read(self._place(run)) if self._is_ours(run) else None)
 
     def save(self, run: JobRun) -> None:
         """Put what the job's slot holds on disk, where it is not there already."""
         if run.unsaved_best is not None:
             step, best = run.unsaved_best
-            self._store.save(run.id, "best", step, lambda folder: self._write_adapter(folder, run, best))
+            if best is not None:
+                self._store.save(run.id, "best", step, lambda folder: self._write_adapter(folder, run, best))
+            else:
+                self._store.saved_elsewhere(run.id, "best")
             run.saved_best_step, run.unsaved_best = step, None
         if run.slot is not None and run.saved_step != run.step:
-            weights, optimizer = self.trainer.bank.read(run.slot), self.trainer.optimizer.read(run.slot)
+            if self._is_ours(run):
+                place = self._place(run)
+                weights, optimizer = self.trainer.bank.read(place), self.trainer.optimizer.read(place)
 
-            def fill(folder: Path) -> None:
-                self._write_adapter(folder, run, weights)
-                write_state(folder, optimizer)
+                def fill(folder: Path) -> None:
+                    self._write_adapter(folder, run, weights)
+                    write_state(folder, optimizer)
 
-            self._store.save(run.id, "last", run.step, fill)
+                self._store.save(run.id, "last", run.step, fill)
+            else:
+                self._store.saved_elsewhere(run.id, "last")
             run.saved_step = run.step
 
     def commit(self) -> None:
@@ -126,8 +146,11 @@ class Roster:
     def give_start(self, clone: JobRun, origin: JobRun) -> None:
         """Let ``clone`` begin with the best adapter of ``origin``."""
         self.save(origin)
-        weights = read_adapter(self._store.folder(origin.id, "best"))
-        self._write_adapter(self._run_dir.job(clone.id, "start"), clone, weights)
+        self._ranks.wait()  # for whoever has saved it
+        if self._ranks.is_first:
+            weights = read_adapter(self._store.folder(origin.id, "best"))
+            self._write_adapter(self._run_dir.job(clone.id, "start"), clone, weights)
+        self._ranks.wait()
         clone.starts_warm = True
 
     def fit(self, runs: Iterable[JobRun]) -> tuple[JobRun, ...]:
@@ -143,9 +166,11 @@ class Roster:
         before, wanted = self._size, self._size_for(runs)
         if wanted == self._wanted:
             return ()
+        # Whoever was spread sits where the first of its copies was, until the next plan.
         seated = [(run, run.slot) for run in runs if run.slot is not None]
         for run, _ in seated:
             self.leave(run)
+        self._ranks.wait()
         max_tokens = self.trainer.passes.max_tokens
         del self.trainer
         eject(self._backbone.model)  # which holds the bank too
@@ -158,6 +183,16 @@ class Roster:
         self._seat_again(seated)
         return tuple(run for run, _ in seated if run.slot is None)
 
+    def _is_ours(self, run: JobRun) -> bool:
+        """Whether this rank writes the states of a seated job; one that is spread is written by the first of those
+        that have it."""
+        assert run.slot is not None
+        return self.trainer.slots.rank_of(run.slot) == self._ranks.rank
+
+    def _place(self, run: JobRun) -> int:
+        assert run.slot is not None
+        return self.trainer.slots.place_of(run.slot)
+
     def _seat_again(self, seated: Iterable[tuple[JobRun, int]]) -> None:
         for run, slot in seated:
             if slot < self.num_slots:
@@ -168,7 +203,7 @@ class Roster:
         return _BankSize(
             modules=tuple(module for module in self._modules if module in targeted),
             max_rank=max(run.shape.rank for run in runs),
-            num_slots=min(self._task.max_slots or len(runs), len(runs)),
+            num_slots=math.ceil(min(self._task.max_slots or len(runs), len(runs)) / self._ranks.size),
             optims=frozenset(run.config.optim for run in runs),
         )
 
@@ -176,22 +211,29 @@ class Roster:
         """Set up a bank of ``size``, or with as many of its slots as fit."""
         self._wanted = size
         while True:
-            try:
-                with watching("bank"):
-                    self.trainer = self._new_trainer(size, max_tokens)
-                self._size = size
+            trainer = self._try_new_trainer(size, max_tokens)
+            if not self._ranks.any(trainer is None):
+                assert trainer is not None
+                self.trainer, self._size = trainer, size
                 return
-            except NoMemoryError:
-                pass  # tried again outside of this clause, which holds what is to be released
+            del trainer
+            eject(self._backbone.model)  # which holds the bank too
             release_memory()
             if size.num_slots == 1:
                 raise DeviceMemoryError(self._no_bank(size))
             size = replace(size, num_slots=size.num_slots // 2)
+            num_slots = size.num_slots * self._ranks.size
             self._on_memory_event(
-                MemoryEvent(
-                    phase="bank", slots=(), num_tokens=0, max_tokens_per_pass=max_tokens, num_slots=size.num_slots
-                )
+                MemoryEvent(phase="bank", slots=(), num_tokens=0, max_tokens_per_pass=max_tokens, num_slots=num_slots)
             )
+
+    def _try_new_trainer(self, size: _BankSize, max_tokens: int) -> Trainer | None:
+        """None where it does not fit."""
+        try:
+            with watching("bank"):
+                return self._new_trainer(size, max_tokens)
+        except NoMemoryError:
+            return None
 
     def _new_trainer(self, size: _BankSize, max_tokens: int) -> Trainer:
         return Trainer(
@@ -204,6 +246,7 @@ class Roster:
             optims=size.optims,
             adapter_dtype=self._task.adapter_dtype,
             on_memory_event=self._on_memory_event,
+            ranks=self._ranks,
         )
 
     def _no_bank(self, size: _BankSize) -> str:

@@ -15,7 +15,8 @@ from alto.data import TaskData
 from alto.early_exit import Race, policy_from, race_of, rung_notes
 from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
-from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint
+from alto.executor.ranks import Ranks
+from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
 from alto.executor.roster import Roster
 from alto.records import ExitDecision, ExitReason, TaskPlan
 from alto.runs import Journal, RunDir
@@ -36,6 +37,7 @@ class TaskRun:
         backbone: The base model the jobs were planned for.
         run_dir, journal: Where everything goes.
         past: What an interrupted run goes on from; empty for a task that begins.
+        ranks: This process among those that train the task. Each has all of this, and it is the same on all.
 
     Attributes:
         runs: Every job by id, clones last.
@@ -53,9 +55,12 @@ class TaskRun:
         run_dir: RunDir,
         journal: Journal,
         past: Past,
+        ranks: Ranks,
     ) -> None:
         self.task = task
         self.journal = journal
+        self._ranks = ranks
+        self._run_dir = run_dir
         self._backbone = backbone
         self._data = data
         self._planner = JobPlanner(task, backbone.model, len(data.train))
@@ -71,6 +76,7 @@ class TaskRun:
             run_dir=run_dir,
             max_tokens_per_pass=min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize),
             on_memory_event=self._on_memory_event,
+            ranks=ranks,
         )
         self._row_tokens = data.train.num_tokens / len(data.train)
         self._ahead: frozenset[str] = frozenset()
@@ -92,11 +98,13 @@ class TaskRun:
             max_slots=self.roster.num_slots,
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
             device=str(self._backbone.device),
+            num_ranks=self._ranks.size,
             versions=_versions(),
             jobs=[self._description(run) for run in self.runs.values()],
         )
         if forecast is not None:
             self.journal.append("profile", **_profile_facts(forecast))
+        self._tell_refusal(past)
         self._tell_memory_events()
 
     def go_on(self, past: Past) -> None:
@@ -107,7 +115,8 @@ class TaskRun:
         """
         check_data(past.events[0], self._data)
         check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, self.task)
-        self.journal.append("task_resumed", notes=list(past.notes), versions=_versions())
+        self.journal.append("task_resumed", notes=list(past.notes), versions=_versions(), num_ranks=self._ranks.size)
+        self._tell_refusal(past)
         self._tell_memory_events()
         assert past.checkpoint is not None
         for job, at in past.checkpoint["jobs"].items():
@@ -120,23 +129,41 @@ class TaskRun:
 
     def seat_jobs(self) -> None:
         """Carry out the scheduler's plan, where it may have changed."""
-        limits = SeatingLimits(num_slots=self.roster.num_slots, max_tokens=self.task.max_tokens_per_step)
+        limits = SeatingLimits(
+            num_slots=self.roster.num_slots,
+            max_tokens=self.task.max_tokens_per_step,
+            num_ranks=self._ranks.size,
+        )
         if self._seated_for == (self.race.num_changes, limits):
             return
         plan = plan_residents(self._demands(), limits)
         for parking in plan.park:
             self.park(self.runs[parking.job], parking.reason)
+        if plan.park:
+            self._ranks.wait()  # what one rank has put on disk another may read
         for seating in plan.seat:
-            self.seat(self.runs[seating.job], seating.slot, seating.reason)
+            self.seat(self.runs[seating.job], seating.slot, seating.reason, is_spread=seating.is_spread)
         self._ahead = plan.ahead
         self._seated_for = (self.race.num_changes, limits)
 
-    def seat(self, run: JobRun, slot: int, reason: str) -> None:
-        """A job enters ``slot``."""
-        self.roster.seat(run, slot)
+    def seat(self, run: JobRun, slot: int, reason: str, *, is_spread: bool = False) -> None:
+        """A job enters ``slot``; one that is spread enters the same place on every rank."""
+        self.roster.seat(run, slot, is_spread=is_spread)
         self.journal.append(
-            "job_resumed" if run.step else "job_admitted", job=run.id, slot=slot, step=run.step, reason=reason
+            "job_resumed" if run.step else "job_admitted",
+            job=run.id,
+            slot=slot,
+            step=run.step,
+            reason=reason,
+            **self._where(slot, is_spread=is_spread),
         )
+
+    def _where(self, slot: int, *, is_spread: bool) -> dict[str, Any]:
+        """The ranks that train the job in ``slot``; nothing where there is one only."""
+        if self._ranks.is_alone:
+            return {}
+        rank = self.roster.trainer.slots.rank_of(slot)
+        return {"ranks": list(range(self._ranks.size)) if is_spread else [rank]}
 
     def park(self, run: JobRun, reason: str) -> None:
         """A job leaves its slot and will come back."""
@@ -209,6 +236,7 @@ class TaskRun:
         for run in self.runs.values():
             self.tell_losses(run)
             self.roster.save(run)
+        self._ranks.wait()  # until every state is on disk
         self.journal.append(
             "checkpoint",
             jobs={
@@ -218,6 +246,7 @@ class TaskRun:
             },
         )
         self.journal.sync()
+        self._ranks.wait()  # until the journal is, too
         self.roster.commit()
 
     def complete(self) -> None:
@@ -246,6 +275,9 @@ class TaskRun:
         return run.id in self._ahead or not self.race.is_waiting(run.id)
 
     def _on_memory_event(self, event: MemoryEvent) -> None:
+        if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
+            note_refusal(self._run_dir, self._facts(event))  # for the next attempt: this one ends
+            return
         self._untold.append(event)
         if self._has_begun:
             self._tell_memory_events()
@@ -254,15 +286,23 @@ class TaskRun:
         """Journal what has happened; the bank is made before there is anything that it could follow."""
         self._has_begun = True
         for event in self._untold:
-            self.journal.append(
-                "oom",
-                phase=event.phase,
-                residents=[run.id for run in self.runs.values() if run.slot is not None and run.slot in event.slots],
-                num_tokens=event.num_tokens,
-                max_tokens_per_pass=event.max_tokens_per_pass,
-                **({} if event.num_slots is None else {"num_slots": event.num_slots}),
-            )
+            self.journal.append("oom", **self._facts(event))
         self._untold.clear()
+
+    def _facts(self, event: MemoryEvent) -> dict[str, Any]:
+        seated = [run for run in self.runs.values() if run.slot is not None]
+        return {
+            "phase": event.phase,
+            "residents": [run.id for run in seated if self.roster.trainer.place(run) in event.slots],
+            "num_tokens": event.num_tokens,
+            "max_tokens_per_pass": event.max_tokens_per_pass,
+            **({} if event.num_slots is None else {"num_slots": event.num_slots}),
+        }
+
+    def _tell_refusal(self, past: Past) -> None:
+        """Journal why the attempt before this one ended, where it could not."""
+        if past.refusal is not None:
+            self.journal.append("oom", **past.refusal)
 
     def _clones(self, past: Past) -> list[JobRun]:
         clones = []
@@ -307,6 +347,7 @@ class TaskRun:
                 batch_size=run.config.per_device_train_batch_size,
                 num_tokens=math.ceil(num_rows * self._row_tokens),
                 slot=run.slot,
+                is_spread=run.is_spread,
                 is_waiting=self.race.is_waiting(job),
                 may_run_ahead=job in certain,
                 has_started=run.step > 0,

@@ -1,4 +1,8 @@
-"""The arithmetic of one task on one device: a bank on a frozen base, stepped and evaluated for any set of slots."""
+"""The arithmetic of one task on one device: a bank on a frozen base, stepped and evaluated for any set of slots.
+
+Of several ranks each has a trainer with a bank of its own. All are given the same jobs and do their part of them, in as
+many passes as the rank that needs most: a pass gathers the base from all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate
+from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, idle_batch, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import NoMemoryError, release_memory, watching
 from alto.executor.passes import OnMemoryEvent, Passes
+from alto.executor.ranks import Ranks
 from alto.kernels import DropoutKey, TokenSchedule, upload
 from alto.lora import (
     ADAPTER_DTYPES,
@@ -27,6 +32,7 @@ from alto.lora import (
     inject,
 )
 from alto.objectives import sft_losses, sft_sums
+from alto.scheduler import RankSlots
 from alto.spec import AdapterDtype
 from alto.spec.job_config import OptimizerName
 
@@ -42,13 +48,16 @@ class Trainer:
         backbone: The base model; its targeted modules are wrapped in place.
         modules: Every module that some job targets.
         max_rank: The largest rank of any job.
+        num_slots: Slots of this rank's bank; all ranks have as many.
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs, and
             between the rows of a job that is larger.
         optims: What its jobs are trained with.
         adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
         on_memory_event: Is told whenever memory ran out.
+        ranks: This process among those that train the task.
 
     Attributes:
+        slots: Which slot of the task lies on which rank, and where in its bank.
         passes: Cuts steps and evaluations into passes that fit.
     """
 
@@ -64,10 +73,13 @@ class Trainer:
         optims: Collection[OptimizerName],
         adapter_dtype: AdapterDtype = "float32",
         on_memory_event: OnMemoryEvent = lambda event: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._backbone = backbone
         self._data = data
-        self.passes = Passes(max_tokens_per_pass, on_memory_event)
+        self._ranks = ranks or Ranks()
+        self.slots = RankSlots(num_ranks=self._ranks.size, per_rank=num_slots)
+        self.passes = Passes(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
         layout = BankLayout(
             modules=modules,
             max_rank=max_rank,
@@ -77,27 +89,34 @@ class Trainer:
         self.optimizer = SlotAdamW(self.bank, optims)
         self._context = inject(backbone.model, self.bank)
 
-    def seat_fresh(self, run: JobRun, slot: int) -> None:
-        """Give ``slot`` to a job that has not trained yet."""
-        self.bank.occupy(slot, run.shape)
-        self.bank.initialise(slot, run.config.seed, run.config.init_lora_weights)
-        self.optimizer.reset(slot, run.config.optim)
+    def place(self, run: JobRun) -> int | None:
+        """Where in this rank's bank a seated job lies; None where it lies with another rank."""
+        assert run.slot is not None, f"{run.id} has no slot"
+        if run.is_spread or self.slots.rank_of(run.slot) == self._ranks.rank:
+            return self.slots.place_of(run.slot)
+        return None
 
-    def seat_warm(self, run: JobRun, slot: int, weights: AdapterWeights) -> None:
-        """Give ``slot`` to a job that has not trained yet and begins with ``weights``."""
-        self.bank.occupy(slot, run.shape)
-        self.bank.write(slot, weights)
-        self.optimizer.reset(slot, run.config.optim)
+    def seat_fresh(self, run: JobRun, place: int) -> None:
+        """Give ``place`` to a job that has not trained yet."""
+        self.bank.occupy(place, run.shape)
+        self.bank.initialise(place, run.config.seed, run.config.init_lora_weights)
+        self.optimizer.reset(place, run.config.optim)
 
-    def seat_again(self, run: JobRun, slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
-        """Give ``slot`` to a job that was parked, with the state it had."""
-        self.bank.occupy(slot, run.shape)
-        self.bank.write(slot, weights)
-        self.optimizer.write(slot, run.config.optim, optimizer)
+    def seat_warm(self, run: JobRun, place: int, weights: AdapterWeights) -> None:
+        """Give ``place`` to a job that has not trained yet and begins with ``weights``."""
+        self.bank.occupy(place, run.shape)
+        self.bank.write(place, weights)
+        self.optimizer.reset(place, run.config.optim)
 
-    def release(self, slot: int) -> None:
-        """Take ``slot`` back."""
-        self.bank.release(slot)
+    def seat_again(self, run: JobRun, place: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
+        """Give ``place`` to a job that was parked, with the state it had."""
+        self.bank.occupy(place, run.shape)
+        self.bank.write(place, weights)
+        self.optimizer.write(place, run.config.optim, optimizer)
+
+    def release(self, place: int) -> None:
+        """Take ``place`` back."""
+        self.bank.release(place)
 
     def step(self, runs: Sequence[JobRun]) -> list[float]:
         """One optimizer step of every seated job in ``runs`` on its next batch; counts nothing.
@@ -110,64 +129,76 @@ class Trainer:
         """
         losses = self.backward(runs)
         self.update(runs)
-        # Read last: until here nothing has waited for the device.
-        return [float(loss) for loss in losses.tolist()]
+        return self.read(losses)
 
     def backward(self, runs: Sequence[JobRun]) -> Tensor:
-        """Losses ``[len(runs)]`` of ``runs`` on their next batches; their gradients are left in the bank.
+        """Losses ``[len(runs)]`` of ``runs`` on their next batches, as far as this rank has their rows; their gradients
+        are left in the bank, those of a job that is spread summed over the ranks.
 
         Raises:
             RowTooLargeError: One of their rows does not fit into memory by itself; no gradients are left.
+            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
         """
-        by_slot = {_slot(run): run for run in runs}
-        work = [JobRows(slot, tuple(run.order.rows_of_step(run.step))) for slot, run in by_slot.items()]
-        place_of = {slot: place for place, slot in enumerate(by_slot)}
-        losses: Tensor | None = None
+        here = self._here(runs)
+        index_of = {place: index for index, run in enumerate(runs) if (place := self.place(run)) is not None}
+        batches = [(run, tuple(run.order.rows_of_step(run.step))) for run in runs]
+        work, num_passes = self._work(self._data.train, batches)
+        losses = torch.zeros(len(runs), device=self._backbone.device)
 
         def train(jobs: Sequence[JobRows]) -> None:
-            nonlocal losses
             with watching("forward"):
                 batch = self._collate(self._data.train, jobs)
-                places_J = upload([place_of[slot] for slot in batch.slots], torch.int64, self._backbone.device)
-                losses = torch.zeros(len(runs), device=places_J.device) if losses is None else losses
-                schedule = _schedule(batch, by_slot, training=True)
+                indices_J = upload([index_of[place] for place in batch.slots], torch.int64, losses.device)
+                schedule = _schedule(batch, here, training=True)
             with self._context.use(schedule):
                 with watching("forward"):
                     losses_J = sft_losses(self._backbone, batch)
                 with watching("backward"):
                     losses_J.sum().backward()
-                    losses.index_add_(0, places_J, losses_J.detach())
+                    if jobs:
+                        losses.index_add_(0, indices_J, losses_J.detach())
 
         def forget() -> None:
-            nonlocal losses
-            losses = None
-            for slot in by_slot:
-                self.bank.grads_ZP[slot].zero_()
+            losses.zero_()
+            for place in here:
+                self.bank.grads_ZP[place].zero_()
 
-        self.passes.run(self._data.train, work, train, forget=forget)
-        assert losses is not None
+        self.passes.run(self._data.train, work, train, forget=forget, num_passes=num_passes)
+        for run in runs:
+            if run.is_spread:
+                place = self.slots.place_of(_slot(run))
+                self._ranks.add_up(self.bank.grads_ZP[place, : self.bank.places(place).end])
         return losses
 
+    def read(self, losses: Tensor) -> list[float]:
+        """The losses that :meth:`backward` has found, of all ranks. Asked for last: until here nothing has waited for
+        the device."""
+        return self._ranks.sum([float(loss) for loss in losses.tolist()])
+
     def update(self, runs: Sequence[JobRun]) -> Tensor:
-        """Clip and apply the gradients of ``runs``, then forget them; returns their norms before clipping.
+        """Clip and apply the gradients of ``runs``, then forget them; returns the norms before clipping, of those that
+        this rank has.
 
         Raises:
             DeviceMemoryError: There is no memory for it; :meth:`has_stepped` says which jobs have taken the step.
         """
-        slots = [_slot(run) for run in runs]
+        by_place = self._here(runs)
+        places, runs = list(by_place), list(by_place.values())
+        if not runs:
+            return torch.zeros(0, device=self._backbone.device)
         norms: Tensor | None = None
         left = list(range(len(runs)))
         is_last_try = False
         while left:
             try:
                 with watching("update"):
-                    norms = self.optimizer.gradient_norms(slots) if norms is None else norms
+                    norms = self.optimizer.gradient_norms(places) if norms is None else norms
                     self._update([runs[index] for index in left], norms if len(left) == len(runs) else norms[left])
                 break
             except NoMemoryError:
                 pass  # tried again outside of this clause, which holds what is to be released
             release_memory()
-            self.passes.tell("update", [slots[index] for index in left])
+            self.passes.tell("update", [places[index] for index in left])
             num_before, left = len(left), [index for index in left if not self.has_stepped(runs[index])]
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
@@ -179,8 +210,10 @@ class Trainer:
         return norms
 
     def has_stepped(self, run: JobRun) -> bool:
-        """Whether the adapter of a seated job has taken the step that the job has not counted yet."""
-        return self.optimizer.steps[_slot(run)] > run.step
+        """Whether the adapter of a seated job has taken the step that the job has not counted yet. Another rank that
+        could not take it would have ended this executor."""
+        place = self.place(run)
+        return place is None or self.optimizer.steps[place] > run.step
 
     @torch.no_grad()
     def evaluate(self, runs: Sequence[JobRun]) -> list[float]:
@@ -188,36 +221,65 @@ class Trainer:
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
+            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
         """
-        by_slot = {_slot(run): run for run in runs}
+        here = self._here(runs)
         validation = self._data.validation
-        work = [JobRows(slot, tuple(range(len(validation)))) for slot in by_slot]
-        sums = dict.fromkeys(by_slot, 0.0)
+        rows = tuple(range(len(validation)))
+        work, num_passes = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
+        sums = dict.fromkeys(here, 0.0)
 
         def add_up(jobs: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(validation, jobs)
-                with self._context.use(_schedule(batch, by_slot, training=False)):
+                with self._context.use(_schedule(batch, here, training=False)):
                     sums_J = sft_sums(self._backbone, batch).tolist()
-            for slot, total in zip(batch.slots, sums_J, strict=True):
-                sums[slot] += total
+            for place, total in zip(batch.slots, sums_J[: len(batch.slots)], strict=True):
+                sums[place] += total
 
         def forget() -> None:
             sums.update(dict.fromkeys(sums, 0.0))
 
-        self.passes.run(validation, work, add_up, forget=forget, split_jobs=True)
-        return [total / validation.num_trained_tokens for total in sums.values()]
+        self.passes.run(validation, work, add_up, forget=forget, split_jobs=True, num_passes=num_passes)
+        places = map(self.place, runs)
+        totals = self._ranks.sum([0.0 if place is None else sums[place] for place in places])
+        return [total / validation.num_trained_tokens for total in totals]
+
+    def _here(self, runs: Sequence[JobRun]) -> dict[int, JobRun]:
+        """Those of ``runs`` that lie in this rank's bank, by place."""
+        return {place: run for run in runs if (place := self.place(run)) is not None}
+
+    def _work(
+        self, dataset: EncodedDataset, batches: Sequence[tuple[JobRun, tuple[int, ...]]], *, split_jobs: bool = False
+    ) -> tuple[list[JobRows], int]:
+        """What of ``batches`` is this rank's, and how many passes the rank with the most of them makes."""
+        of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
+        for run, rows in batches:
+            slot = _slot(run)
+            job = JobRows(self.slots.place_of(slot), rows)
+            if run.is_spread:
+                for work, share in zip(of_rank, share_rows(dataset, job, len(of_rank)), strict=True):
+                    work += [share] if share is not None else []
+            else:
+                of_rank[self.slots.rank_of(slot)].append(job)
+        if self._ranks.is_alone:
+            return of_rank[0], 0
+        num_passes = max(self.passes.count(dataset, work, split_jobs=split_jobs) for work in of_rank)
+        return of_rank[self._ranks.rank], num_passes
 
     def _update(self, runs: Sequence[JobRun], norms: Tensor) -> None:
-        updates = [SlotUpdate(slot=_slot(run), config=run.config, learning_rate=run.learning_rate) for run in runs]
+        updates = [
+            SlotUpdate(slot=self.slots.place_of(_slot(run)), config=run.config, learning_rate=run.learning_rate)
+            for run in runs
+        ]
         self.optimizer.step(updates, norms)
 
     def _collate(self, dataset: EncodedDataset, jobs: Sequence[JobRows]) -> TokenBatch:
-        return collate(dataset, jobs, self._backbone.device)
+        return collate(dataset, jobs, self._backbone.device) if jobs else idle_batch(self._backbone.device)
 
 
-def _schedule(batch: TokenBatch, by_slot: dict[int, JobRun], *, training: bool) -> TokenSchedule:
-    runs = [by_slot[slot] for slot in batch.slots]
+def _schedule(batch: TokenBatch, by_place: dict[int, JobRun], *, training: bool) -> TokenSchedule:
+    runs = [by_place[place] for place in batch.slots]
     dropout = [
         DropoutKey(run.config.lora_dropout, run.config.seed, run.step, first_token)
         for run, first_token in zip(runs, batch.job_first_tokens, strict=True)

@@ -31,15 +31,15 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ops: ModuleType,
     ) -> tuple[Tensor, ...]:
         ys = tuple(F.linear(x_TK, base.weight, base.bias) for base in bases)
-        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
-        ops.fused_expand_add(s_TQ, operands, ys, schedule)
-        ctx.save_for_backward(x_TK, s_TQ)
         ctx.bases, ctx.operands, ctx.schedule, ctx.ops = bases, operands, schedule, ops
+        if schedule.segments:
+            s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
+            ops.fused_expand_add(s_TQ, operands, ys, schedule)
+            ctx.save_for_backward(x_TK, s_TQ)
         return ys
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        x_TK, s_TQ = ctx.saved_tensors
         dys = [gradient.contiguous() for gradient in gradients]
         dx_TK = None
         if ctx.needs_input_grad[0]:
@@ -47,8 +47,10 @@ class _GroupedLoraLinear(torch.autograd.Function):
             dx_TK = dys[0] @ ctx.bases[0].weight
             for dy_TN, base in zip(dys[1:], ctx.bases[1:], strict=True):
                 dx_TK.addmm_(dy_TN, base.weight)
-        ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
-        ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
+        if ctx.schedule.segments:
+            x_TK, s_TQ = ctx.saved_tensors
+            ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
+            ctx.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, ctx.operands, ctx.schedule)
         return dx_TK, None, None, None, None, None
 
 
@@ -63,7 +65,7 @@ def grouped_lora_linear(
     """``y[i] = x[i] Wᵀ + bias + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none.
+    get none. Under a schedule without segments tokens are nobody's, and go through the frozen layers alone.
 
     Args:
         anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.

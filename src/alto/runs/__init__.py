@@ -2,7 +2,7 @@
 
 from alto.runs.files import replace_file, sync_folder, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
-from alto.runs.journal import Event, Journal, Observer, cut_journal, read_events, read_intact_events
+from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, read_queue_history, told_gpus
@@ -28,6 +28,7 @@ __all__ = [
     "RunDir",
     "RunHistory",
     "RungOutcome",
+    "SilentJournal",
     "Stage",
     "TaskHistory",
     "TaskStage",

@@ -13,7 +13,16 @@ from typing import Any, Self
 from alto.errors import RunError, RunNotFoundError
 from alto.runs.files import sync_folder, writing
 
-__all__ = ["Event", "Journal", "Observer", "cut_journal", "parse_line", "read_events", "read_intact_events"]
+__all__ = [
+    "Event",
+    "Journal",
+    "Observer",
+    "SilentJournal",
+    "cut_journal",
+    "parse_line",
+    "read_events",
+    "read_intact_events",
+]
 
 Event = Mapping[str, Any]
 
@@ -67,6 +76,22 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+class SilentJournal(Journal):
+    """Writes nothing: for a rank whose events another one tells."""
+
+    def __init__(self) -> None:
+        pass
+
+    def append(self, event: str, **facts: Any) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:

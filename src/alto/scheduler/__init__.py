@@ -13,6 +13,7 @@ from alto.scheduler.inter_task import (
 )
 from alto.scheduler.intra_task import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason, plan_residents
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
+from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
 
 __all__ = [
     "LIST_METHODS",
@@ -23,6 +24,8 @@ __all__ = [
     "Packing",
     "PackingRequest",
     "ParkReason",
+    "RankDemand",
+    "RankSlots",
     "RunningTask",
     "SchedulingProblem",
     "SeatReason",
@@ -30,12 +33,14 @@ __all__ = [
     "SeatingPlan",
     "TaskDemand",
     "ThroughputFit",
+    "assign_ranks",
     "check_schedule",
     "choose_packing",
     "estimate_duration_s",
     "expected_duration_s",
     "fit_memory",
     "fit_throughput",
+    "imbalance",
     "max_tokens",
     "plan_residents",
     "remaining_duration_s",

@@ -22,12 +22,15 @@ class PackingRequest:
         longest_row: Tokens of the longest row: the least a pass must hold.
         slot_bytes: Memory of one slot.
         usual_tokens_per_pass: Beyond which passes of this device gain nothing.
+        num_ranks: Devices like this one that share the jobs. Bytes and passes are those of one of them; slots, and
+            tokens of a step, of all.
     """
 
     step_tokens: Sequence[int]
     longest_row: int
     slot_bytes: int
     usual_tokens_per_pass: int
+    num_ranks: int = 1
     max_slots: int | None = None
     max_tokens_per_step: int | None = None
     max_tokens_per_pass: int | None = None
@@ -56,9 +59,10 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     smallest = min(request.step_tokens)
     wanted = request.max_slots or min(len(request.step_tokens), math.ceil(saturated / smallest))
     least_pass = max(request.longest_row, request.max_tokens_per_pass or 0)
-    for num_slots in range(wanted, 0, -1):
+    of_rank = saturated / request.num_ranks
+    for num_slots in range(math.ceil(wanted / request.num_ranks), 0, -1):
         room = _room(memory, num_slots * request.slot_bytes)
-        if room >= max(least_pass, min(saturated, num_slots * smallest)) or (num_slots == 1 and room >= least_pass):
+        if room >= max(least_pass, min(of_rank, num_slots * smallest)) or (num_slots == 1 and room >= least_pass):
             break
         if request.max_slots is not None and room < least_pass:
             raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
@@ -68,10 +72,10 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
         raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
     usual = max(request.usual_tokens_per_pass, request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, room)
-    step = request.max_tokens_per_step or max(saturated, tokens_per_pass)
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks)
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
     return Packing(
-        max_slots=num_slots,
+        max_slots=min(wanted, num_slots * request.num_ranks),
         max_tokens_per_step=step,
         max_tokens_per_pass=tokens_per_pass,
         peak_bytes=memory.peak_bytes(largest_pass, num_slots * request.slot_bytes),
@@ -85,7 +89,7 @@ def _room(memory: MemoryProfile, bank_bytes: int) -> int:
 
 
 def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: int) -> str:
-    num_slots = request.max_slots or 1
+    num_slots = math.ceil((request.max_slots or 1) / request.num_ranks)
     need = memory.peak_bytes(least_pass, num_slots * request.slot_bytes)
     planned = memory.margin * memory.capacity_bytes
     room = _room(memory, request.slot_bytes)

@@ -1,7 +1,12 @@
-"""Single training steps of more and more tokens, each with its peak of memory and its duration."""
+"""Single training steps of more and more tokens, each with its peak of memory and its duration.
+
+Of several ranks all take the same steps, each with as many jobs and tokens: a peak is that of one rank, and what counts
+is the largest; a duration is that of a step of all of them.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +20,7 @@ from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
 from alto.executor.profiling.sketch import RowLength, synthetic_rows
+from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject, linear_modules
 from alto.records import MemoryPoint, ThroughputPoint
@@ -107,7 +113,13 @@ def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
 
 
 def measure(
-    task: Task, backbone: Backbone, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int
+    task: Task,
+    backbone: Backbone,
+    lengths: Sequence[RowLength],
+    *,
+    num_rows: int,
+    max_tokens: int,
+    ranks: Ranks | None = None,
 ) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
@@ -117,22 +129,24 @@ def measure(
     Args:
         lengths: Of the task's rows.
         num_rows: How many the task trains on.
+        ranks: This process among those that measure together.
 
     Raises:
         DeviceMemoryError: Not even one row of one job fits.
     """
+    ranks = ranks or Ranks()
     began = time.monotonic()
     planner = JobPlanner(task, backbone.model, num_rows)
     runs = [planner.plan(job) for job in task.jobs]
     shapes = [run.shape for run in runs]
-    capacity = capacity_bytes(backbone.device)
+    capacity = -int(ranks.max(-capacity_bytes(backbone.device)))  # the smallest
     largest_batch = max(job.config.per_device_train_batch_size for job in task.jobs)
-    num_jobs = _measured_jobs(task, backbone, shapes, capacity)
+    num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
     bank = slot_bytes(task, shapes, num_jobs)
     todo = packings(num_jobs, largest_batch)
     rows = synthetic_rows(lengths, backbone.model.get_input_embeddings().num_embeddings, num_jobs * largest_batch)
     refused: list[MemoryEvent] = []
-    trainer = _trainer(task, backbone, rows, shapes, num_jobs, refused)
+    trainer = _trainer(task, backbone, rows, shapes, num_jobs, refused, ranks)
     chosen = [runs[index * len(runs) // num_jobs] for index in range(num_jobs)]
     for slot, run in enumerate(chosen):
         trainer.seat_fresh(run, slot)
@@ -141,24 +155,23 @@ def measure(
     budget = _Budget(began, task, lengths, num_rows)
     try:
         for packing in todo:
-            seated = _seated(chosen, packing, len(rows.train))
-            num_tokens = sum(rows.train.input_ids[row].numel() for run in seated for row in run.order.rows_of_step(0))
-            if memory and (
+            seated = _seated(chosen, packing, len(rows.train), ranks)
+            of_all = sum(rows.train.input_ids[row].numel() for run in seated for row in run.order.rows_of_step(0))
+            num_tokens = of_all // ranks.size
+            if memory and ranks.any(
                 num_tokens > max_tokens
-                or not budget.allows(durations, num_tokens)
+                or not budget.allows(durations, of_all)
                 or not _will_fit(memory, num_tokens, MARGIN * capacity - bank)
             ):
                 break
             reset_peak(backbone.device)
-            seconds = _steps_s(trainer, seated)
+            seconds = ranks.max(statistics.median(_steps_s(trainer, seated, ranks)))
             if refused:
                 break
-            peak = peak_bytes(backbone.device) - bank
+            peak = int(ranks.max(peak_bytes(backbone.device) - bank))
             memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
-            durations.append(
-                ThroughputPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, duration_s=statistics.median(seconds))
-            )
-        eval_token_s = _eval_token_s(trainer, chosen[0], rows)
+            durations.append(ThroughputPoint(num_jobs=len(seated), num_tokens=of_all, duration_s=seconds))
+        eval_token_s = _eval_token_s(trainer, _seated(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks), rows, ranks)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
     finally:
@@ -189,11 +202,11 @@ class _Budget:
         return time.monotonic() - self._began + (1 + _LEAST_TIMES) * num_tokens * token_s <= budget_s
 
 
-def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int) -> int:
-    """As many as a task can have at a time, and as leave half of the memory to steps."""
-    left = MARGIN * capacity - sum(value.nbytes for value in backbone.model.state_dict().values())
-    fitting = int(left / 2 / slot_bytes(task, shapes))
-    return max(1, min(MAX_JOBS, len(shapes), task.max_slots or len(shapes), fitting))
+def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
+    """As many as a rank can have at a time, and as leave half of its memory to steps."""
+    fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, shapes))
+    of_rank = math.ceil(min(len(shapes), task.max_slots or len(shapes)) / ranks.size)
+    return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
 
 
 def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
@@ -208,6 +221,7 @@ def _trainer(
     shapes: Sequence[AdapterShape],
     num_slots: int,
     refused: list[MemoryEvent],
+    ranks: Ranks,
 ) -> Trainer:
     targeted = set(_layout(shapes).modules)
     trainer = Trainer(
@@ -220,6 +234,7 @@ def _trainer(
         optims={job.config.optim for job in task.jobs},
         adapter_dtype=task.adapter_dtype,
         on_memory_event=refused.append,
+        ranks=ranks,
     )
     # Memory that is zero has not been given by every operating system yet.
     for tensor in (
@@ -232,15 +247,16 @@ def _trainer(
     return trainer
 
 
-def _seated(chosen: Sequence[JobRun], packing: Packing, num_rows: int) -> list[JobRun]:
-    """The first of ``chosen``, with batches of the packing's size."""
+def _seated(chosen: Sequence[JobRun], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobRun]:
+    """The first of ``chosen`` on every rank, with batches of the packing's size."""
     return [
-        replace(run, slot=slot, order=DataOrder(num_rows, packing.batch_size, slot))
-        for slot, run in enumerate(chosen[: packing.num_jobs])
+        replace(run, slot=rank * len(chosen) + place, order=DataOrder(num_rows, packing.batch_size, place))
+        for rank in range(ranks.size)
+        for place, run in enumerate(chosen[: packing.num_jobs])
     ]
 
 
-def _steps_s(trainer: Trainer, runs: Sequence[JobRun]) -> list[float]:
+def _steps_s(trainer: Trainer, runs: Sequence[JobRun], ranks: Ranks) -> list[float]:
     """Durations of steps of ``runs``."""
 
     def step() -> None:
@@ -248,19 +264,19 @@ def _steps_s(trainer: Trainer, runs: Sequence[JobRun]) -> list[float]:
         for run in runs:
             run.step += 1
 
-    return _timed(step)
+    return _timed(step, ranks)
 
 
-def _eval_token_s(trainer: Trainer, run: JobRun, rows: TaskData) -> float:
-    run = replace(run, slot=0)
-    return statistics.median(_timed(lambda: trainer.evaluate([run]))) / rows.validation.num_tokens
+def _eval_token_s(trainer: Trainer, runs: Sequence[JobRun], rows: TaskData, ranks: Ranks) -> float:
+    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(runs), ranks)))
+    return seconds / (len(runs) * rows.validation.num_tokens)
 
 
-def _timed(action: Callable[[], object]) -> list[float]:
+def _timed(action: Callable[[], object], ranks: Ranks) -> list[float]:
     """Durations of ``action``, the first of which is slower and left out."""
     action()
     seconds: list[float] = []
-    while len(seconds) < _LEAST_TIMES or (sum(seconds) < _LEAST_TIMED_S and len(seconds) < _MOST_TIMES):
+    while len(seconds) < _LEAST_TIMES or ranks.any(sum(seconds) < _LEAST_TIMED_S and len(seconds) < _MOST_TIMES):
         start = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - start)

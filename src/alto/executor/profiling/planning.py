@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from alto.backbone import Backbone
 from alto.data import TaskData
@@ -15,6 +15,7 @@ from alto.executor.profiling.measure import MARGIN, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
+from alto.executor.ranks import Ranks
 from alto.records import PackingForecast, TaskPlan
 from alto.scheduler import (
     JobWork,
@@ -40,12 +41,17 @@ _LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A task whose rows and model have been read, and whose jobs are known to fit them."""
+    """A task whose rows and model have been read, and whose jobs are known to fit them.
+
+    Attributes:
+        ranks: This process among those that will train it; all of them ask the same.
+    """
 
     task: Task
     backbone: Backbone
     data: TaskData
     runs: Sequence[JobRun]
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def row_tokens(self) -> float:
@@ -71,7 +77,7 @@ def pack(subject: Subject) -> tuple[Task, TaskPlan | None]:
     if not _has_open_limits(task):
         return task, None
     device = subject.backbone.device
-    if device.type == "cpu" and _is_roomy(subject) and not _is_profiled(subject):
+    if device.type == "cpu" and _is_roomy(subject) and not subject.ranks.from_first(_is_profiled(subject)):
         return _with_usual_limits(task), None
     found = plan(subject)
     return (
@@ -126,6 +132,7 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
             longest_row=longest,
             slot_bytes=bytes_per_slot,
             usual_tokens_per_pass=USUAL_TOKENS_PER_PASS[device.type],
+            num_ranks=subject.ranks.size,
             max_slots=task.max_slots,
             max_tokens_per_step=task.max_tokens_per_step,
             max_tokens_per_pass=task.max_tokens_per_pass,
@@ -156,7 +163,7 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
         max_tokens_per_pass=packing.max_tokens_per_pass,
         gradient_checkpointing=task.gradient_checkpointing is True,
         peak_bytes=packing.peak_bytes,
-        packings=_forecasts(profile, packing, bytes_per_slot, len(runs)),
+        packings=_forecasts(profile, packing, bytes_per_slot, len(runs), subject.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
         duration_s=duration_s,
@@ -168,7 +175,8 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
 
 def _profile(subject: Subject, task: Task, *, refresh: bool) -> Profile:
     device, lengths = subject.backbone.device, lengths_of(subject.data.train)
-    found = None if refresh else find_profile(task, lengths, device)
+    found = None if refresh else find_profile(task, lengths, device, num_ranks=subject.ranks.size)
+    found = subject.ranks.from_first(found)
     return found or profile_task(
         task,
         lengths,
@@ -176,13 +184,15 @@ def _profile(subject: Subject, task: Task, *, refresh: bool) -> Profile:
         num_rows=len(subject.data.train),
         max_tokens=2 * USUAL_TOKENS_PER_PASS[device.type],
         backbone=subject.backbone,
+        ranks=subject.ranks,
     )
 
 
 def _is_profiled(subject: Subject) -> bool:
     task, device = subject.task, subject.backbone.device
     known = task.replace(gradient_checkpointing=task.gradient_checkpointing is True)
-    return find_profile(known, lengths_of(subject.data.train), device) is not None
+    lengths = lengths_of(subject.data.train)
+    return find_profile(known, lengths, device, num_ranks=subject.ranks.size) is not None
 
 
 def _is_roomy(subject: Subject) -> bool:
@@ -193,7 +203,7 @@ def _is_roomy(subject: Subject) -> bool:
     width = 20 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     narrow = sum(2 * max(shape.rank for shape in shapes) for _ in shapes[0].targets)
     bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size
-    weights = sum(value.nbytes for value in subject.backbone.model.state_dict().values())
+    weights = subject.backbone.num_bytes
     num_slots = min(subject.task.max_slots or USUAL_SLOTS, len(shapes))
     bank = slot_bytes(subject.task, shapes, num_slots)
     longest = max(subject.data.train.longest, subject.data.validation.longest)
@@ -213,8 +223,10 @@ def _work(run: JobRun, row_tokens: float) -> JobWork:
     )
 
 
-def _forecasts(profile: Profile, packing: Packing, bytes_per_slot: int, num_jobs: int) -> tuple[PackingForecast, ...]:
-    """The chosen packing between smaller and larger ones."""
+def _forecasts(
+    profile: Profile, packing: Packing, bytes_per_slot: int, num_jobs: int, num_ranks: int
+) -> tuple[PackingForecast, ...]:
+    """The chosen packing between smaller and larger ones: slots of all ranks, tokens and bytes of each."""
     memory, throughput = profile.memory, profile.throughput
     slots = sorted({1, *(packing.max_slots * factor // 2 for factor in (1, 2, 4)), num_jobs} - {0})
     tokens = [packing.max_tokens_per_pass * factor // 4 for factor in (1, 2, 4, 8)]
@@ -223,9 +235,9 @@ def _forecasts(profile: Profile, packing: Packing, bytes_per_slot: int, num_jobs
         PackingForecast(
             num_slots=num_slots,
             num_tokens=num_tokens,
-            peak_bytes=(peak := memory.peak_bytes(num_tokens, num_slots * bytes_per_slot)),
+            peak_bytes=(peak := memory.peak_bytes(num_tokens, math.ceil(num_slots / num_ranks) * bytes_per_slot)),
             fits=peak <= room,
-            tokens_per_s=num_tokens / throughput.duration_s(num_slots, num_tokens),
+            tokens_per_s=num_ranks * num_tokens / throughput.duration_s(num_slots, num_ranks * num_tokens),
         )
         for num_slots in slots
         if num_slots <= num_jobs

@@ -19,6 +19,7 @@ from alto.errors import DeviceMemoryError, ProfileError
 from alto.executor.profiling import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
 from alto.executor.profiling.sketch import RowLength
+from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
@@ -55,9 +56,11 @@ class Profile:
     duration_s: float
 
 
-def find_profile(task: Task, lengths: Sequence[RowLength], device: torch.device) -> Profile | None:
+def find_profile(
+    task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
+) -> Profile | None:
     """The profile of such a task on such a device, if there is one in the cache."""
-    measured = cache.load(_key(task, lengths, device))
+    measured = cache.load(_key(task, lengths, device, num_ranks))
     return None if measured is None else _profile(measured, is_cached=True)
 
 
@@ -69,6 +72,7 @@ def profile_task(
     num_rows: int,
     max_tokens: int,
     backbone: Backbone | None = None,
+    ranks: Ranks | None = None,
 ) -> Profile:
     """Measure now, and remember.
 
@@ -76,19 +80,23 @@ def profile_task(
         lengths: Of the task's rows, from :func:`alto.executor.profiling.lengths_of`.
         num_rows: How many it trains on.
         max_tokens: Tokens up to which steps are measured.
-        backbone: The base model on a CUDA device. On a CPU the steps are taken in a process of their own, whose memory
-            is that of nobody else, and this one is not used.
+        backbone: The base model on a CUDA device, or on one of several ranks. On a CPU the steps are else taken in a
+            process of their own, whose memory is that of nobody else, and this one is not used.
+        ranks: This process among those that measure together.
 
     Raises:
         DeviceMemoryError: Not even one row of one job fits.
         ProfileError: The process that measures failed.
     """
-    if device.type == "cpu":
+    ranks = ranks or Ranks()
+    if device.type == "cpu" and ranks.is_alone:
         measured = _measured_in_child(task, lengths, num_rows=num_rows, max_tokens=max_tokens)
     else:
         assert backbone is not None
-        measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens)
-    cache.save(_key(task, lengths, device), measured)
+        measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
+    measured = ranks.from_first(measured)
+    if ranks.is_first:
+        cache.save(_key(task, lengths, device, ranks.size), measured)
     return _profile(measured, is_cached=False)
 
 
@@ -123,7 +131,7 @@ def _profile(measured: Measured, *, is_cached: bool) -> Profile:
     )
 
 
-def _key(task: Task, lengths: Sequence[RowLength], device: torch.device) -> dict[str, Any]:
+def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ranks: int) -> dict[str, Any]:
     """Everything that what is measured depends on."""
     name = platform.processor() or platform.machine()
     return {
@@ -144,6 +152,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device) -> dict
         "lengths": [asdict(length) for length in lengths],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
+        "ranks": num_ranks,
         "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
     }
 

@@ -1,0 +1,99 @@
+"""A frozen base model whose parameters lie in parts on several ranks, gathered layer by layer where they are used.
+
+Every rank keeps a part of every parameter (FSDP2's ``fully_shard``) and gathers a layer for its forward pass and again
+for its backward pass, the next one already under way. Nothing is reduced: a frozen base has no gradients. So every rank
+must run the same passes, each on tokens of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alto.errors import UnsupportedModelError
+
+__all__ = ["OutputHead", "find_roots", "held_bytes", "shard"]
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Leave this rank its part of every parameter of ``model``, in place. Parameters may lie on the meta device.
+
+    A layer is gathered as a whole, and so are the embeddings and the output head, each only while it is used.
+
+    Raises:
+        UnsupportedModelError: The model is not built of layers.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnsupportedModelError(
+            f"num_gpus: expected a model built of transformers' layers, found {type(model).__name__} without any; set "
+            "num_gpus to 1, or use another base model"
+        )
+    model.requires_grad_(False)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embeddings.weight
+    for part in (*layers, embeddings, *(() if is_tied else (head,))):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model.base_model, mesh=mesh)
+    if is_tied:
+        head.weight = embeddings.weight
+    for before, after in itertools.pairwise(layers):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+@torch.no_grad()
+def find_roots(model: PreTrainedModel) -> None:
+    """Let FSDP see, once there are numbers in the parameters, which modules are entered from outside: the body and the
+    output head. What is gathered by hand (:class:`OutputHead`) must have been seen."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        head(hidden)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers of ``model`` that lie on this rank."""
+    held = (value.to_local() if isinstance(value, DTensor) else value for value in model.state_dict().values())
+    return sum(value.nbytes for value in held)
+
+
+class OutputHead:
+    """The output head of a model, as a whole where it is needed.
+
+    Attributes:
+        linear: The module; its weight may be the embeddings' own, and only a part of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, linear: nn.Linear) -> None:
+        self.linear = linear
+        embeddings = model.get_input_embeddings()
+        is_tied = isinstance(embeddings, FSDPModule) and not isinstance(linear, FSDPModule)
+        self._owner: Any = embeddings if is_tied else linear
+
+    @contextmanager
+    def gathered(self) -> Iterator[Tensor]:
+        """Its weight ``[V, H]``, gathered from all ranks meanwhile."""
+        if not isinstance(self._owner, FSDPModule):
+            yield self.linear.weight
+            return
+        self._owner.set_reshard_after_forward(False)
+        self._owner.unshard()
+        self.linear._parameters["weight"] = self._owner.weight
+        try:
+            yield self.linear.weight
+        finally:
+            self._owner.set_reshard_after_forward(True)
+            self._owner.reshard()
+            self.linear._parameters["weight"] = self._owner.weight
