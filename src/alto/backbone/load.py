@@ -129,7 +129,7 @@ def load_network(
             sharded, report = load_sharded(
                 path,
                 config,
-                dtype=wanted if isinstance(wanted, torch.dtype) else config.dtype or torch.float32,
+                dtype=_as_dtype(wanted, config),
                 device=device,
                 mesh=mesh,
                 trust_remote_code=trust_remote_code,
@@ -204,3 +204,9 @@ def _check_complete(model: str, report: Mapping[str, Any]) -> None:
             f"model: expected every weight that config.json of {model!r} asks for in the files beside it, found "
             f"{shown}; copy or download the model again, or correct its config.json"
         )
+
+
+def _as_dtype(wanted: Any, config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that "auto" stands for."""
+    found: torch.dtype = wanted if isinstance(wanted, torch.dtype) else config.dtype or torch.float32
+    return found

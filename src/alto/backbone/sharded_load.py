@@ -92,10 +92,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Modules that are built inside get parameters without memory; their buffers are real."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
-        register(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.data.to("meta"), requires_grad=False)
+        register(module, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:

@@ -58,8 +58,8 @@ def find_roots(model: PreTrainedModel) -> None:
     output head. What is gathered by hand (:class:`OutputHead`) must have been seen."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings()
-    if isinstance(head, FSDPModule):
+    head: Any = model.get_output_embeddings()
+    if _is_sharded(head):
         head(hidden)
 
 
@@ -79,13 +79,13 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel, linear: nn.Linear) -> None:
         self.linear = linear
         embeddings = model.get_input_embeddings()
-        is_tied = isinstance(embeddings, FSDPModule) and not isinstance(linear, FSDPModule)
+        is_tied = _is_sharded(embeddings) and not _is_sharded(linear)
         self._owner: Any = embeddings if is_tied else linear
 
     @contextmanager
     def gathered(self) -> Iterator[Tensor]:
         """Its weight ``[V, H]``, gathered from all ranks meanwhile."""
-        if not isinstance(self._owner, FSDPModule):
+        if not _is_sharded(self._owner):
             yield self.linear.weight
             return
         self._owner.set_reshard_after_forward(False)
@@ -97,3 +97,8 @@ class OutputHead:
             self._owner.set_reshard_after_forward(True)
             self._owner.reshard()
             self.linear._parameters["weight"] = self._owner.weight
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether what ``module`` itself holds is gathered and let go of by FSDP."""
+    return isinstance(module, FSDPModule)

@@ -1,8 +1,8 @@
 """The ranks of an executor beside its first: processes that the first one starts, watches and takes with it.
 
-The first is ``alto.cluster.worker``; each other is ``python -m alto.cluster.crew``, in the session of the first. One that
-dies leaves the others waiting for it in the middle of a pass, so the executor ends, within `GRACE_S` of that; one that
-hangs lets the heartbeat of the first stop, which whoever watches the executor sees.
+The first is ``alto.cluster.worker``; each other is ``python -m alto.cluster.crew``, in the session of the first. One
+that dies leaves the others waiting for it in the middle of a pass, so the executor ends, within `GRACE_S` of that; one
+that hangs lets the heartbeat of the first stop, which whoever watches the executor sees.
 """
 
 from __future__ import annotations

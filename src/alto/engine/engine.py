@@ -39,7 +39,8 @@ class Engine:
 
     Args:
         strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each of them holds a part of the
-            base model and trains jobs of its own. ``single``: not at all; on CPU slots it is one process on all of them.
+            base model and trains jobs of its own. ``single``: not at all; on CPU slots it is one process on all of
+            them.
         total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
             CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.

@@ -18,8 +18,9 @@ __all__ = ["Control"]
 class Control:
     """Carries out the commands in a run's mailbox.
 
-    Every rank carries out the same ones, and one alone (``writes``) answers them. A command is answered when what it did is committed; until then it stays in the mailbox, so a task that dies in
-    between finds it again. The journal remembers which commands took effect.
+    Every rank carries out the same ones, and one alone (``writes``) answers them. A command is answered when what it
+    did is committed; until then it stays in the mailbox, so a task that dies in between finds it again. The journal
+    remembers which commands took effect.
     """
 
     def __init__(self, state: TaskRun, mailbox: Mailbox, past: Past, *, writes: bool = True) -> None:

@@ -26,9 +26,10 @@ class SeatReason(StrEnum):
     """Why a job is given a slot.
 
     ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be seated is larger.
-    ``balances``: its rank had more to do than another. ``spreads``: jobs are fewer than ranks, and so each of them trains
-    on all ranks. ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
+    ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
     limit, and nobody else trains. ``runs_ahead``: it is certain to be kept at its rung, and nobody else wants the room.
+    ``balances``: the rank it was on had more to do than this one. ``spreads``: jobs are fewer than ranks, and so each
+    of them trains on all ranks.
     """
 
     SAME_BATCH_SIZE = "same_batch_size"
@@ -136,8 +137,8 @@ def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> Seati
     the limit is seated when nobody else trains. A resident that waits at a rung is parked only when its slot is wanted.
     The room that is left goes to waiting jobs that may run ahead, those with a slot first.
 
-    On several ranks those that train are dealt out so that all have about as many tokens (`assign_ranks`), and jobs that
-    are fewer than the ranks are spread over all of them, once none waits any more.
+    On several ranks those that train are dealt out so that all have about as many tokens (`assign_ranks`), and jobs
+    that are fewer than the ranks are spread over all of them, once none waits any more.
 
     The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
     it changes nothing.
@@ -192,7 +193,8 @@ def _over_ranks(plan: SeatingPlan, demands: Sequence[JobDemand], limits: Seating
             ),
             slots,
         )
-    stay, move = [], []
+    stay: list[JobDemand] = []
+    move: list[JobDemand] = []
     for demand in training:
         is_there = demand.slot is not None and demand.is_spread == is_spread
         (stay if is_there and slots.rank_of(demand.slot or 0) == rank_of[demand.job] else move).append(demand)
