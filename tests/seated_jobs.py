@@ -97,7 +97,8 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
     }
     paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
     values = {"model": "unused", "dataset": "unused.jsonl", "num_train_epochs": 2, "max_tokens_per_pass": 300}
-    return Task(**(values | settings), search_space={"paired": paired})
+    fixed = {key: value for key, value in (values | settings).items() if key not in paired}
+    return Task(**fixed, search_space={"paired": paired})
 
 
 class Bank:

@@ -17,6 +17,7 @@ from alto.scheduler.queue import (
     GaveUp,
     GpuAdded,
     GpuLost,
+    Offered,
     Planned,
     Progressed,
     Queue,
@@ -39,10 +40,12 @@ _STANDS = frozenset({"eval", "warmup_ended", "job_exited", "job_completed"})
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """An executor that runs, and what is known of its pace."""
+    """An executor that runs, and what is known of its pace; ``start_s`` is what it took until it began to train."""
 
     launch: Launch
     expected_s: float
+    launched_at: float
+    start_s: float = 0.0
     history: RunHistory = field(default_factory=RunHistory)
     began_at: float | None = None
     share_before: float = 0.0
@@ -145,7 +148,20 @@ class Controller:
         name, share = told.event.get("event"), attempt.history.settled_share
         if name in ("task_started", "task_resumed"):
             attempt.began_at, attempt.share_before = self._clock(), share
+            attempt.start_s = attempt.began_at - attempt.launched_at
             self._tell(Started(time_s=self._now_s(), task=told.task, attempt=told.attempt))
+        elif name == "gpus_offered":
+            line = told.event
+            self._tell(
+                Offered(
+                    time_s=self._now_s(),
+                    task=told.task,
+                    attempt=told.attempt,
+                    num_gpus=line["num_gpus"],
+                    duration_s=attempt.start_s + line["duration_s"],
+                    kept_duration_s=line["spread_duration_s"],
+                )
+            )
         elif name in _STANDS and attempt.began_at is not None:
             remaining_s = remaining_duration_s(
                 attempt.expected_s,
@@ -212,7 +228,11 @@ class Controller:
                     attempt=number,
                     num_ranks=self._num_ranks(len(gpus)),
                 )
-                self._running[task] = _Attempt(launch=launch, expected_s=self._queue.tasks[task].demand.duration_s)
+                self._running[task] = _Attempt(
+                    launch=launch,
+                    expected_s=self._queue.tasks[task].demand.duration_s,
+                    launched_at=self._clock(),
+                )
                 self._cluster.start(launch)
             case StopTask(task=task):
                 self._cluster.stop(task)

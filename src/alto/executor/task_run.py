@@ -18,9 +18,9 @@ from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
 from alto.executor.roster import Roster
-from alto.records import ExitDecision, ExitReason, TaskPlan
+from alto.records import ExitDecision, ExitReason, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
-from alto.scheduler import JobDemand, SeatingLimits, plan_residents
+from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
 from alto.spec import Job, JobConfig, Task
 
 __all__ = ["TaskRun"]
@@ -81,6 +81,8 @@ class TaskRun:
         self._row_tokens = data.train.num_tokens / len(data.train)
         self._ahead: frozenset[str] = frozenset()
         self._seated_for: tuple[int, SeatingLimits] | None = None
+        self._throughput: Throughput | None = None
+        self._num_offered: int | None = None
 
     def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
         """Say what is about to be trained, and what is expected of it."""
@@ -104,6 +106,7 @@ class TaskRun:
         )
         if forecast is not None:
             self.journal.append("profile", **_profile_facts(forecast))
+            self._throughput = forecast.throughput
         self._tell_refusal(past)
         self._tell_memory_events()
 
@@ -118,6 +121,8 @@ class TaskRun:
         self.journal.append("task_resumed", notes=list(past.notes), versions=_versions(), num_ranks=self._ranks.size)
         self._tell_refusal(past)
         self._tell_memory_events()
+        if past.events[0]["num_ranks"] == self._ranks.size:
+            self._throughput = _measured_throughput(past)
         assert past.checkpoint is not None
         for job, at in past.checkpoint["jobs"].items():
             run = self.runs[job]
@@ -144,7 +149,20 @@ class TaskRun:
         for seating in plan.seat:
             self.seat(self.runs[seating.job], seating.slot, seating.reason, is_spread=seating.is_spread)
         self._ahead = plan.ahead
+        self._offer_gpus()
         self._seated_for = (self.race.num_changes, limits)
+
+    def _offer_gpus(self) -> None:
+        """Say, once for as many jobs as are left, what they would take on a GPU each; the queue may then ask this
+        executor to end and go on so."""
+        training = self.active()
+        if self._throughput is None or len(training) != len(self.race.training) or len(training) == self._num_offered:
+            return
+        jobs = [TailJob(num_tokens=self._step_tokens(run), num_steps=run.total_steps - run.step) for run in training]
+        tail = forecast_tail(jobs, self._throughput, self._ranks.size)
+        if tail is not None:
+            self._num_offered = len(training)
+            self.journal.append("gpus_offered", **asdict(tail))
 
     def seat(self, run: JobRun, slot: int, reason: str, *, is_spread: bool = False) -> None:
         """A job enters ``slot``; one that is spread enters the same place on every rank."""
@@ -336,16 +354,20 @@ class TaskRun:
             "num_parameters": run.shape.num_parameters,
         }
 
+    def _step_tokens(self, run: JobRun) -> int:
+        """Tokens of a step in expectation, rounded up."""
+        num_rows = min(run.config.per_device_train_batch_size, len(self._data.train))
+        return math.ceil(num_rows * self._row_tokens)
+
     def _demands(self) -> Iterator[JobDemand]:
         """What every job that has not ended wants of the bank."""
         certain = self.race.certain_to_be_kept()
         for job in self.race.training:
             run = self.runs[job]
-            num_rows = min(run.config.per_device_train_batch_size, len(self._data.train))
             yield JobDemand(
                 job=job,
                 batch_size=run.config.per_device_train_batch_size,
-                num_tokens=math.ceil(num_rows * self._row_tokens),
+                num_tokens=self._step_tokens(run),
                 slot=run.slot,
                 is_spread=run.is_spread,
                 is_waiting=self.race.is_waiting(job),
@@ -369,6 +391,14 @@ def _profile_facts(forecast: TaskPlan) -> dict[str, Any]:
         "duration_s": forecast.duration_s,
         "expected_duration_s": forecast.expected_duration_s,
     }
+
+
+def _measured_throughput(past: Past) -> Throughput | None:
+    profile = next((event for event in past.events if event["event"] == "profile"), None)
+    if profile is None:
+        return None
+    law = profile["throughput"]
+    return Throughput(**{**law, "points": tuple(ThroughputPoint(**point) for point in law["points"])})
 
 
 def _versions() -> dict[str, str]:

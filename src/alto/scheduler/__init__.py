@@ -14,6 +14,7 @@ from alto.scheduler.inter_task import (
 from alto.scheduler.intra_task import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason, plan_residents
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
+from alto.scheduler.tail import TailForecast, TailJob, forecast_tail
 
 __all__ = [
     "LIST_METHODS",
@@ -31,6 +32,8 @@ __all__ = [
     "SeatReason",
     "SeatingLimits",
     "SeatingPlan",
+    "TailForecast",
+    "TailJob",
     "TaskDemand",
     "ThroughputFit",
     "assign_ranks",
@@ -40,6 +43,7 @@ __all__ = [
     "expected_duration_s",
     "fit_memory",
     "fit_throughput",
+    "forecast_tail",
     "imbalance",
     "max_tokens",
     "plan_residents",

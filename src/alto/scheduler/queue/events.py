@@ -15,6 +15,7 @@ __all__ = [
     "Finished",
     "GpuAdded",
     "GpuLost",
+    "Offered",
     "Profiled",
     "Progressed",
     "QueueEvent",
@@ -59,6 +60,24 @@ class Progressed:
     task: str
     attempt: int
     remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A running task has come to where fewer GPUs may do; on those it has it goes on as fast as it can.
+
+    Attributes:
+        num_gpus: As many as would do.
+        duration_s: What it would still take on so many, beginning anew on them included.
+        kept_duration_s: What it still takes on those it has.
+    """
+
+    time_s: float
+    task: str
+    attempt: int
+    num_gpus: int
+    duration_s: float
+    kept_duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,4 +137,6 @@ class Woken:
     time_s: float
 
 
-QueueEvent = Submitted | Profiled | Started | Progressed | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken
+QueueEvent = (
+    Submitted | Profiled | Started | Progressed | Offered | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken
+)

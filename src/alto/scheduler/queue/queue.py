@@ -20,6 +20,7 @@ from alto.scheduler.queue.events import (
     Finished,
     GpuAdded,
     GpuLost,
+    Offered,
     Profiled,
     Progressed,
     QueueEvent,
@@ -51,7 +52,8 @@ class Queue:
 
     A plan is made whenever a task comes, ends or fails, when GPUs come or go, and when an estimate moves; tasks that
     run stay where they are. A task is started when its planned start has come and its GPUs are free, never on GPUs
-    that the plan holds for one before it, and never beyond the quota of its tenant.
+    that the plan holds for one before it, and never beyond the quota of its tenant. One that runs on more GPUs than it
+    has use for gives some back, where another waits and both together gain: it ends, and goes on with fewer.
 
     Nothing here knows the time or does anything: events say when they happened, and actions are carried out by whoever
     drives the queue.
@@ -113,6 +115,7 @@ class Queue:
         if len(self._pool) != num_gpus:
             self._note_what_is_missing(*self._waiting)
         reasons += self._came_due(actions)
+        self._take_offers(actions)
         if reasons and self._waiting:
             actions += self._replan("; ".join(reasons))
         return actions + self._start_due()
@@ -138,7 +141,11 @@ class Queue:
                         f"task: expected one that was submitted, found {event.task!r}; submit it first, or correct "
                         "its name"
                     )
-                case Profiled(duration_s=estimate_s) | Progressed(remaining_s=estimate_s):
+                case (
+                    Profiled(duration_s=estimate_s)
+                    | Progressed(remaining_s=estimate_s)
+                    | Offered(duration_s=estimate_s)
+                ):
                     _check_estimate(event.task, estimate_s)
                 case Failed(remaining_s=estimate_s) if estimate_s is not None:
                     _check_estimate(event.task, estimate_s)
@@ -177,6 +184,9 @@ class Queue:
             case Progressed(remaining_s=remaining_s):
                 task.expected_end_s = self._now_s + remaining_s
                 return self._moved(task, task.expected_end_s - task.started_s)
+            case Offered():
+                task.offer = event
+                return ""
             case Finished():
                 self._leave_gpus(task)
                 self._end(task, TaskState.FINISHED)
@@ -203,17 +213,38 @@ class Queue:
             self._end(task, TaskState.STOPPED)
             return f"{task.name} was stopped"
         if task.state in (TaskState.STARTING, TaskState.RUNNING):
-            task.state = TaskState.STOPPING
             actions.append(StopTask(task=task.name))
+        if task.has_gpus:
+            task.state = TaskState.STOPPING
         return ""
 
+    def _take_offers(self, actions: list[Action]) -> None:
+        """Have tasks end that can go on with fewer GPUs, as long as others wait."""
+        for task in self._with_gpus.values() if self._waiting else ():
+            offer = task.offer
+            if task.state is not TaskState.RUNNING or offer is None or offer.num_gpus >= len(task.gpus):
+                continue
+            # What is spared counts for those that wait: seconds of a GPU, not of the task.
+            if offer.num_gpus * offer.duration_s < len(task.gpus) * offer.kept_duration_s:
+                task.state = TaskState.SHRINKING
+                actions.append(StopTask(task=task.name))
+
+    def _shrink(self, task: QueuedTask, offer: Offered) -> str:
+        task.demand = replace(task.demand, num_gpus=offer.num_gpus, duration_s=max(offer.duration_s, _LEAST_S))
+        task.planned_s, task.ready_s = task.demand.duration_s, self._now_s
+        task.state = TaskState.WAITING
+        self._wait(task)
+        return f"{task.name} goes on with {offer.num_gpus} of its {len(task.gpus)} GPUs"
+
     def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
-        was_stopping = task.state is TaskState.STOPPING
+        was_stopping, is_shrinking = task.state is TaskState.STOPPING, task.state is TaskState.SHRINKING
         self._leave_gpus(task)
         task.reason = event.reason
         if was_stopping:
             self._end(task, TaskState.STOPPED)
             return f"{task.name} was stopped"
+        if is_shrinking and task.offer is not None and event.is_retryable and not task.has_lost_gpu:
+            return self._shrink(task, task.offer)
         task.num_failures += not task.has_lost_gpu
         verdict = self._verdict(task, event)
         if verdict:
@@ -407,6 +438,7 @@ class Queue:
         task.planned_s = task.demand.duration_s
         task.expected_end_s = self._now_s + task.demand.duration_s
         task.has_lost_gpu = False
+        task.offer = None
         return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt)
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from alto.records import Gpu
 from alto.scheduler.inter_task import TaskDemand
+from alto.scheduler.queue.events import Offered
 
 __all__ = ["QueuedTask", "TaskState"]
 
@@ -17,6 +18,8 @@ class TaskState(StrEnum):
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
+    SHRINKING = "shrinking"
+    """Asked to end, to go on with fewer GPUs; until it has, these are still its own."""
     STOPPING = "stopping"
     """Asked to end and not heard of since; its GPUs are still its own."""
     FINISHED = "finished"
@@ -38,6 +41,7 @@ class QueuedTask:
         gpus: Of the latest attempt.
         started_s, expected_end_s: Of the latest attempt.
         ended_s: When it finished, failed for good or was stopped.
+        offer: What the latest attempt would still take on fewer GPUs; None where it has not said.
         has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
         planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
         reason: Why it failed last, or was given up.
@@ -56,6 +60,7 @@ class QueuedTask:
     started_s: float = 0.0
     expected_end_s: float = 0.0
     ended_s: float | None = None
+    offer: Offered | None = None
     has_lost_gpu: bool = False
     reason: str = ""
     waits_for: str = ""
@@ -67,7 +72,7 @@ class QueuedTask:
     @property
     def has_gpus(self) -> bool:
         """Whether its GPUs are its own at this moment."""
-        return self.state in (TaskState.STARTING, TaskState.RUNNING, TaskState.STOPPING)
+        return self.state in (TaskState.STARTING, TaskState.RUNNING, TaskState.SHRINKING, TaskState.STOPPING)
 
     @property
     def has_ended(self) -> bool:

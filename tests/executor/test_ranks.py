@@ -1,0 +1,87 @@
+"""Law 1 on several ranks: a job beside others, on whichever rank and on however many, equals the job alone.
+
+What every rank does is checked in its own process (``tests/rank_jobs.py``); whole curves are compared here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import SoloJob, flat, relative_distance
+from rank_processes import run_ranks
+from seated_jobs import DATA, STABLE, Bank, make_model, make_task
+
+from alto.lora import read_adapter
+from alto.runs import RunDir, read_events, read_history
+from alto.spec import Task
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+LONGER = {"lr": 5e-4, "r": 8, "batch_size": 4, "seed": 50, "num_train_epochs": 13}
+EVEN_LONGER = {"lr": 5e-4, "r": 8, "batch_size": 6, "seed": 51, "num_train_epochs": 14}
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    """Jobs that end one after the other, until fewer are left than ranks."""
+    configs = [{"num_train_epochs": 2} | config for config in [*STABLE, LONGER, EVEN_LONGER]]
+    return make_task(
+        configs,
+        eval_steps=0.5,
+        early_exit={"rungs": [[0.3, 1.0]], "detect_divergence": False, "detect_overfitting": False},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Trained by two ranks; and everything else that two ranks check."""
+    run_dir = RunDir.create(tmp_path_factory.mktemp("two"), task)
+    run_ranks(2, "rank_jobs", "steps:llama", "steps:gemma", "nan", f"train:{run_dir.root}")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Begun by four ranks, and ended by two."""
+    run_dir = RunDir.create(tmp_path_factory.mktemp("four"), task)
+    run_ranks(4, "rank_jobs", "steps:qwen3", f"train:{run_dir.root}:62")
+    run_ranks(2, "rank_jobs", f"train:{run_dir.root}")
+    return run_dir
+
+
+@pytest.mark.parametrize("which", ["whole", "resumed"])
+def test_whole_curves_equal_peft_alone(which: str, task: Task, request: pytest.FixtureRequest) -> None:
+    run_dir: RunDir = request.getfixturevalue(which)
+    history = read_history(run_dir.root)
+    base, fresh = make_model("qwen3"), Bank(make_model("qwen3"), task)
+    for run in fresh.runs:
+        assert run.slot is not None
+        solo = SoloJob(base, DATA.train, run.config)
+        solo.load(fresh.trainer.bank.read(run.slot))
+        expected = torch.tensor(solo.train())
+        found = torch.tensor(list(history.jobs[run.id].train_losses))
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, run.config
+        final = flat(read_adapter(run_dir.job(run.id, "last")))
+        assert relative_distance(final, solo.weights()) <= 1e-4, run.config
+
+
+def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(whole: RunDir, resumed: RunDir) -> None:
+    for run_dir in (whole, resumed):
+        events = read_events(run_dir.journal_file)
+        seated = [event for event in events if event["event"] in ("job_admitted", "job_resumed")]
+        assert {event["reason"] for event in seated} >= {"balances", "spreads"}
+        assert {len(event["ranks"]) for event in seated} >= {1, 2}
+    started, resumed_at = (
+        next(event for event in read_events(resumed.journal_file) if event["event"] == name)
+        for name in ("task_started", "task_resumed")
+    )
+    assert (started["num_ranks"], resumed_at["num_ranks"]) == (4, 2)
+
+
+def test_every_step_is_told_once(resumed: RunDir) -> None:
+    steps: dict[str, list[int]] = {}
+    for event in read_events(resumed.journal_file):
+        if event["event"] == "train":
+            first = event["first_step"]
+            steps.setdefault(event["job"], []).extend(range(first, first + len(event["losses"])))
+    assert all(told == list(range(1, len(told) + 1)) for told in steps.values())

@@ -1,0 +1,170 @@
+"""``python -m rank_jobs ARGUMENT…``: one rank that trains jobs beside others, and checks its own against PEFT alone.
+
+Every argument is a part of the work, done one after the other by all ranks:
+
+- ``steps:MODEL``: from equal state, every step of every job of this rank is PEFT's; once job by job, once with the jobs
+  that are left spread over all ranks.
+- ``nan``: a job that goes NaN changes no other by one bit, on no rank.
+- ``train:FOLDER[:N]``: the executor trains the task of the run in ``FOLDER``; it is interrupted after ``N`` turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+
+import torch
+from oracle import SoloJob, StepFacts, flat
+from seated_jobs import DATA, STABLE, assert_same_step, make_model, make_task
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.backbone.sharding import find_roots, shard
+from alto.errors import TaskInterruptedError
+from alto.executor import Executor, JobRun, Past, Ranks, Trainer, plan_jobs, recover
+from alto.lora import linear_modules
+from alto.runs import Journal, RunDir, SilentJournal
+from alto.spec import Task, load_task
+
+CPU = torch.device("cpu")
+
+
+def sharded(name: str, ranks: Ranks) -> PreTrainedModel:
+    model = make_model(name)
+    mesh = ranks.mesh(CPU)
+    if mesh is not None:
+        shard(model, mesh)
+        find_roots(model)
+    return model
+
+
+class Seats:
+    """Jobs dealt out over the banks of all ranks, or in the same places of all."""
+
+    def __init__(self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_spread: bool = False) -> None:
+        backbone = Backbone(model, None, "unused")  # type: ignore[arg-type]
+        self.ranks = ranks
+        self.runs = plan_jobs(task, backbone, DATA)
+        per_rank = len(self.runs) if is_spread else -(-len(self.runs) // ranks.size)
+        self.trainer = Trainer(
+            backbone,
+            DATA,
+            modules=linear_modules(model),
+            max_rank=max(run.config.r for run in self.runs),
+            num_slots=per_rank,
+            max_tokens_per_pass=task.max_tokens_per_pass or 300,
+            optims={run.config.optim for run in self.runs},
+            ranks=ranks,
+        )
+        for index, run in enumerate(self.runs):
+            run.is_spread = is_spread
+            run.slot = index if is_spread else (index % ranks.size) * per_rank + index // ranks.size
+            if (place := self.trainer.place(run)) is not None:
+                self.trainer.seat_fresh(run, place)
+
+    @property
+    def training(self) -> list[JobRun]:
+        return [run for run in self.runs if run.step < run.total_steps]
+
+    def here(self, runs: list[JobRun]) -> list[tuple[JobRun, int]]:
+        return [(run, place) for run in runs if (place := self.trainer.place(run)) is not None]
+
+    def step(self) -> dict[str, StepFacts]:
+        """One step of all ranks; what it did to the jobs of this one."""
+        runs, trainer, bank = self.training, self.trainer, self.trainer.bank
+        here = self.here(runs)
+        before = {run.id: flat(bank.read(place)) for run, place in here}
+        losses = dict(zip([run.id for run in runs], trainer.read(trainer.backward(runs)), strict=True))
+        gradients = {
+            run.id: flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, place)})
+            for run, place in here
+        }
+        norms = trainer.update(runs).tolist()
+        facts = {}
+        for (run, place), norm in zip(here, norms, strict=True):
+            after = flat(bank.read(place))
+            updates = {name: after[name] - before[run.id][name] for name in after}
+            facts[run.id] = StepFacts(loss=losses[run.id], grad_norm=norm, gradients=gradients[run.id], updates=updates)
+        for run in runs:
+            run.step += 1
+        return facts
+
+
+def check_steps(name: str, ranks: Ranks) -> None:
+    base = make_model(name)
+    for is_spread, configs in ((False, STABLE), (True, STABLE[2:4])):
+        seats = Seats(sharded(name, ranks), make_task(configs), ranks, is_spread=is_spread)
+        checked = 0
+        for step in range(10):
+            states = {
+                run.id: (seats.trainer.bank.read(place), seats.trainer.optimizer.read(place))
+                for run, place in seats.here(seats.training)
+            }
+            found = seats.step()
+            if step not in (0, 4, 9):
+                continue
+            for run in seats.runs:
+                if run.id in found:
+                    alone = SoloJob(base, DATA.train, run.config)
+                    alone.load(*states[run.id])
+                    assert_same_step(found[run.id], alone.train_step())
+                    checked += 1
+        assert checked >= 2 * len(configs) / (1 if is_spread else ranks.size)
+
+
+def check_nan(ranks: Ranks) -> None:
+    def trained(poisoned: str | None) -> dict[str, list[torch.Tensor]]:
+        seats = Seats(sharded("llama", ranks), make_task(STABLE), ranks)
+        for run, place in seats.here(seats.runs):
+            if run.id == poisoned:
+                seats.trainer.bank.params_ZP[place, 0] = float("nan")
+        for _ in range(3):
+            seats.step()
+        return {run.id: list(flat(seats.trainer.bank.read(place)).values()) for run, place in seats.here(seats.runs)}
+
+    clean, beside_nan = trained(None), trained("job-003")
+    for job, matrices in clean.items():
+        same = [torch.equal(a, b) for a, b in zip(matrices, beside_nan[job], strict=True)]
+        assert all(same) == (job != "job-003"), job
+
+
+def train(ranks: Ranks, folder: str, interrupt_after: str = "") -> None:
+    run_dir = RunDir.open(folder)
+    past = ranks.from_first(recover(run_dir) if ranks.is_first else Past())
+    task = load_task(run_dir.task_file)
+    backbone = Backbone(sharded("qwen3", ranks), None, "unused")  # type: ignore[arg-type]
+    turns = itertools.count()
+    journal = Journal(run_dir.journal_file, past=past.events) if ranks.is_first else SilentJournal()
+    stops = contextlib.suppress(TaskInterruptedError) if interrupt_after else contextlib.nullcontext()
+    with journal, stops:
+        Executor(
+            task,
+            plan_jobs(task, backbone, DATA),
+            backbone,
+            DATA,
+            run_dir=run_dir,
+            journal=journal,
+            past=past,
+            is_interrupted=lambda: bool(interrupt_after) and next(turns) >= int(interrupt_after),
+            ranks=ranks,
+        ).run()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join(CPU)
+    for argument in sys.argv[1:]:
+        part, *details = argument.split(":")
+        match part:
+            case "steps":
+                check_steps(*details, ranks)
+            case "nan":
+                check_nan(ranks)
+            case "train":
+                train(ranks, *details)
+        ranks.wait()
+
+
+if __name__ == "__main__":
+    main()
