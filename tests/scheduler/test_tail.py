@@ -1,0 +1,41 @@
+"""Which way the end of a task is thought to take how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from alto.records import Throughput
+from alto.scheduler import TailJob, forecast_tail
+
+
+def law(*, step_s: float = 0.0, job_s: float = 0.0, token_s: float = 0.0) -> Throughput:
+    return Throughput(step_s=step_s, job_s=job_s, token_s=token_s, eval_token_s=0.0, points=())
+
+
+def test_where_tokens_alone_count_all_gpus_are_as_much_sooner_as_they_are_more() -> None:
+    found = forecast_tail([TailJob(num_tokens=100, num_steps=10)], law(token_s=0.01), 4)
+    assert found is not None
+    assert found.num_gpus == 1
+    # A token of a step of four ranks costs a quarter of one on a rank of its own.
+    assert found.spread_duration_s == pytest.approx(10 * 100 * 0.01)
+    assert found.duration_s == pytest.approx(4 * found.spread_duration_s)
+
+
+def test_where_steps_cost_what_they_cost_the_other_gpus_are_wasted() -> None:
+    found = forecast_tail([TailJob(num_tokens=100, num_steps=10)], law(step_s=0.5), 4)
+    assert found is not None
+    assert found.duration_s == found.spread_duration_s == pytest.approx(5.0)
+
+
+def test_jobs_end_one_after_the_other() -> None:
+    jobs = [TailJob(num_tokens=30, num_steps=5), TailJob(num_tokens=10, num_steps=20)]
+    found = forecast_tail(jobs, law(step_s=1.0, token_s=0.01, job_s=0.1), 4)
+    assert found is not None
+    assert found.num_gpus == 2
+    assert found.duration_s == pytest.approx(5 * (1 + 0.4 + 1.2) + 15 * (1 + 0.4 + 0.4))
+    assert found.spread_duration_s == pytest.approx(5 * (1 + 0.8 + 0.4) + 15 * (1 + 0.4 + 0.1))
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_no_tail_without_idle_ranks(count: int) -> None:
+    assert forecast_tail([TailJob(num_tokens=1, num_steps=1)] * count, law(step_s=1.0), 2) is None
