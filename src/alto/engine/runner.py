@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, load_backbone, resolve_model
+from alto.backbone import SHIPPED_MODELS, Backbone, load_backbone, resolve_model
 from alto.data import read_task_rows
-from alto.errors import AltoError
-from alto.executor import Executor, Past, Ranks, plan_jobs, recover
+from alto.errors import AltoError, DeviceMemoryError
+from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
 from alto.records import TaskPlan, TaskResult
@@ -77,23 +77,35 @@ class TaskRunner:
         """Read everything that can be wrong with a task before its run has a folder."""
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         rows = read_task_rows(task)  # before a model is downloaded in vain
-        backbone = load_backbone(
-            task.model,
-            dtype=task.dtype,
-            device=self.device,
-            load_in_4bit=task.load_in_4bit,
-            load_in_8bit=task.load_in_8bit,
-            gradient_checkpointing=task.gradient_checkpointing is True,
-            torch_compile=task.torch_compile,
-            trust_remote_code=task.trust_remote_code,
-            use_safetensors=task.use_safetensors,
-            mesh=self.ranks.mesh(self.device),
-        )
+        backbone = self._load(task)
         data = rows.encode(backbone.tokenizer)
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
             trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks)
         )
+
+    def _load(self, task: Task) -> Backbone:
+        try:
+            return load_backbone(
+                task.model,
+                dtype=task.dtype,
+                device=self.device,
+                load_in_4bit=task.load_in_4bit,
+                load_in_8bit=task.load_in_8bit,
+                gradient_checkpointing=task.gradient_checkpointing is True,
+                torch_compile=task.torch_compile,
+                trust_remote_code=task.trust_remote_code,
+                use_safetensors=task.use_safetensors,
+                mesh=self.ranks.mesh(self.device),
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            share = f"its share of {self.ranks.size}" if self.ranks.size > 1 else "all of it"
+            raise DeviceMemoryError(
+                f"model: expected memory for the base model {task.model!r} ({share}) on {self.device}, found less; set "
+                f"num_gpus to more than {self.ranks.size}, so that each holds a part of it, or load_in_4bit: true"
+            ) from error
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""

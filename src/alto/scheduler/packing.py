@@ -95,7 +95,11 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: in
     room = _room(memory, request.slot_bytes)
     if room < request.longest_row:
         fits = f"rows of at most {room:,} tokens fit beside one slot: set max_length: {room}" if room else ""
-        remedy = "; ".join(filter(None, (fits, "or gradient_checkpointing: true, load_in_4bit: true or a smaller r")))
+        remedy = "; ".join(
+            filter(
+                None, (fits, "or gradient_checkpointing: true, load_in_4bit: true, more GPUs (num_gpus) or a smaller r")
+            )
+        )
     else:
         fitting = num_slots
         while fitting > 1 and _room(memory, fitting * request.slot_bytes) < request.longest_row:

@@ -294,6 +294,6 @@ def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bo
 def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
         f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
-        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, or load a "
-        "smaller base with load_in_4bit: true"
+        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
+        "smaller base with load_in_4bit: true, or share it out over more GPUs with num_gpus"
     )
