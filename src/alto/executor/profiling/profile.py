@@ -23,7 +23,7 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
 
-__all__ = ["Profile", "find_profile", "profile_task"]
+__all__ = ["Profile", "find_profile", "profile_task", "weights_of"]
 
 CHILD_TIMEOUT_S = 1800.0
 
@@ -57,8 +57,11 @@ class Profile:
 
 def find_profile(task: Task, lengths: Sequence[RowLength], device: torch.device) -> Profile | None:
     """The profile of such a task on such a device, if there is one in the cache."""
-    measured = cache.load(_key(task, lengths, device))
-    return None if measured is None else _profile(measured, is_cached=True)
+    try:
+        measured = Measured.from_dict(cache.load("profiles", _key(task, lengths, device)))
+    except (KeyError, TypeError):
+        return None
+    return _profile(measured, is_cached=True)
 
 
 def profile_task(
@@ -88,7 +91,7 @@ def profile_task(
     else:
         assert backbone is not None
         measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens)
-    cache.save(_key(task, lengths, device), measured)
+    cache.save("profiles", _key(task, lengths, device), measured.to_dict())
     return _profile(measured, is_cached=False)
 
 
@@ -128,7 +131,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device) -> dict
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
-        "weights": _weights_of(task.model),
+        "weights": weights_of(task.model),
         "jobs": sorted(
             {
                 (
@@ -148,7 +151,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device) -> dict
     }
 
 
-def _weights_of(model: str) -> list[tuple[str, int, int]]:
+def weights_of(model: str) -> list[tuple[str, int, int]]:
     """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():
