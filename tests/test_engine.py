@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import alto
 from alto.backbone import Backbone
+from alto.cluster.local import LocalCluster
 from alto.data import JobRows, collate, read_task_rows
 from alto.errors import (
     DataFileNotFoundError,
@@ -118,7 +119,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     assert torch.linalg.norm(found_TV - output.logits[mask]) <= 1e-5 * torch.linalg.norm(found_TV)
 
 
-def test_paper_listing(model: Path, tmp_path: Path) -> None:
+def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = alto.Engine(strategy="adapter_parallel", total_gpus=1, output_dir=tmp_path / "runs")
     tasks = [
         make_task(tmp_path, name=name, model=str(model), num_gpus=1, num_train_epochs=epochs, search_space=SPACE, r=4)
@@ -131,6 +132,9 @@ def test_paper_listing(model: Path, tmp_path: Path) -> None:
     assert schedule.status == "optimal"
     assert schedule.makespan_s == pytest.approx(sum(seconds.values()))
     assert not (tmp_path / "runs").exists()
+    with monkeypatch.context() as context:
+        context.setattr(LocalCluster, "start", None)  # what they take was found out once
+        assert engine.schedule(tasks, method="MILP").makespan_s == schedule.makespan_s
 
     early_exit = alto.EarlyExit(policy="paper", warmup_ratio=0.05, select_ratio=0.25)
     results = engine.batched_execution(tasks, schedule, early_exit)

@@ -117,7 +117,7 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert not plan(subject_of(changed)).is_cached
     (file, *_) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
     file.write_text("{", encoding="utf-8")  # what cannot be read was never there
-    cache.load({})
+    assert cache.load("profiles", json.loads("{}")) is None
 
 
 def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ def plan(
         facts.append(_facts(found, gpu_hour_price))
         if not as_json:
             console.print(plan_text(found, price_per_hour=gpu_hour_price))
-    schedule = engine.schedule(tasks, method=method) if len(tasks) > 1 else None
+    schedule = engine.schedule(tasks, method=method, refresh=refresh) if len(tasks) > 1 else None
     if as_json:
         print_json({"tasks": facts, "schedule": dataclasses.asdict(schedule) if schedule is not None else None})
     elif schedule is not None:

@@ -208,7 +208,7 @@ class Engine:
             write_report(subject.run_dir)
         return result
 
-    def schedule(self, tasks: Sequence[Task], method: str = "cp-sat") -> Schedule:
+    def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
         """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.
 
         What a task takes is measured first, in processes on the cluster, where no earlier measurement is known. In the
@@ -216,12 +216,13 @@ class Engine:
 
         Args:
             method: ``MILP``, ``cp-sat``, ``fifo``, ``sjf`` or ``lpt``.
+            refresh: Find out what tasks take again, whatever was found out before.
 
         Raises:
             SpecError: The method is unknown, or a task asks for more GPUs than there are.
             AltoError: What is wrong with a task, its data or its model.
         """
-        return self._queues.schedule(tasks, method)
+        return self._queues.schedule(tasks, method, refresh=refresh)
 
     def batched_execution(
         self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from alto.cluster import Cluster, Controller, ExecutorEnded, GuardedSolver, Launch, Outcome, open_cluster
 from alto.data import read_task_rows
+from alto.engine.durations import known_duration_s, remember_duration_s
 from alto.engine.runner import portable
-from alto.engine.work import PLAN, PLAN_FILE, TRAIN
+from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError, UnsupportedError
 from alto.export import write_queue_report
 from alto.records import Gpu, Node, Schedule, TaskResult
@@ -61,16 +62,16 @@ class QueueRunner:
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
 
-    def schedule(self, tasks: Sequence[Task], method: str) -> Schedule:
+    def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
         """A schedule of ``tasks`` under their names in the queue."""
         if method.lower() not in METHODS:
             raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
         tasks = [portable(task) for task in tasks]
         for task in tasks:
             read_task_rows(task)  # what is wrong with them is best said here, by name
-        with self._opened(PLAN) as cluster:
+        with self._opened(PLAN_ANEW if refresh else PLAN) as cluster:
             self._check(tasks, cluster)
-            durations = self._durations(tasks, cluster)
+            durations = self._durations(tasks, cluster, refresh=refresh)
             problem = self._problem(tasks, durations, cluster.nodes)
         return GuardedSolver(method, time_limit_s=SOLVE_S)(problem)
 
@@ -119,17 +120,21 @@ class QueueRunner:
 
     # -- what tasks take -----------------------------------------------------------------------------------------
 
-    def _durations(self, tasks: Sequence[Task], cluster: Cluster) -> list[float]:
+    def _durations(self, tasks: Sequence[Task], cluster: Cluster, *, refresh: bool) -> list[float]:
         """Seconds each task will take, early exit counted.
 
-        Each is looked at by an executor of its own: side by side on GPUs, one by one where CPU slots stand for them,
-        which share the cores.
+        Each of which nothing is known yet is looked at by an executor of its own: side by side on GPUs, one by one
+        where CPU slots stand for them, which share the cores.
         """
+        durations = {
+            index: known_s
+            for index, task in enumerate(tasks)
+            if not refresh and (known_s := self._known_s(task, cluster)) is not None
+        }
         free = deque(Gpu(node.name, index) for node in cluster.nodes for index in node.gpus)
         at_once = len(free) if cluster.has_gpus else 1
-        waiting = deque(enumerate(tasks))
+        waiting = deque((index, task) for index, task in enumerate(tasks) if index not in durations)
         taken: dict[str, tuple[Gpu, ...]] = {}
-        durations: dict[int, float] = {}
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
             while waiting or taken:
                 while waiting and len(taken) < at_once and len(free) >= waiting[0][1].num_gpus:
@@ -155,11 +160,16 @@ class QueueRunner:
                                 f"task {name!r}: expected to measure what it takes, found {event.reason}"
                             )
                         found = json.loads((Path(folder) / event.task / PLAN_FILE).read_text("utf-8"))
-                        durations[int(event.task)] = found["expected_duration_s"]
-                        self._tell_measured(tasks[int(event.task)], found["expected_duration_s"])
+                        measured, duration_s = tasks[int(event.task)], found["expected_duration_s"]
+                        durations[int(event.task)] = duration_s
+                        remember_duration_s(measured, cluster, self._num_ranks(measured.num_gpus), duration_s)
+                        self._tell_measured(measured, duration_s)
                 if self._is_interrupted():
                     raise KeyboardInterrupt
         return [durations[index] for index in range(len(tasks))]
+
+    def _known_s(self, task: Task, cluster: Cluster) -> float | None:
+        return known_duration_s(task, cluster, self._num_ranks(task.num_gpus))
 
     def _tell_measured(self, task: Task, duration_s: float) -> None:
         for observer in self._observers:

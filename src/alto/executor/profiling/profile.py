@@ -24,7 +24,7 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
 
-__all__ = ["Profile", "find_profile", "profile_task"]
+__all__ = ["Profile", "find_profile", "profile_task", "weights_of"]
 
 CHILD_TIMEOUT_S = 1800.0
 
@@ -60,8 +60,11 @@ def find_profile(
     task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
 ) -> Profile | None:
     """The profile of such a task on such a device, if there is one in the cache."""
-    measured = cache.load(_key(task, lengths, device, num_ranks))
-    return None if measured is None else _profile(measured, is_cached=True)
+    try:
+        measured = Measured.from_dict(cache.load("profiles", _key(task, lengths, device, num_ranks)))
+    except (KeyError, TypeError):
+        return None
+    return _profile(measured, is_cached=True)
 
 
 def profile_task(
@@ -96,7 +99,7 @@ def profile_task(
         measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
     measured = ranks.from_first(measured)
     if ranks.is_first:
-        cache.save(_key(task, lengths, device, ranks.size), measured)
+        cache.save("profiles", _key(task, lengths, device, ranks.size), measured.to_dict())
     return _profile(measured, is_cached=False)
 
 
@@ -136,7 +139,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
-        "weights": _weights_of(task.model),
+        "weights": weights_of(task.model),
         "jobs": sorted(
             {
                 (
@@ -157,7 +160,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
     }
 
 
-def _weights_of(model: str) -> list[tuple[str, int, int]]:
+def weights_of(model: str) -> list[tuple[str, int, int]]:
     """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():

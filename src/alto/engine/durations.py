@@ -1,0 +1,54 @@
+"""How long tasks take, as it was once found out: whoever schedules them again need not start an executor to ask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alto.cluster import Cluster
+from alto.executor.profiling import cache, weights_of
+from alto.spec import Task
+
+__all__ = ["known_duration_s", "remember_duration_s"]
+
+_SCHEDULING = ("name", "priority", "tenant", "report_to")
+"""What of a task has no part in how long it takes."""
+
+
+def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | None:
+    """Seconds that such a task was found to take on such a cluster, as so many processes; None where nobody has asked."""
+    found = cache.load("durations", _key(task, cluster, num_ranks))
+    return found if isinstance(found, float) else None
+
+
+def remember_duration_s(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
+    """Keep what an executor on ``cluster`` has found."""
+    cache.save("durations", _key(task, cluster, num_ranks), duration_s)
+
+
+def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
+    files = [path for path in (task.dataset, task.validation_dataset) if path is not None]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
+    return {
+        "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},
+        "files": [_state_of(Path(path).expanduser()) for path in files],
+        "weights": weights_of(task.model),
+        "nodes": [len(node.gpus) for node in cluster.nodes],
+        "has_gpus": cluster.has_gpus,
+        "ranks": num_ranks,
+        "device": device,
+        "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
+    }
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Size and time of a local file; None for what lies elsewhere."""
+    if not path.is_file():
+        return None
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
