@@ -21,7 +21,7 @@ _SCHEDULING = ("name", "priority", "tenant", "report_to")
 
 
 def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | None:
-    """Seconds that such a task was found to take on such a cluster, as so many processes; None where nobody has asked."""
+    """Seconds that such a task was found to take on such a cluster, as so many processes; None where nobody asked."""
     found = cache.load("durations", _key(task, cluster, num_ranks))
     return found if isinstance(found, float) else None
 
