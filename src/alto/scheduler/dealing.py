@@ -30,7 +30,9 @@ def deal_out(plan: SeatingPlan, demands: Iterable[JobDemand], limits: SeatingLim
     else:
         rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
-    moving = [d for d in holders if d.is_spread != is_spread or _rank_of(d, slots) != rank_of[d.job]]
+    moving = [
+        d for d in holders if d.slot is None or d.is_spread != is_spread or slots.rank_of(d.slot) != rank_of[d.job]
+    ]
     taken = {demand.slot for demand in holders if demand not in moving}
     reason = SeatReason.SPREADS if is_spread else SeatReason.BALANCES
     seat: list[Seating] = []
