@@ -64,7 +64,7 @@ class Meddler:
             for action in (Action.STOP, Action.RESUME, Action.RESUME):
                 mailbox.send(action, event["job"])
             mailbox.send(Action.CLONE, event["job"], changes={"seed": 1})
-        self.wants_to_stop = event["event"] == "job_added"
+        self.wants_to_stop |= event["event"] == "job_added"
 
 
 @contextmanager
@@ -103,6 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with memory_for_one_slot():
         with pytest.raises(TaskInterruptedError):
             engine.tune(task)
+        meddler.wants_to_stop = False
         (path,) = runs.iterdir()
         engine.resume(path)
     return Run(folder=path, events=tuple(meddler.events))

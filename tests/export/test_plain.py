@@ -110,10 +110,10 @@ def test_ranks_and_moves_between_them_are_told(ranked_run):
         "admitted a, b",
         "a (lr 1e-4) completed, best validation loss 2.0000",
         "admitted c",
-        "moved b to other ranks",
         "b (lr 2e-4) completed, best validation loss 1.9000",
-        "spread c over all ranks",
+        "moved b to other ranks",
         "c (lr 3e-4) completed, best validation loss 1.8000",
+        "spread c over all ranks",
     ]
 
 
