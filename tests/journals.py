@@ -163,3 +163,21 @@ def write_run(tmp_path: Path) -> Callable[[list[Event]], Path]:
         return tmp_path
 
     return write
+
+
+@pytest.fixture
+def ranked_run() -> list[Event]:
+    """Three jobs on two ranks with two slots each: ``b`` moves, and ``c`` is spread when it is alone."""
+    journal = Journal()
+    journal.start({"a": config(1e-4, 8), "b": config(2e-4, 8), "c": config(3e-4, 8)}, max_slots=4, num_ranks=2)
+    for job, slot in (("a", 0), ("b", 1), ("c", 2)):
+        journal.add("job_admitted", job=job, slot=slot, step=0, reason="largest_first", ranks=[slot // 2])
+    journal.end("job_completed", "a", 100, slot=0, best=(100, 2.0))
+    journal.add("job_parked", job="b", slot=1, step=10, reason="rebalanced")
+    journal.add("job_resumed", job="b", slot=3, step=10, reason="balances", ranks=[1])
+    journal.end("job_completed", "b", 100, slot=3, best=(100, 1.9))
+    journal.add("job_parked", job="c", slot=2, step=50, reason="rebalanced")
+    journal.add("job_resumed", job="c", slot=0, step=50, reason="spreads", ranks=[0, 1])
+    journal.end("job_completed", "c", 100, slot=0, best=(100, 1.8))
+    journal.add("task_completed", best_job="c", best_validation_loss=1.8, samples_trained=3000, samples_budgeted=3000)
+    return journal.events

@@ -29,7 +29,8 @@ from alto.early_exit.nonfinite import judge_point
 from alto.early_exit.underperformance import select
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Standing
 from alto.runs import queue_dir, run_dir
-from alto.scheduler import SeatReason
+from alto.scheduler import ParkReason, SeatReason
+from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
 from alto.spec.validation import SpecModel, _expected
@@ -85,7 +86,7 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "the first event: the task as resolved, and all its jobs",
         (
             *("task", "model", "base_model", "dataset", "method", "num_train", "num_validation", "data", "notes"),
-            *("max_slots", "early_exit", "device", "versions", "jobs"),
+            *("max_slots", "num_ranks", "early_exit", "device", "versions", "jobs"),
         ),
     ),
     "profile": (
@@ -97,11 +98,14 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "task_resumed": (
         "a process goes on with the run; what came after the last checkpoint is cut",
-        ("notes", "versions"),
+        ("notes", "versions", "max_slots", "num_ranks"),
     ),
-    "job_admitted": ("a job enters a slot for the first time, and why it of all", ("job", "slot", "step", "reason")),
-    "job_parked": ("it leaves its slot and will come back", ("job", "slot", "step", "reason")),
-    "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason")),
+    "job_admitted": (
+        "a job enters a slot for the first time, and why it of all",
+        ("job", "slot", "step", "reason", "ranks"),
+    ),
+    "job_parked": ("it leaves its slot and will come back, and why", ("job", "slot", "step", "reason")),
+    "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason", "ranks")),
     "train": ("training losses of consecutive steps, nats per token", ("job", "first_step", "losses")),
     "eval": (
         "an evaluation; `train_ema` is the smoothed training loss",
@@ -140,6 +144,9 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
+
+OF_SEVERAL_RANKS = ("ranks",)
+"""Fields that an event has only where the task is trained on several ranks."""
 
 QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_started": (
@@ -260,7 +267,7 @@ names the base as the task does: load that base with the same quantisation to us
 
 
 def packing_section() -> str:
-    reasons = ", ".join(f"`{reason}`" for reason in SeatReason)
+    reasons, leaving = (", ".join(f"`{reason}`" for reason in kind) for kind in (SeatReason, ParkReason))
     return f"""## Packing
 
 Which jobs train together. At most `max_slots` jobs are resident, and together they have at most `max_tokens_per_step`
@@ -271,7 +278,11 @@ A free slot goes to a job of the batch size that most residents have, else to th
 fit lets smaller ones pass. Residents keep their slots; one that waits at a rung gives its up when another job can use
 it. In room that nobody wants, jobs that are certain to be kept train past the rung. The field `reason` of
 `job_admitted` and `job_resumed` says why a job was seated: {reasons}, or
-`from_checkpoint` after `alto resume`.
+`from_checkpoint` after `alto resume`; that of `job_parked` why it left: {leaving}.
+
+On several ranks (`num_gpus`), slots are counted through: those of rank 0 first. Jobs are dealt out so that all ranks
+have about as many tokens, and move when exits have left a rank more than {TOLERANCE * 100:g} % above the mean. Jobs
+that are fewer than the ranks are spread: each trains on all ranks, a share of its rows on each.
 
 `max_tokens_per_pass` packs nothing: it cuts a step into several passes, with the same losses.
 """
@@ -411,7 +422,7 @@ def journal_section() -> str:
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
 A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added; `alto resume` cuts back to
-the last whole checkpoint.
+the last whole checkpoint. {_codes(OF_SEVERAL_RANKS)}, the ranks that train a job, is told only where there are several.
 
 {_table(("event", "meaning", "fields"), rows)}
 

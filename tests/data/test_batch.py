@@ -1,4 +1,4 @@
-"""Padding-free batches: what each tensor holds, and how the work of a step is cut into passes."""
+"""Padding-free batches: what each tensor holds, and how the work of a step is cut into passes and shared by ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.data import EncodedDataset, JobRows, collate, split_into_passes
+from alto.data import EncodedDataset, JobRows, collate, idle_batch, share_rows, split_into_passes
 
 
 def dataset_of(*lengths: int) -> EncodedDataset:
@@ -87,3 +87,51 @@ def test_passes_are_as_few_as_order_allows() -> None:
     assert list(split_into_passes(dataset, [small, large], 8)) == after_small
     assert list(split_into_passes(dataset, [large], 12)) == [[large]]
     assert list(split_into_passes(dataset, [large], 8, split_jobs=True)) == [[part] for part in parts]
+
+
+@given(lengths_strategy, st.integers(1, 6), st.data())
+def test_the_ranks_share_all_rows_once_in_order_and_evenly(
+    lengths: list[int], num_ranks: int, data: st.DataObject
+) -> None:
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=10))
+    shares = share_rows(dataset_of(*lengths), JobRows(3, tuple(rows)), num_ranks)
+
+    assert len(shares) == num_ranks
+    parts = [share for share in shares if share is not None]
+    assert [row for part in parts for row in part.rows] == rows
+    done = 0
+    for part in parts:
+        assert part.rows
+        assert (part.slot, part.first_token) == (3, done)
+        assert part.num_trained == sum(lengths[row] - 2 for row in rows)
+        done += sum(lengths[row] for row in part.rows)
+    mean = done / num_ranks
+    largest = max(sum(lengths[row] for row in part.rows) for part in parts)
+    assert largest <= mean + max(lengths[row] for row in rows)
+
+
+def test_rows_of_equal_length_are_shared_evenly() -> None:
+    dataset = dataset_of(*[5] * 8)
+    whole = JobRows(0, tuple(range(8)))
+    for num_ranks, expected in [(2, [4, 4]), (4, [2, 2, 2, 2]), (8, [1] * 8), (3, [3, 2, 3])]:
+        shares = share_rows(dataset, whole, num_ranks)
+        assert [len(share.rows) for share in shares if share is not None] == expected
+    alone = JobRows(0, (4,))
+    assert sum(share is None for share in share_rows(dataset, alone, 3)) == 2
+
+
+def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> None:
+    """What a rank does with its share; masks of dropout hang on ``first_token``."""
+    dataset = dataset_of(4, 4, 4, 4)
+    _, share = share_rows(dataset, JobRows(0, (0, 1, 2, 3)), 2)
+    assert share == JobRows(0, (2, 3), 8, 8)
+    assert list(split_into_passes(dataset, [share], 8)) == [[share]]
+    assert list(split_into_passes(dataset, [share], 4)) == [[JobRows(0, (2,), 8, 8)], [JobRows(0, (3,), 12, 8)]]
+
+
+def test_an_idle_batch_is_one_token_of_nobody() -> None:
+    batch = idle_batch()
+    assert (batch.slots, batch.job_tokens, batch.job_first_tokens) == ((), (), ())
+    assert batch.sequence_lengths == (1,)
+    assert batch.input_ids_T.shape == batch.position_ids_T.shape == (1,)
+    assert batch.loss_positions_S.shape == batch.loss_targets_S.shape == (sum(batch.job_targets),)

@@ -105,3 +105,19 @@ def test_a_clock_set_back_makes_no_negative_bar(small_run):
     numbers = [number for bar in figure.traces for number in (*bar["x"], *bar["base"])]
     assert len(numbers) == 8
     assert min(numbers) >= 0
+
+
+def test_lanes_are_named_by_rank_where_there_are_several(ranked_run):
+    history = RunHistory.of(ranked_run)
+    figure = occupancy_figure(history, job_table(history).rows)
+    assert figure.lanes == ["rank 0, slot 0", "rank 0, slot 1", "rank 1, slot 0", "rank 1, slot 1"]
+    of_job: dict[str, list[str]] = {}
+    for bar in figure.traces:
+        for job, lane in zip(bar["text"], bar["y"], strict=True):
+            of_job.setdefault(job, []).append(lane)
+    assert of_job == {
+        "a": ["rank 0, slot 0"],
+        "b": ["rank 0, slot 1", "rank 1, slot 1"],
+        "c": ["rank 1, slot 0", "rank 0, slot 0", "rank 1, slot 0"],
+    }
+    assert all("in rank" not in hover for bar in figure.traces for hover in bar["customdata"])

@@ -101,3 +101,22 @@ def test_a_narrow_encoding_does_not_stop_the_run(small_run):
 def test_an_interrupted_run_tells_the_jobs_still_waiting_to_be_told(small_run):
     small_run[0]["max_slots"] = 8
     assert lines_of(small_run[:3])[-1].endswith("admitted a, b")
+
+
+def test_ranks_and_moves_between_them_are_told(ranked_run):
+    assert [line[14:] for line in lines_of(ranked_run)][1:-1] == [
+        "on 2 ranks, 4 slots in all",
+        "early exit alto: at 10 % keep 50 %",
+        "admitted a, b",
+        "a (lr 1e-4) completed, best validation loss 2.0000",
+        "admitted c",
+        "b (lr 2e-4) completed, best validation loss 1.9000",
+        "moved b to other ranks",
+        "c (lr 3e-4) completed, best validation loss 1.8000",
+        "spread c over all ranks",
+    ]
+
+
+def test_a_run_that_goes_on_says_on_how_many_ranks(ranked_run):
+    resumed = {"seq": 1, "time": ranked_run[0]["time"] + 1, "event": "task_resumed", "notes": [], "num_ranks": 4}
+    assert lines_of([ranked_run[0], resumed])[-1].endswith("resumed on 4 ranks: 0 of 3 jobs have ended, 0 % settled")

@@ -85,7 +85,7 @@ def test_figures_hold_the_curves(small_run, page_of):
     best = figures["validation"]["traces"][-1]
     assert (best["meta"]["role"], best["y"]) == ("best", [2.1, 1.9])
     assert best["text"] == "<b>d</b><br>lr 2e-4 · r 8"
-    assert figures["slots"]["numSlots"] == 2
+    assert figures["slots"]["lanes"] == ["slot 0", "slot 1"]
     assert sum(len(bar["x"]) for bar in figures["slots"]["traces"]) == 4
 
 
@@ -223,3 +223,10 @@ def test_writing_again_replaces_the_page(small_run, write_run):
     run_dir = write_run(small_run)
     assert write_report(run_dir) == write_report(run_dir) == run_dir / "report.html"
     assert sorted(path.name for path in run_dir.iterdir()) == ["journal.jsonl", "report.html"]
+
+
+def test_the_report_says_which_rank_had_which_job(ranked_run, page_of):
+    page = page_of(ranked_run)
+    assert page.figures["slots"]["lanes"][-1] == "rank 1, slot 1"
+    assert "which of the 4 slots on 2 ranks when" in page.text
+    assert "2 ranks" in page.text.split("which of the 4")[0]

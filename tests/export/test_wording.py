@@ -10,6 +10,7 @@ from alto.export.wording import (
     clean,
     describe_config,
     describe_rungs,
+    describe_task,
     format_duration,
     format_loss,
     format_setting,
@@ -111,3 +112,8 @@ def test_alpha_tied_to_the_rank_is_no_second_key():
     free = [tidy_config({"r": 8, "lora_alpha": alpha}) for alpha in (8, 16)]
     assert varying_keys(free) == ("alpha/r",)
     assert describe_config(free[1], varying_keys(free)) == "alpha/r 2"
+
+
+def test_ranks_are_told_where_there_are_several():
+    assert describe_task({"method": "sft", "num_ranks": 4}) == ["sft", "4 ranks"]
+    assert describe_task({"method": "sft", "num_ranks": 1}) == ["sft"]

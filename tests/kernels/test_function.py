@@ -226,3 +226,16 @@ def test_unwritten_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert poisonings == 2, "the backend allocates s and ds in another way now; poison that"
     assert_same(detached(found), expected.ys)
     case.assert_gradients(expected)
+
+
+@BACKENDS
+def test_tokens_of_nobody_go_through_the_frozen_layers_alone(ops: ModuleType) -> None:
+    case = Case()
+    case.schedule = TokenSchedule.build((), (), ())
+    x_TK = case.x_TK.detach().clone().requires_grad_()
+    frozen = tuple(base(x_TK) for base in case.bases)
+    torch.autograd.backward(frozen, case.dys)
+    ys = case.run(ops)
+    assert all(torch.equal(y_TN, expected) for y_TN, expected in zip(ys, frozen, strict=True))
+    assert_same(case.x_TK.grad, x_TK.grad)
+    assert not case.grads_ZP.any()

@@ -145,3 +145,30 @@ def test_an_event_that_no_alto_writes_is_named(write_run, small_run, event):
     folder = write_run([*small_run[:3], {"seq": 3, "time": 1.0, **event}])
     with pytest.raises(RunError, match="Expected a journal as ALTO writes it"):
         read_history(folder)
+
+
+def test_slots_are_told_by_rank_and_a_spread_job_has_one_on_each(ranked_run):
+    history = RunHistory.of(ranked_run)
+    stays = [(stay.job, stay.slot, stay.rank, stay.place) for stay in history.occupancy]
+    assert stays == [
+        ("a", 0, 0, 0), ("b", 1, 0, 1), ("c", 2, 1, 0), ("b", 3, 1, 1), ("c", 0, 0, 0), ("c", 2, 1, 0),
+    ]  # fmt: skip
+    assert all(stay.end is not None for stay in history.occupancy)
+    assert (history.num_ranks, history.num_slots) == (2, 4)
+
+
+def test_a_job_that_is_spread_is_trained_by_all_ranks(ranked_run):
+    spread = RunHistory.of(ranked_run[:-2]).jobs
+    assert (spread["c"].slot, spread["c"].ranks) == (0, (0, 1))
+    assert (spread["a"].slot, spread["a"].ranks) == (None, ())
+    assert RunHistory.of(ranked_run[:4]).jobs["c"].ranks == (1,)
+
+
+def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
+    cut = ranked_run[:4]
+    time = cut[-1]["time"]
+    resumed = {"seq": 4, "time": time + 1, "event": "task_resumed", "notes": [], "max_slots": 3, "num_ranks": 1}
+    seated = {"seq": 5, "time": time + 2, "event": "job_resumed", "job": "c", "slot": 2, "step": 10}
+    history = RunHistory.of([*cut, resumed, seated])
+    assert (history.num_ranks, history.num_slots) == (1, 3)
+    assert [(stay.rank, stay.place) for stay in history.occupancy if stay.job == "c"] == [(1, 0), (0, 2)]

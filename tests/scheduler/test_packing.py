@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,19 +71,60 @@ def test_what_does_not_fit_is_refused_with_what_does(changes: dict[str, int], fi
         choose_packing(replace(REQUEST, **changes), MEMORY, THROUGHPUT)
 
 
+def test_several_ranks_share_the_slots_and_each_has_passes_of_its_own():
+    packing = choose_packing(replace(REQUEST, num_ranks=2), MEMORY, THROUGHPUT)
+    assert packing.max_slots == 5  # 1,000 tokens of 200 each, on both together
+    assert packing.max_tokens_per_pass == 4096
+    assert packing.max_tokens_per_step == 2 * 4096
+    one = choose_packing(replace(REQUEST, max_slots=3), MEMORY, THROUGHPUT)
+    assert packing.peak_bytes == one.peak_bytes  # the rank with most has three of the five
+
+
+def test_ranks_make_room_for_slots_that_one_has_not():
+    request = replace(REQUEST, slot_bytes=200 * MIB)
+    assert choose_packing(request, MEMORY, THROUGHPUT).max_slots == 3
+    assert choose_packing(replace(request, num_ranks=2), MEMORY, THROUGHPUT).max_slots == 5
+
+
+def test_no_rank_is_left_without_a_slot_or_without_tokens():
+    large = replace(REQUEST, step_tokens=(600, 3000, 600, 600, 600), slot_bytes=150 * MIB, usual_tokens_per_pass=300)
+    packing = choose_packing(replace(large, num_ranks=4), MEMORY, THROUGHPUT)
+    assert packing.max_slots == 4
+    assert packing.max_tokens_per_step == 4 * 3000
+    assert choose_packing(replace(large, num_ranks=8), MEMORY, THROUGHPUT).max_slots == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"max_slots": 80 * 4}, "80 slots of .* on each of 4 ranks; 77 slots a rank .308 in all. and passes of 300"),
+        ({"longest_row": 8000}, "1 slots of .* on each of 4 ranks; .* max_length: 7900"),
+    ],
+)
+def test_what_does_not_fit_on_a_rank_is_refused_with_what_does(changes: dict[str, int], fits: str):
+    with pytest.raises(DeviceMemoryError, match=fits):
+        choose_packing(replace(REQUEST, num_ranks=4, **changes), MEMORY, THROUGHPUT)
+
+
 @given(
     step_tokens=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     longest_row=st.integers(1, 3000),
     slot_mib=st.integers(1, 500),
     usual=st.integers(1, 10_000),
+    num_ranks=st.integers(1, 5),
 )
 def test_a_packing_is_never_over_the_memory_that_is_planned_with(
-    step_tokens: list[int], longest_row: int, slot_mib: int, usual: int
+    step_tokens: list[int], longest_row: int, slot_mib: int, usual: int, num_ranks: int
 ):
     request = PackingRequest(
-        step_tokens=step_tokens, longest_row=longest_row, slot_bytes=slot_mib * MIB, usual_tokens_per_pass=usual
+        step_tokens=step_tokens,
+        longest_row=longest_row,
+        slot_bytes=slot_mib * MIB,
+        usual_tokens_per_pass=usual,
+        num_ranks=num_ranks,
     )
     packing = choose_packing(request, MEMORY, THROUGHPUT)
     assert 1 <= packing.max_slots <= len(step_tokens)
     largest_pass = max(packing.max_tokens_per_pass, longest_row)
-    assert MEMORY.peak_bytes(largest_pass, packing.max_slots * slot_mib * MIB) <= MEMORY.margin * MEMORY.capacity_bytes
+    bank_bytes = math.ceil(packing.max_slots / num_ranks) * slot_mib * MIB
+    assert MEMORY.peak_bytes(largest_pass, bank_bytes) <= MEMORY.margin * MEMORY.capacity_bytes

@@ -118,6 +118,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
                 "stage": job.stage.value,
                 "exit_reason": job.exit_reason,
                 "slot": job.slot,
+                "ranks": list(job.ranks),
                 "step": job.step,
                 "total_steps": job.total_steps,
                 "train_loss": job.train_loss,

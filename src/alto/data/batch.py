@@ -18,11 +18,11 @@ __all__ = ["JobRows", "TokenBatch", "collate", "idle_batch", "share_rows", "spli
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job in one pass.
+    """Rows of one job: of its batch, of a rank's share of that, or of one pass.
 
     Attributes:
         slot: Where the job's adapter lies.
-        first_token: Tokens of the job's batch that lie in passes before this one.
+        first_token: Tokens of the job's batch that come before these rows: in other passes, or on other ranks.
         num_trained: Trained tokens of the job's whole batch; None where ``rows`` are all of it.
     """
 
@@ -45,7 +45,7 @@ class TokenBatch:
         loss_targets_S: What they have to predict.
         job_targets: How many of the ``S`` positions are each job's.
         job_trained: How many the job's whole batch has, whose rows may be spread over passes.
-        job_first_tokens: How many tokens of it lie in passes before this one.
+        job_first_tokens: How many tokens of it come before these.
     """
 
     slots: tuple[int, ...]
@@ -103,8 +103,8 @@ def idle_batch(device: torch.device | str = "cpu") -> TokenBatch:
 
 
 def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[JobRows | None]:
-    """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each; None for
-    a rank that gets none."""
+    """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each, none with
+    more than the mean and its longest row; None for a rank that gets none."""
     rows = list(_single_rows(dataset, job))
     total, shares, first = _num_tokens(dataset, job.rows), [], 0
     for rank in range(num_ranks):
@@ -149,8 +149,8 @@ def split_into_passes(
 
 
 def _single_rows(dataset: EncodedDataset, job: JobRows) -> Iterator[JobRows]:
-    num_trained = sum(dataset.num_trained[row] for row in job.rows)
-    first_token = 0
+    num_trained = sum(dataset.num_trained[row] for row in job.rows) if job.num_trained is None else job.num_trained
+    first_token = job.first_token
     for row in job.rows:
         yield JobRows(job.slot, (row,), first_token, num_trained)
         first_token += _num_tokens(dataset, (row,))

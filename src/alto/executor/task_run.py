@@ -118,7 +118,13 @@ class TaskRun:
         """
         check_data(past.events[0], self._data)
         check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, self.task)
-        self.journal.append("task_resumed", notes=list(past.notes), versions=_versions(), num_ranks=self._ranks.size)
+        self.journal.append(
+            "task_resumed",
+            notes=list(past.notes),
+            versions=_versions(),
+            max_slots=self.roster.num_slots,
+            num_ranks=self._ranks.size,
+        )
         self._tell_refusal(past)
         self._tell_memory_events()
         if past.events[0]["num_ranks"] == self._ranks.size:

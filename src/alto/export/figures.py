@@ -118,11 +118,13 @@ class OccupancyFigure:
     """Bars of all stays over the time in which the run was worked on, and where that time has gaps.
 
     Attributes:
+        lanes: Name of every slot, from above.
         unit: Unit of the time axis.
         gaps: Where on the axis nobody worked on the run, and for how long, in words.
     """
 
     traces: list[dict[str, Any]]
+    lanes: list[str]
     unit: str
     gaps: list[tuple[float, str]]
 
@@ -136,6 +138,10 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     seconds, unit = _time_unit(history.duration_s)
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     bars: dict[str, dict[str, Any]] = {}
+    num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
+    # A run that went on with other ranks has had banks of several sizes.
+    num_places = max([history.num_slots // history.num_ranks, *(stay.place + 1 for stay in history.occupancy)])
+    has_ranks = num_ranks > 1
     for stay in history.occupancy:
         role = _role(history.jobs[stay.job], history.best)
         bar = bars.setdefault(role, _empty_bar(role))
@@ -144,19 +150,25 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         length = max(0.0, _worked_s(history, end) / seconds - start) if end is not None else 0.0
         bar["base"].append(start)
         bar["x"].append(length)
-        bar["y"].append(f"slot {stay.slot}")
+        lane = _lane(stay.rank, stay.place, has_ranks=has_ranks)
+        bar["y"].append(lane)
         bar["text"].append(html.escape(stay.job))
         bar["customdata"].append(
-            f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} in slot {stay.slot}"
+            f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} {'on' if has_ranks else 'in'} {lane}"
         )
     return OccupancyFigure(
         traces=[bars[role] for role in sorted(bars, key=_drawing_order)],
+        lanes=[_lane(rank, place, has_ranks=has_ranks) for rank in range(num_ranks) for place in range(num_places)],
         unit=unit,
         gaps=[
             (_worked_s(history, start) / seconds, f"interrupted for {format_duration(end - start)}")
             for start, end in history.interruptions
         ],
     )
+
+
+def _lane(rank: int, place: int, *, has_ranks: bool) -> str:
+    return f"rank {rank}, slot {place}" if has_ranks else f"slot {place}"
 
 
 def _worked_s(history: RunHistory, time: float) -> float:

@@ -28,6 +28,10 @@ from alto.runs import JobHistory, RunHistory
 
 __all__ = ["PlainView"]
 
+# What is said of jobs that enter a slot: before and behind their names.
+ADMITTED, RESUMED = ("admitted", ""), ("resumed", "")
+MOVES = {"balances": ("moved", " to other ranks"), "spreads": ("spread", " over all ranks")}
+
 # A new best is told when it is this much better than the one told before; doubled after every ten lines.
 SMALLEST_NEWS = 0.005
 
@@ -44,7 +48,7 @@ class PlainView:
         self._stream = stream
         self._keys: tuple[str, ...] = ()
         self._admitted: list[str] = []
-        self._admission = "admitted"
+        self._admission = ADMITTED
         self._num_bests_told = 0
         self._best_told: float | None = None
         self._tenths_told = 0
@@ -78,9 +82,9 @@ class PlainView:
                 job = self.history.jobs[str(event["job"])]
                 self._say(f"{self._name(job)} reopened, goes on after step {job.step} of {job.total_steps}")
             case "job_admitted":
-                self._on_admitted(str(event["job"]), "admitted")
+                self._on_admitted(str(event["job"]), ADMITTED)
             case "job_resumed":
-                self._on_admitted(str(event["job"]), "resumed")
+                self._on_admitted(str(event["job"]), MOVES.get(str(event.get("reason")), RESUMED))
             case "eval":
                 self._on_eval()
                 self._tell_progress()
@@ -105,6 +109,8 @@ class PlainView:
             f"{clean(settings.get('model', 'the base model'))}, dataset {clean(settings.get('dataset', 'unnamed'))}, "
             f"{settings.get('num_train', 0)} rows to train and {settings.get('num_validation', 0)} to validate"
         )
+        if history.num_ranks > 1:
+            self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in all")
         rungs = describe_rungs(history.rung_settings)
         if rungs:
             policy = clean((settings.get("early_exit") or {}).get("policy", "on"))
@@ -118,9 +124,10 @@ class PlainView:
         history = self.history
         self._tenths_told = int(history.settled_share * 10)
         self._best_told = history.best.best_validation_loss if history.best else None
+        ranks = f" on {history.num_ranks} ranks" if history.num_ranks > 1 else ""
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
-            f"resumed: {num_ended} of {len(history.jobs)} jobs have ended, "
+            f"resumed{ranks}: {num_ended} of {len(history.jobs)} jobs have ended, "
             f"{format_share(history.settled_share)} settled"
         )
 
@@ -129,7 +136,7 @@ class PlainView:
         start = "with its weights" if event.get("warm") else "from fresh weights"
         self._say(f"{self._name(job)} added as a clone of {clean(job.origin)}, {start}")
 
-    def _on_admitted(self, job: str, admission: str) -> None:
+    def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:
         if admission != self._admission:
             self._tell_admitted()
             self._admission = admission
@@ -143,7 +150,8 @@ class PlainView:
             return
         names = ", ".join(clean(job) for job in self._admitted[:4])
         more = f" and {len(self._admitted) - 4} more" if len(self._admitted) > 4 else ""
-        self._say(f"{self._admission} {names}{more}")
+        verb, where = self._admission
+        self._say(f"{verb} {names}{more}{where}")
         self._admitted.clear()
 
     def _on_eval(self) -> None:

@@ -79,7 +79,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
             "parallel": parallel,
             "validation": _loss_data(validation, "validation loss, nats per token"),
             "train": _loss_data(train, "smoothed training loss, nats per token"),
-            "slots": _slots_data(slots, history.num_slots),
+            "slots": _slots_data(slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
         "opens_logarithmic": any(rung.progress <= 0.2 for rung in history.rung_settings),
@@ -91,9 +91,9 @@ def _loss_data(figure: LossFigure, title: str) -> dict[str, Any]:
     return {"traces": figure.traces, "yTitle": title, "view": view}
 
 
-def _slots_data(figure: OccupancyFigure, num_slots: int) -> dict[str, Any]:
+def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
     title = f"{figure.unit} since the start" + (", interruptions cut out" if figure.gaps else "")
-    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "numSlots": num_slots}
+    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}
 
 
 def _read_evaluations(path: Path) -> list[dict[str, Any]]:

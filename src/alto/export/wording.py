@@ -92,10 +92,12 @@ def describe_config(config: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def describe_task(settings: Mapping[str, Any]) -> list[str]:
-    """Method, model, dataset and row counts of a task, as far as its settings tell them."""
+    """Method, model, dataset, row counts and ranks of a task, as far as its settings tell them."""
     facts = [short_path(settings[key]) for key in ("method", "model", "dataset") if key in settings]
     if "num_train" in settings:
         facts.append(f"{settings['num_train']} rows to train, {settings.get('num_validation', 0)} to validate")
+    if (settings.get("num_ranks") or 1) > 1:
+        facts.append(f"{settings['num_ranks']} ranks")
     return facts
 
 

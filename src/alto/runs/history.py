@@ -50,10 +50,19 @@ class RungOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class Occupancy:
-    """One stay of a job in a slot, in unix seconds; ``end`` is None while it lasts."""
+    """One stay of a job in a slot, in unix seconds; ``end`` is None while it lasts. One that is spread over the ranks
+    has a stay on each.
+
+    Attributes:
+        slot: Slots are counted through the ranks.
+        rank: Whose bank has the slot.
+        place: Where it lies there.
+    """
 
     job: str
     slot: int
+    rank: int
+    place: int
     start: float
     end: float | None = None
 
@@ -66,7 +75,8 @@ class JobHistory:
         position: Place in the task's list of jobs; breaks ties of equal losses.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows the job sees if nothing ends it early.
-        slot: Slot it sits in, None while it is in none.
+        slot: Slot it sits in, None while it is in none; the first of one that is spread over the ranks.
+        ranks: Ranks that train it, none while it is in no slot.
         step: Steps done.
         train_losses: Training loss of every step, nats per token; NaN where the journal has a gap.
         evaluations: One point per evaluation, in the order of their steps.
@@ -84,6 +94,7 @@ class JobHistory:
     samples_budgeted: int = 0
     stage: Stage = Stage.PENDING
     slot: int | None = None
+    ranks: tuple[int, ...] = ()
     step: int = 0
     train_losses: list[float] = field(default_factory=list)
     evaluations: list[LossPoint] = field(default_factory=list)
@@ -158,7 +169,7 @@ class RunHistory(JournalFold):
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[Event] = []
         self.result: dict[str, Any] | None = None
-        self._open_stays: dict[str, Occupancy] = {}
+        self._open_stays: dict[str, list[Occupancy]] = {}
         self._handlers = {
             "task_started": self._on_task_started,
             "task_resumed": self._on_task_resumed,
@@ -189,8 +200,13 @@ class RunHistory(JournalFold):
         return tuple(Rung(progress=progress, keep=keep) for progress, keep in pairs)
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that the task is trained on, since it was resumed last."""
+        return int(self.settings.get("num_ranks") or 1)
+
+    @property
     def num_slots(self) -> int:
-        """Slots of the bank, at least as many as were seen in use."""
+        """Slots of all ranks, at least as many as were seen in use."""
         used = max((stay.slot for stay in self.occupancy), default=-1) + 1
         return max(int(self.settings.get("max_slots") or 0), used)
 
@@ -258,6 +274,7 @@ class RunHistory(JournalFold):
             job = self.jobs[name]
             self._leave_slot(job, self.last_seen_at, stage=Stage.PARKED if job.step else Stage.PENDING)
         self.settings["notes"] = [*(event.get("notes") or ()), *(self.settings.get("notes") or ())]
+        self.settings |= {key: event[key] for key in ("num_ranks", "max_slots") if key in event}
         self._note_interruption(event)
 
     def _on_job_reopened(self, event: Event) -> None:
@@ -269,10 +286,19 @@ class RunHistory(JournalFold):
         job = self._job(event)
         self._leave_slot(job, event.get("time"), stage=Stage.TRAINING)
         job.slot = int(event["slot"])
+        job.ranks = tuple(map(int, event.get("ranks") or (0,)))
         job.step = int(event.get("step") or 0)
-        stay = Occupancy(job=job.job, slot=job.slot, start=float(event.get("time") or 0.0))
-        self._open_stays[job.job] = stay
-        self.occupancy.append(stay)
+        per_rank = max(1, int(self.settings.get("max_slots") or 0) // self.num_ranks)
+        place = job.slot % per_rank if self.num_ranks > 1 else job.slot
+        start = float(event.get("time") or 0.0)
+        stays = [
+            Occupancy(
+                job=job.job, slot=job.slot + (rank - job.ranks[0]) * per_rank, rank=rank, place=place, start=start
+            )
+            for rank in job.ranks
+        ]
+        self._open_stays[job.job] = stays
+        self.occupancy += stays
 
     def _on_train(self, event: Event) -> None:
         job = self._job(event)
@@ -333,10 +359,9 @@ class RunHistory(JournalFold):
             job.best_step, job.best_validation_loss = int(event.get("best_step") or 0), best
 
     def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
-        stay = self._open_stays.pop(job.job, None)
-        if stay is not None:
+        for stay in self._open_stays.pop(job.job, ()):
             stay.end = stay.start if time is None else time
-        job.slot, job.stage = None, stage
+        job.slot, job.ranks, job.stage = None, (), stage
 
 
 def read_history(run_dir: str | Path) -> RunHistory:

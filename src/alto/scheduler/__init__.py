@@ -11,9 +11,10 @@ from alto.scheduler.inter_task import (
     check_schedule,
     schedule_tasks,
 )
-from alto.scheduler.intra_task import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason, plan_residents
+from alto.scheduler.intra_task import plan_residents
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
+from alto.scheduler.seating import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason
 from alto.scheduler.tail import TailForecast, TailJob, forecast_tail
 
 __all__ = [

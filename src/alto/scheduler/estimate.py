@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from alto.records import Rung, Throughput
-from alto.scheduler.intra_task import JobDemand, SeatingLimits, plan_residents
+from alto.scheduler.intra_task import plan_residents
+from alto.scheduler.seating import JobDemand, SeatingLimits
 
 __all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]
 

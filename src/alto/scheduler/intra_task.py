@@ -1,131 +1,14 @@
-"""Which jobs of a task sit in the bank's slots now, on which rank, and which train. Pure: the same in every replay, and
-on every rank."""
+"""Which jobs of a task sit in the bank's slots now, and which train. Pure: the same in every replay, on every rank."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterable
 
-from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
+from alto.scheduler.dealing import deal_out
+from alto.scheduler.seating import JobDemand, Parking, ParkReason, Seating, SeatingLimits, SeatingPlan, SeatReason
 
-__all__ = [
-    "JobDemand",
-    "ParkReason",
-    "Parking",
-    "SeatReason",
-    "Seating",
-    "SeatingLimits",
-    "SeatingPlan",
-    "plan_residents",
-]
-
-
-class SeatReason(StrEnum):
-    """Why a job is given a slot.
-
-    ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be seated is larger.
-    ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
-    limit, and nobody else trains. ``runs_ahead``: it is certain to be kept at its rung, and nobody else wants the room.
-    ``balances``: the rank it was on had more to do than this one. ``spreads``: jobs are fewer than ranks, and so each
-    of them trains on all ranks.
-    """
-
-    SAME_BATCH_SIZE = "same_batch_size"
-    LARGEST_FIRST = "largest_first"
-    FILLS_UP = "fills_up"
-    ALONE = "alone"
-    RUNS_AHEAD = "runs_ahead"
-    BALANCES = "balances"
-    SPREADS = "spreads"
-
-
-class ParkReason(StrEnum):
-    """Why a job loses its slot.
-
-    ``slot_wanted``: it waits at its rung, and another can train. ``over_limit``: the residents have more tokens than
-    the limit, which was lowered. ``rebalanced``: it goes on at once in a slot of another rank, or of all.
-    """
-
-    SLOT_WANTED = "slot_wanted"
-    OVER_LIMIT = "over_limit"
-    REBALANCED = "rebalanced"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobDemand:
-    """A job that has not ended.
-
-    Attributes:
-        job: Job id.
-        batch_size: Rows of one of its steps.
-        num_tokens: Tokens of one of its steps in expectation, rounded up.
-        slot: Where it sits; None if it is pending or parked.
-        is_spread: Its rows are spread over all ranks; the place of its slot is taken on each of them.
-        is_waiting: It has reached a rung that the others have not.
-        may_run_ahead: It waits, but is certain to be kept, so it may train on where nobody else can.
-        has_started: It has trained before.
-    """
-
-    job: str
-    batch_size: int
-    num_tokens: int
-    slot: int | None = None
-    is_spread: bool = False
-    is_waiting: bool = False
-    may_run_ahead: bool = False
-    has_started: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatingLimits:
-    """How many jobs may sit, and how many may train.
-
-    Attributes:
-        num_slots: Slots of the bank.
-        max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
-        num_ranks: Ranks that the slots are divided among, equally; see `RankSlots`.
-        may_spread: Whether jobs that are fewer than the ranks may be spread over all of them.
-    """
-
-    num_slots: int
-    max_tokens: int | None = None
-    num_ranks: int = 1
-    may_spread: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parking:
-    """A job that leaves its slot for now."""
-
-    job: str
-    reason: ParkReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
-    """A job that gets a slot; one that is spread gets the same place on every rank, ``slot`` being the first's."""
-
-    job: str
-    slot: int
-    reason: SeatReason
-    is_spread: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatingPlan:
-    """What changes, in this order, and who trains besides the residents that do not wait.
-
-    Attributes:
-        park: Jobs that leave their slots.
-        seat: Jobs that get one.
-        ahead: Waiting jobs with a slot that train on before their rung is held.
-    """
-
-    park: tuple[Parking, ...] = ()
-    seat: tuple[Seating, ...] = ()
-    ahead: frozenset[str] = frozenset()
+__all__ = ["plan_residents"]
 
 
 def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> SeatingPlan:
@@ -137,8 +20,7 @@ def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> Seati
     the limit is seated when nobody else trains. A resident that waits at a rung is parked only when its slot is wanted.
     The room that is left goes to waiting jobs that may run ahead, those with a slot first.
 
-    On several ranks those that train are dealt out so that all have about as many tokens (`assign_ranks`), and jobs
-    that are fewer than the ranks are spread over all of them, once none waits any more.
+    On several ranks, the jobs that are to have a slot are dealt out afterwards (`alto.scheduler.dealing`).
 
     The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
     it changes nothing.
@@ -165,64 +47,7 @@ def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> Seati
         seats.seat_all(sorted(applicants, key=preference), usual)
         seats.run_ahead(sorted(certain, key=preference))
     plan = SeatingPlan(park=tuple(seats.parked), seat=tuple(seats.seated), ahead=frozenset(seats.ahead))
-    return plan if limits.num_ranks == 1 else _over_ranks(plan, demands, limits)
-
-
-def _over_ranks(plan: SeatingPlan, demands: Sequence[JobDemand], limits: SeatingLimits) -> SeatingPlan:
-    """``plan`` with slots on ranks that have about as much to do."""
-    slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
-    reasons = {seating.job: seating.reason for seating in plan.seat}
-    parked = {parking.job for parking in plan.park}
-    residents = [demand for demand in demands if demand.slot is not None and demand.job not in parked]
-    training = [demand for demand in residents if not demand.is_waiting or demand.job in plan.ahead]
-    training += [demand for demand in demands if demand.job in reasons]
-    waiting = [demand for demand in residents if demand not in training]
-    if limits.may_spread and _can_spread(demands, training, slots):
-        reason, is_spread = SeatReason.SPREADS, True
-        rank_of = {demand.job: 0 for demand in training}
-    else:
-        reason, is_spread = SeatReason.BALANCES, False
-        rank_of = assign_ranks(
-            (
-                RankDemand(
-                    job=demand.job,
-                    num_tokens=demand.num_tokens,
-                    rank=None if demand.slot is None or demand.is_spread else slots.rank_of(demand.slot),
-                )
-                for demand in training
-            ),
-            slots,
-        )
-    stay: list[JobDemand] = []
-    move: list[JobDemand] = []
-    for demand in training:
-        is_there = demand.slot is not None and demand.is_spread == is_spread
-        (stay if is_there and slots.rank_of(demand.slot or 0) == rank_of[demand.job] else move).append(demand)
-    taken = {demand.slot for demand in (*stay, *waiting)}
-    parkings = [*plan.park, *(Parking(job=d.job, reason=ParkReason.REBALANCED) for d in move if d.slot is not None)]
-    seatings = []
-    for demand in sorted(move, key=lambda demand: (-demand.num_tokens, demand.job)):
-        first = rank_of[demand.job] * slots.per_rank
-        free = [slot for slot in range(first, first + slots.per_rank) if slot not in taken]
-        if not free:  # whoever waits there makes room
-            leaver = next(d for d in waiting if d.slot is not None and slots.rank_of(d.slot) == rank_of[demand.job])
-            waiting.remove(leaver)
-            parkings.append(Parking(job=leaver.job, reason=ParkReason.SLOT_WANTED))
-            free = [leaver.slot]  # type: ignore[list-item]
-        taken.add(free[0])
-        seatings.append(
-            Seating(job=demand.job, slot=free[0], reason=reasons.get(demand.job, reason), is_spread=is_spread)
-        )
-    return SeatingPlan(park=tuple(parkings), seat=tuple(seatings), ahead=plan.ahead)
-
-
-def _can_spread(demands: Sequence[JobDemand], training: Sequence[JobDemand], slots: RankSlots) -> bool:
-    """Whether all jobs that are left train, are fewer than the ranks, and have rows to share out."""
-    return (
-        len(demands) == len(training) < slots.num_ranks
-        and len(training) <= slots.per_rank
-        and any(demand.batch_size > 1 for demand in training)
-    )
+    return plan if limits.num_ranks == 1 else deal_out(plan, demands, limits)
 
 
 class _Seats:

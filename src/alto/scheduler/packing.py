@@ -15,7 +15,7 @@ __all__ = ["Packing", "PackingRequest", "choose_packing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRequest:
-    """What a task asks of the device; what it leaves open is None.
+    """What a task asks of the device, or of several alike; what it leaves open is None.
 
     Attributes:
         step_tokens: Tokens of one step of every job, in expectation.
@@ -38,7 +38,10 @@ class PackingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The limits that a task runs within, and the peak of memory that they come to."""
+    """The limits that a task runs within, and the peak of memory that they come to.
+
+    Slots and tokens of a step are those of all ranks, passes and the peak those of one.
+    """
 
     max_slots: int
     max_tokens_per_step: int
@@ -50,14 +53,16 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     """As many slots as a step needs to reach the device's best rate of tokens, even with the smallest jobs, and as fit.
 
     Slots beyond that would only delay the first results. Slots that leave no room for such a step beside them are
-    given up for longer passes. What the task itself sets is kept; where that does not fit, the error says what does.
+    given up for longer passes. Several ranks get a slot each at least, and steps in which each may train the largest
+    job. What the task itself sets is kept; where that does not fit, the error says what does.
 
     Raises:
         DeviceMemoryError: One slot and a pass of the longest row, or what the task sets, do not fit.
     """
     saturated = saturation(throughput.points)
     smallest = min(request.step_tokens)
-    wanted = request.max_slots or min(len(request.step_tokens), math.ceil(saturated / smallest))
+    saturating = max(math.ceil(saturated / smallest), request.num_ranks)
+    wanted = request.max_slots or min(len(request.step_tokens), saturating)
     least_pass = max(request.longest_row, request.max_tokens_per_pass or 0)
     of_rank = saturated / request.num_ranks
     for num_slots in range(math.ceil(wanted / request.num_ranks), 0, -1):
@@ -72,7 +77,7 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
         raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
     usual = max(request.usual_tokens_per_pass, request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, room)
-    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks)
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
     return Packing(
         max_slots=min(wanted, num_slots * request.num_ranks),
@@ -82,6 +87,11 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     )
 
 
+def _one_job_each(request: PackingRequest) -> int:
+    """Tokens of a step in which no rank is idle, whatever their jobs; one rank never is."""
+    return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
+
+
 def _room(memory: MemoryProfile, bank_bytes: int) -> int:
     """Tokens that fit into a pass beside the bank."""
     room = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
@@ -89,7 +99,8 @@ def _room(memory: MemoryProfile, bank_bytes: int) -> int:
 
 
 def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: int) -> str:
-    num_slots = math.ceil((request.max_slots or 1) / request.num_ranks)
+    num_ranks = request.num_ranks
+    num_slots = math.ceil((request.max_slots or 1) / num_ranks)
     need = memory.peak_bytes(least_pass, num_slots * request.slot_bytes)
     planned = memory.margin * memory.capacity_bytes
     room = _room(memory, request.slot_bytes)
@@ -105,9 +116,11 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: in
         while fitting > 1 and _room(memory, fitting * request.slot_bytes) < request.longest_row:
             fitting -= 1
         tokens = _room(memory, fitting * request.slot_bytes)
-        remedy = f"{fitting} slots and passes of {tokens:,} tokens fit: lower max_slots or max_tokens_per_pass"
+        of_rank = f" a rank ({fitting * num_ranks} in all)" if num_ranks > 1 else ""
+        remedy = f"{fitting} slots{of_rank} and passes of {tokens:,} tokens fit: lower max_slots or max_tokens_per_pass"
+    where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return (
         f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
         f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a pass of {least_pass:,} tokens take "
-        f"{need / 2**30:,.2f} GiB; {remedy}"
+        f"{need / 2**30:,.2f} GiB{where}; {remedy}"
     )

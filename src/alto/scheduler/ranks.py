@@ -6,13 +6,16 @@ and, where exits have left the ranks uneven, by moving as few jobs as it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-__all__ = ["TOLERANCE", "RankDemand", "RankSlots", "assign_ranks", "imbalance"]
+__all__ = ["MAX_EXACT_JOBS", "TOLERANCE", "RankDemand", "RankSlots", "assign_ranks", "imbalance"]
 
 TOLERANCE = 0.05
 """By how much of the mean the rank with the most tokens may be above it before a job is moved."""
+
+MAX_EXACT_JOBS = 8
+"""Up to so many jobs, the best assignment of all is found; of more, one that no single move or exchange betters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,8 @@ class RankDemand:
     rank: int | None = None
 
 
-def imbalance(loads: Iterable[int]) -> float:
+def imbalance(loads: Sequence[int]) -> float:
     """By how much of the mean the largest of ``loads`` is above it."""
-    loads = list(loads)
     return max(loads) * len(loads) / sum(loads) - 1.0 if any(loads) else 0.0
 
 
@@ -63,36 +65,43 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
     """A rank for every job, at most ``slots.per_rank`` jobs a rank; those that have one keep it where the ranks are
     even to `TOLERANCE`, or cannot be made more so.
 
+    Of up to `MAX_EXACT_JOBS` jobs no more are moved than it takes to make the ranks even, or as even as can be.
+
     The result depends on its arguments alone, and not on the order of ``demands``; asked again with what it has
     answered, it moves nobody.
     """
-    ordered = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
+    ordered = tuple(sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job)))
     assert len(ordered) <= slots.num_slots
-    kept = _Ranks(ordered, slots)
-    for demand in ordered:
-        if demand.rank is not None:
-            kept.put(demand.job, demand.rank)
-    kept.fill()
-    kept.even_out()
-    if kept.imbalance <= TOLERANCE:
-        return kept.rank_of
-    fresh = _Ranks(ordered, slots)
-    fresh.fill()
-    fresh.even_out()
-    if fresh.largest > (1.0 - TOLERANCE) * kept.largest:
-        return kept.rank_of
-    return _named_alike(fresh.rank_of, ordered, slots.num_ranks)
+    while True:
+        rank_of = _better(ordered, slots)
+        if all(demand.rank == rank_of[demand.job] for demand in ordered):
+            return rank_of
+        ordered = tuple(replace(demand, rank=rank_of[demand.job]) for demand in ordered)
+
+
+def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
+    """Where everybody goes from where they are. Those that have a rank keep it, unless moving makes ranks more even."""
+    ranks = _Ranks(ordered, slots)
+    ranks.fill()
+    filled, before = ranks.rank_of, ranks.imbalance
+    if before <= TOLERANCE:
+        return filled
+    ranks.even_out()
+    found = ranks.rank_of if ranks.imbalance < before else filled
+    return _Search(ordered, slots, found).best if len(ordered) <= MAX_EXACT_JOBS else found
 
 
 class _Ranks:
-    """Jobs on ranks, while it is decided."""
+    """Jobs on ranks, while it is decided by single moves and exchanges."""
 
-    def __init__(self, ordered: Sequence[RankDemand], slots: RankSlots) -> None:
-        self._tokens = {demand.job: demand.num_tokens for demand in ordered}
-        self._settled = frozenset(demand.job for demand in ordered if demand.rank is not None)
+    def __init__(self, ordered: Iterable[RankDemand], slots: RankSlots) -> None:
+        self._demands = {demand.job: demand for demand in ordered}
         self._per_rank = slots.per_rank
         self._jobs: list[list[str]] = [[] for _ in range(slots.num_ranks)]
         self._loads = [0] * slots.num_ranks
+        for demand in self._demands.values():
+            if demand.rank is not None:
+                self._put(demand.job, demand.rank)
 
     @property
     def rank_of(self) -> dict[str, int]:
@@ -102,21 +111,12 @@ class _Ranks:
     def imbalance(self) -> float:
         return imbalance(self._loads)
 
-    @property
-    def largest(self) -> int:
-        return max(self._loads)
-
-    def put(self, job: str, rank: int) -> None:
-        self._jobs[rank].append(job)
-        self._loads[rank] += self._tokens[job]
-
     def fill(self) -> None:
-        """Put those that are nowhere, the largest first, where least is done."""
-        placed = self.rank_of
-        for job in self._tokens:
-            if job not in placed:
+        """Put those that have no rank, the largest first, where least is done."""
+        for demand in self._demands.values():
+            if demand.rank is None:
                 free = (rank for rank, jobs in enumerate(self._jobs) if len(jobs) < self._per_rank)
-                self.put(job, min(free, key=lambda rank: (self._loads[rank], rank)))
+                self._put(demand.job, min(free, key=lambda rank: (self._loads[rank], rank)))
 
     def even_out(self) -> None:
         """Move a job off the rank with the most, alone or in exchange for a smaller one, while that helps."""
@@ -125,20 +125,17 @@ class _Ranks:
 
     def _improve(self) -> bool:
         heaviest = max(range(len(self._loads)), key=lambda rank: (self._loads[rank], -rank))
-        before = self._loads[heaviest]
         best: tuple[tuple[int, int, str, str, int], str, str | None, int] | None = None
         for job in self._jobs[heaviest]:
             for rank, others in enumerate(self._jobs):
                 if rank == heaviest:
                     continue
                 for other in (None, *others) if len(others) < self._per_rank else others:
-                    shift = self._tokens[job] - (self._tokens[other] if other is not None else 0)
-                    after = max(before - shift, self._loads[rank] + shift)
-                    if after >= before:
-                        continue
-                    cost = (job in self._settled) + (other in self._settled)
+                    after = self._larger_after(job, heaviest, other, rank)
+                    # Where it gains as much, those move that have just come.
+                    cost = self._is_settled(job) + self._is_settled(other)
                     key = (after, cost, job, other or "", rank)
-                    if best is None or key < best[0]:
+                    if after < self._loads[heaviest] and (best is None or key < best[0]):
                         best = key, job, other, rank
         if best is None:
             return False
@@ -148,23 +145,76 @@ class _Ranks:
             self._move(other, rank, heaviest)
         return True
 
+    def _larger_after(self, job: str, heaviest: int, other: str | None, rank: int) -> int:
+        """Tokens of the larger of two ranks, once ``job`` has left one for the other in exchange for ``other``."""
+        shift = self._demands[job].num_tokens - (self._demands[other].num_tokens if other is not None else 0)
+        return max(self._loads[heaviest] - shift, self._loads[rank] + shift)
+
+    def _is_settled(self, job: str | None) -> bool:
+        return job is not None and self._demands[job].rank is not None
+
+    def _put(self, job: str, rank: int) -> None:
+        self._jobs[rank].append(job)
+        self._loads[rank] += self._demands[job].num_tokens
+
     def _move(self, job: str, origin: int, rank: int) -> None:
         self._jobs[origin].remove(job)
-        self._loads[origin] -= self._tokens[job]
-        self.put(job, rank)
+        self._loads[origin] -= self._demands[job].num_tokens
+        self._put(job, rank)
 
 
-def _named_alike(rank_of: Mapping[str, int], ordered: Sequence[RankDemand], num_ranks: int) -> dict[str, int]:
-    """The same sets of jobs, on ranks where most of their tokens are already."""
-    stays = sorted(
-        (
-            (-sum(d.num_tokens for d in ordered if rank_of[d.job] == found and d.rank == rank), rank, found)
-            for rank in range(num_ranks)
-            for found in range(num_ranks)
-        ),
-    )
-    name: dict[int, int] = {}
-    for _, rank, found in stays:
-        if found not in name and rank not in name.values():
-            name[found] = rank
-    return {job: name[found] for job, found in rank_of.items()}
+class _Search:
+    """Finds the best of all assignments, depth first: one that is even, or as even as can be, with the fewest moves.
+
+    Args:
+        start: An assignment that only a better one replaces; the better it is, the sooner the rest is ruled out.
+
+    Attributes:
+        best: The rank of every job.
+    """
+
+    def __init__(self, ordered: Sequence[RankDemand], slots: RankSlots, start: dict[str, int]) -> None:
+        self._ordered = ordered
+        self._per_rank = slots.per_rank
+        self._total = sum(demand.num_tokens for demand in ordered)
+        self._homes = {demand.rank for demand in ordered}
+        # No assignment is better: some rank has the largest job, and some has two of any that are more than the ranks.
+        pair = ordered[slots.num_ranks - 1 : slots.num_ranks + 1]
+        least = max(ordered[0].num_tokens, sum(demand.num_tokens for demand in pair) if len(pair) == 2 else 0)
+        self._floor = max(least * slots.num_ranks / self._total - 1.0, TOLERANCE)
+        self._loads = [0] * slots.num_ranks
+        self._counts = [0] * slots.num_ranks
+        for demand in ordered:
+            self._loads[start[demand.job]] += demand.num_tokens
+        num_moved = sum(demand.rank not in (None, start[demand.job]) for demand in ordered)
+        self.best, self._best_cost = start, self._cost(num_moved)
+        self._loads = [0] * slots.num_ranks
+        self._place({}, 0)
+
+    def _cost(self, num_moved: int) -> tuple[float, int]:
+        """What is to be least; it only grows as jobs are added."""
+        return max(max(self._loads) * len(self._loads) / self._total - 1.0, self._floor), num_moved
+
+    def _place(self, rank_of: dict[str, int], num_moved: int) -> None:
+        """Try all ranks for the next job after those of ``rank_of``."""
+        cost = self._cost(num_moved)
+        if cost >= self._best_cost:
+            return
+        if len(rank_of) == len(self._ordered):
+            self.best, self._best_cost = rank_of, cost
+            return
+        demand = self._ordered[len(rank_of)]
+        for rank in self._choices(demand):
+            self._loads[rank] += demand.num_tokens
+            self._counts[rank] += 1
+            self._place(rank_of | {demand.job: rank}, num_moved + (demand.rank not in (None, rank)))
+            self._loads[rank] -= demand.num_tokens
+            self._counts[rank] -= 1
+
+    def _choices(self, demand: RankDemand) -> list[int]:
+        """Ranks with a free slot, the most promising first; one of those that are alike."""
+        alike: dict[object, int] = {}
+        for rank, (load, count) in enumerate(zip(self._loads, self._counts, strict=True)):
+            if count < self._per_rank:
+                alike.setdefault(rank if rank in self._homes else (load, count), rank)
+        return sorted(alike.values(), key=lambda rank: (rank != demand.rank, self._loads[rank], rank))

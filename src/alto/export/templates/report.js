@@ -99,15 +99,15 @@
   function drawSlots() {
     if (!document.getElementById("slots")) return undefined;
     const figure = figures.slots;
-    const rows = Math.max(1, figure.numSlots);
+    const rows = Math.max(1, figure.lanes.length);
     const layout = Object.assign(baseLayout(), {
-      height: Math.min(900, 136 + rows * 34), margin: { l: 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
+      height: Math.min(900, 136 + rows * 34), margin: { l: figure.lanes.some((lane) => lane.startsWith("rank")) ? 104 : 64, r: 32, t: 56, b: 52 }, barmode: "overlay", bargap: 0.18,
       uniformtext: { minsize: 10, mode: "hide" },
     });
     Object.assign(layout.xaxis, { title: { text: figure.xTitle, standoff: 12 }, rangemode: "tozero" });
     Object.assign(layout.yaxis, {
       type: "category", autorange: "reversed", showgrid: false, ticks: "",
-      categoryorder: "array", categoryarray: Array.from({ length: rows }, (_, slot) => "slot " + slot),
+      categoryorder: "array", categoryarray: figure.lanes,
     });
     layout.shapes = figure.gaps.map(([x]) => ({
       type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("ink"), width: 1.5, dash: "4px,4px" },

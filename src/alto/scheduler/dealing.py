@@ -1,0 +1,84 @@
+"""How the jobs of a seating plan are dealt out over ranks: evenly, or each over all. Pure: the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
+from alto.scheduler.seating import JobDemand, Parking, ParkReason, Seating, SeatingLimits, SeatingPlan, SeatReason
+
+__all__ = ["deal_out"]
+
+
+def deal_out(plan: SeatingPlan, demands: Iterable[JobDemand], limits: SeatingLimits) -> SeatingPlan:
+    """``plan``, which was made as if there was one bank, with its slots on ranks that have about as much to do.
+
+    Who has a slot and who trains stays as planned. Those that train are moved to make their ranks even
+    (`assign_ranks`); one that waits keeps its slot where those that train leave it one, and else moves to a rank with
+    room. Jobs that are fewer than the ranks are spread over all of them, once none waits any more.
+    """
+    demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
+    slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
+    reasons = {seating.job: seating.reason for seating in plan.seat}
+    parked = {parking.job for parking in plan.park}
+    holders = [d for d in demands if d.job in reasons or (d.slot is not None and d.job not in parked)]
+    training = [demand for demand in holders if not demand.is_waiting or demand.job in plan.ahead]
+    is_spread = limits.may_spread and len(training) == len(demands) and _gain_by_spreading(training, slots)
+    if is_spread:
+        rank_of = {demand.job: 0 for demand in training}  # where the slot that is told of lies; the others are alike
+    else:
+        rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
+        rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
+    moving = [
+        d for d in holders if d.slot is None or d.is_spread != is_spread or slots.rank_of(d.slot) != rank_of[d.job]
+    ]
+    taken = {demand.slot for demand in holders if demand not in moving}
+    reason = SeatReason.SPREADS if is_spread else SeatReason.BALANCES
+    seat: list[Seating] = []
+    for demand in moving:
+        slot = _first_free(rank_of[demand.job], slots, taken)
+        taken.add(slot)
+        seat.append(Seating(job=demand.job, slot=slot, reason=reasons.get(demand.job, reason), is_spread=is_spread))
+    moved = (Parking(job=d.job, reason=ParkReason.REBALANCED) for d in moving if d.slot is not None)
+    return SeatingPlan(park=(*plan.park, *moved), seat=tuple(seat), ahead=plan.ahead)
+
+
+def _gain_by_spreading(training: Sequence[JobDemand], slots: RankSlots) -> bool:
+    """Whether ranks would be idle otherwise, every bank has room for all, and somebody has rows to share out."""
+    return (
+        len(training) < slots.num_ranks and len(training) <= slots.per_rank and any(d.batch_size > 1 for d in training)
+    )
+
+
+def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
+    """The rank that a job sits with; None where it sits with none, or with all."""
+    return None if demand.slot is None or demand.is_spread else slots.rank_of(demand.slot)
+
+
+def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:
+    return RankDemand(job=demand.job, num_tokens=demand.num_tokens, rank=_rank_of(demand, slots))
+
+
+def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
+    """A rank for each of ``waiting``, in the room that jobs with the ranks ``rank_of`` leave: its own where it can."""
+    num_taken = Counter(rank_of.values())
+    found: dict[str, int] = {}
+    homeless: list[str] = []
+    for demand in waiting:
+        rank = _rank_of(demand, slots)
+        if rank is not None and num_taken[rank] < slots.per_rank:
+            found[demand.job] = rank
+            num_taken[rank] += 1
+        else:
+            homeless.append(demand.job)
+    for job in homeless:
+        found[job] = min(range(slots.num_ranks), key=lambda rank: (num_taken[rank], rank))
+        num_taken[found[job]] += 1
+    return found
+
+
+def _first_free(rank: int, slots: RankSlots, taken: Collection[int | None]) -> int:
+    """The first slot of ``rank`` that is not ``taken``."""
+    first = rank * slots.per_rank
+    return next(slot for slot in range(first, first + slots.per_rank) if slot not in taken)

@@ -1,0 +1,72 @@
+"""A rank without rows goes through the base as often as the others, and touches no adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from seated_jobs import DATA, STABLE, make_model, make_task
+from torch import Tensor
+
+from alto.backbone import Backbone
+from alto.executor import plan_jobs, trainer
+from alto.executor.ranks import Ranks
+from alto.executor.trainer import Trainer
+from alto.lora import linear_modules
+
+
+class Unheard(Ranks):
+    """A rank of two that hears nothing from the other."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=1, size=2)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Nothing comes from the other."""
+
+
+@pytest.mark.parametrize("kernels", ["reference", "torch", "triton"])
+def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALTO_KERNELS", kernels)
+    losses_seen: list[Tensor] = []
+
+    def watched(*args: Any) -> Tensor:
+        losses_seen.append(sft_losses(*args))
+        return losses_seen[-1]
+
+    sft_losses = trainer.sft_losses
+    monkeypatch.setattr(trainer, "sft_losses", watched)
+    model = make_model("llama")
+    backbone = Backbone(model, None, "unused")
+    busy, idle = plan_jobs(make_task(STABLE[2:4]), backbone, DATA)
+    one = Trainer(
+        backbone,
+        DATA,
+        modules=linear_modules(model),
+        max_rank=32,
+        num_slots=1,
+        max_tokens_per_pass=60,
+        optims={"adamw_torch"},
+        ranks=Unheard(),
+    )
+    busy.slot, idle.slot = 0, 1  # of the two, one sits here, and takes no part in the step
+    one.seat_fresh(idle, 0)
+    before = one.bank.params_ZP.clone()
+
+    losses = one.step([busy])
+
+    rows = busy.order.rows_of_step(0)
+    assert sum(DATA.train.input_ids[row].numel() for row in rows) > 60
+    assert len(losses_seen) > 1
+    assert all(torch.isfinite(loss).all() and loss.requires_grad for loss in losses_seen)
+    assert losses == [0.0]
+    assert not one.bank.grads_ZP.any()
+    assert torch.equal(one.bank.params_ZP, before)
+    assert one.evaluate([busy]) == [0.0]

@@ -1,0 +1,240 @@
+"""Who sits on which rank: laws that hold for any jobs and limits, and what happens at the tail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.scheduler import JobDemand, RankDemand, RankSlots, SeatingLimits, SeatingPlan, assign_ranks, plan_residents
+
+Situation = tuple[list[JobDemand], SeatingLimits]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    """Jobs of a task midway, on several ranks: all that sit are spread, or none is."""
+    num_ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 4))
+    row_tokens = draw(st.integers(1, 30))
+    limits = SeatingLimits(
+        num_slots=num_ranks * per_rank,
+        max_tokens=draw(st.none() | st.integers(1, 40 * row_tokens)),
+        num_ranks=num_ranks,
+        may_spread=draw(st.booleans()),
+    )
+    is_spread = draw(st.booleans())
+    seats = list(draw(st.permutations(range(per_rank if is_spread else limits.num_slots))))
+    num_seated = draw(st.integers(0, min(len(seats), num_ranks - 1) if is_spread else len(seats)))
+    demands = []
+    for index in range(num_seated + draw(st.integers(0, 5))):
+        batch_size = draw(st.sampled_from([1, 2, 4, 8]))
+        is_waiting = draw(st.booleans())
+        demands.append(
+            JobDemand(
+                job=f"job-{index:03d}",
+                batch_size=batch_size,
+                num_tokens=row_tokens * batch_size,
+                slot=seats[index] if index < num_seated else None,
+                is_spread=is_spread and index < num_seated,
+                is_waiting=is_waiting,
+                may_run_ahead=is_waiting and draw(st.booleans()),
+                has_started=draw(st.booleans()),
+            )
+        )
+    return demands, limits
+
+
+def slots_of(limits: SeatingLimits) -> RankSlots:
+    return RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
+
+
+def carry_out(demands: Iterable[JobDemand], plan: SeatingPlan) -> list[JobDemand]:
+    """The jobs after ``plan``, as the executor would have them: one leaves its slot before another may enter it."""
+    after = {demand.job: demand for demand in demands}
+    for parking in plan.park:
+        assert after[parking.job].slot is not None
+        after[parking.job] = replace(after[parking.job], slot=None, is_spread=False)
+    for seating in plan.seat:
+        assert after[seating.job].slot is None
+        after[seating.job] = replace(
+            after[seating.job], slot=seating.slot, is_spread=seating.is_spread, has_started=True
+        )
+    return list(after.values())
+
+
+def train(demands: Iterable[JobDemand], plan: SeatingPlan) -> list[JobDemand]:
+    """Those of the jobs after ``plan`` that take the next step."""
+    return [d for d in demands if d.slot is not None and (not d.is_waiting or d.job in plan.ahead)]
+
+
+@given(situations())
+def test_a_place_of_a_bank_holds_one_job(situation: Situation) -> None:
+    demands, limits = situation
+    slots = slots_of(limits)
+    taken: set[tuple[int, int]] = set()
+    for demand in carry_out(demands, plan_residents(demands, limits)):
+        if demand.slot is None:
+            continue
+        assert 0 <= demand.slot < limits.num_slots
+        assert not demand.is_spread or slots.rank_of(demand.slot) == 0
+        ranks = range(limits.num_ranks) if demand.is_spread else [slots.rank_of(demand.slot)]
+        places = {(rank, slots.place_of(demand.slot)) for rank in ranks}
+        assert taken.isdisjoint(places)
+        taken |= places
+
+
+@given(situations())
+def test_who_has_a_slot_and_who_trains_is_as_on_one_rank(situation: Situation) -> None:
+    demands, limits = situation
+    plan, alone = plan_residents(demands, limits), plan_residents(demands, replace(limits, num_ranks=1))
+    on_ranks, on_one = carry_out(demands, plan), carry_out(demands, alone)
+    assert {d.job for d in on_ranks if d.slot is not None} == {d.job for d in on_one if d.slot is not None}
+    assert {d.job for d in train(on_ranks, plan)} == {d.job for d in train(on_one, alone)}
+    reasons = {seating.job: seating.reason for seating in plan.seat}
+    assert all(reasons[seating.job] == seating.reason for seating in alone.seat)
+    assert plan.park[: len(alone.park)] == alone.park
+
+
+@given(situations())
+def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> None:
+    demands, limits = situation
+    slots = slots_of(limits)
+    before = {demand.job: demand for demand in demands}
+    plan = plan_residents(demands, limits)
+    moved = {parking.job for parking in plan.park if parking.reason == "rebalanced"}
+    assert moved == {seating.job for seating in plan.seat if before[seating.job].slot is not None}
+    for seating in plan.seat:
+        was = before[seating.job]
+        assert (seating.reason in ("balances", "spreads")) == (was.slot is not None)
+        if was.slot is not None:
+            assert seating.reason == ("spreads" if seating.is_spread else "balances")
+            assert seating.is_spread != was.is_spread or slots.rank_of(seating.slot) != slots.rank_of(was.slot)
+
+
+@given(situations())
+def test_those_that_train_are_on_the_ranks_they_are_assigned_to(situation: Situation) -> None:
+    demands, limits = situation
+    slots = slots_of(limits)
+    plan = plan_residents(demands, replace(limits, may_spread=False))
+    before = {d.job: None if d.slot is None or d.is_spread else slots.rank_of(d.slot) for d in demands}
+    training = train(carry_out(demands, plan), plan)
+    assigned = assign_ranks(
+        (RankDemand(job=d.job, num_tokens=d.num_tokens, rank=before[d.job]) for d in training), slots
+    )
+    assert {d.job: slots.rank_of(d.slot) for d in training if d.slot is not None} == assigned
+
+
+@given(situations())
+def test_one_that_waits_moves_only_where_it_is_in_the_way(situation: Situation) -> None:
+    demands, limits = situation
+    slots = slots_of(limits)
+    before = {demand.job: demand for demand in demands}
+    plan = plan_residents(demands, limits)
+    after = carry_out(demands, plan)
+    for demand in after:
+        was = before[demand.job]
+        if demand.is_waiting and demand.job not in plan.ahead and demand.slot != was.slot and demand.slot is not None:
+            assert was.slot is not None
+            home = slots.rank_of(was.slot)
+            on_it = [d for d in after if d.slot is not None and slots.rank_of(d.slot) == home]
+            assert was.is_spread or len(on_it) == slots.per_rank
+
+
+@given(situations(), st.randoms(use_true_random=False))
+def test_the_order_of_the_demands_does_not_matter(situation: Situation, shuffler: random.Random) -> None:
+    demands, limits = situation
+    shuffled = list(demands)
+    shuffler.shuffle(shuffled)
+    assert plan_residents(shuffled, limits) == plan_residents(demands, limits)
+
+
+@given(situations())
+def test_planning_again_changes_nothing(situation: Situation) -> None:
+    demands, limits = situation
+    plan = plan_residents(demands, limits)
+    again = plan_residents(carry_out(demands, plan), limits)
+    assert (again.park, again.seat, again.ahead) == ((), (), plan.ahead)
+
+
+@given(situations())
+def test_jobs_are_spread_where_all_train_and_are_fewer_than_the_ranks(situation: Situation) -> None:
+    demands, limits = situation
+    plan = plan_residents(demands, limits)
+    after = carry_out(demands, plan)
+    is_tail = (
+        limits.may_spread
+        and len(train(after, plan)) == len(demands) < limits.num_ranks
+        and len(demands) <= slots_of(limits).per_rank
+        and any(demand.batch_size > 1 for demand in demands)
+    )
+    assert all(demand.is_spread == (is_tail and demand.slot is not None) for demand in after)
+
+
+def job(name: str, batch_size: int, **state: Any) -> JobDemand:
+    """A job whose rows have ten tokens."""
+    return JobDemand(job=name, batch_size=batch_size, num_tokens=10 * batch_size, **state)
+
+
+FOUR = SeatingLimits(num_slots=8, num_ranks=4)
+
+
+def told(plan: SeatingPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
+    return (
+        [(parking.job, parking.reason) for parking in plan.park],
+        [(seating.job, seating.slot, seating.reason, seating.is_spread) for seating in plan.seat],
+    )
+
+
+def test_fresh_jobs_are_dealt_out() -> None:
+    plan = plan_residents([job("a", 4), job("b", 4), job("c", 2), job("d", 2), job("e", 4), job("f", 4)], FOUR)
+    assert told(plan) == (
+        [],
+        [("a", 0, "largest_first", False), ("b", 2, "largest_first", False), ("e", 4, "largest_first", False),
+         ("f", 6, "largest_first", False), ("c", 1, "largest_first", False), ("d", 3, "largest_first", False)],
+    )  # fmt: skip
+
+
+def test_a_job_migrates_from_the_rank_with_most() -> None:
+    sitting = [job("a", 4, slot=0), job("b", 4, slot=1), job("c", 4, slot=2), job("d", 4, slot=4)]
+    assert told(plan_residents(sitting, FOUR)) == ([("a", "rebalanced")], [("a", 6, "balances", False)])
+
+
+def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
+    two = [job("a", 4, slot=1), job("b", 1, slot=6)]
+    plan = plan_residents(two, FOUR)
+    assert told(plan) == (
+        [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "spreads", True), ("b", 1, "spreads", True)],
+    )  # fmt: skip
+    spread = carry_out(two, plan)
+    assert told(plan_residents(spread[:1], FOUR)) == ([], [])
+    four = [*spread, job("c", 2), job("d", 2)]
+    added = carry_out(four, plan_residents(four, FOUR))
+    assert [(d.slot, d.is_spread) for d in added] == [(0, False), (6, False), (2, False), (4, False)]
+    off = replace(FOUR, may_spread=False)
+    assert told(plan_residents(spread, off)) == (
+        [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "balances", False), ("b", 2, "balances", False)],
+    )  # fmt: skip
+
+
+def test_a_spread_job_that_waits_leaves_the_other_ranks() -> None:
+    """Its place on them may be wanted; it keeps a slot of one."""
+    spread = [job("a", 4, slot=0, is_spread=True), job("b", 1, slot=1, is_spread=True, is_waiting=True)]
+    after = carry_out(spread, plan_residents(spread, FOUR))
+    assert [(demand.slot, demand.is_spread) for demand in after] == [(0, False), (2, False)]
+
+
+def test_one_that_waits_makes_way_and_keeps_a_slot() -> None:
+    two_ranks = SeatingLimits(num_slots=4, num_ranks=2)
+    demands = [job("a", 8, slot=0), job("w", 4, slot=2, is_waiting=True), job("x", 4, slot=3, is_waiting=True)]
+    plan = plan_residents([*demands, job("b", 8)], two_ranks)
+    assert told(plan) == (
+        [("x", "rebalanced")], [("b", 3, "same_batch_size", False), ("x", 1, "balances", False)],
+    )  # fmt: skip
+
+
+def test_jobs_of_one_row_each_are_not_spread() -> None:
+    assert told(plan_residents([job("a", 1, slot=0), job("b", 1, slot=2)], FOUR)) == ([], [])
