@@ -19,7 +19,9 @@ _TIMEOUT_S = 120.0
 Check = Callable[..., None]
 
 
-def failures_on_ranks(num_ranks: int, checks: Iterable[tuple[str, Check, tuple[Any, ...]]], folder: Path) -> dict[str, str]:
+def failures_on_ranks(
+    num_ranks: int, checks: Iterable[tuple[str, Check, tuple[Any, ...]]], folder: Path
+) -> dict[str, str]:
     """Call every check with its arguments on every rank, one after the other.
 
     A check that fails ends its rank, and so all: what it should have gathered with the others would meet the next.

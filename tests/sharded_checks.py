@@ -39,6 +39,8 @@ def weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, settings
             return
         sharded, whole = load_network(folder, mesh=mesh, **settings), load_network(folder, **settings)
         assert_equal_tensors(sharded, whole)
+        if not any(isinstance(module, QuantisedLinear) for module in whole.modules()):
+            assert sharded.config.to_dict() == whole.config.to_dict()
         rows = sum(math.ceil(len(p) / num_ranks) * p[0].nbytes for p in whole.parameters() if p.is_floating_point())
         most = rows + sum(b.nbytes for b in whole.buffers())
         assert settings.get("load_in_4bit") or settings.get("load_in_8bit") or held_bytes(sharded) <= most
@@ -53,9 +55,7 @@ def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, s
         layers = [m for m in sharded.modules() if isinstance(m, QuantisedLinear)]
         assert layers
         held, packed = 0, 0
-        for mine, expected in zip(
-            layers, (m for m in whole.modules() if isinstance(m, QuantisedLinear)), strict=True
-        ):
+        for mine, expected in zip(layers, (m for m in whole.modules() if isinstance(m, QuantisedLinear)), strict=True):
             held, packed = held + mine.packed.to_local().nbytes, packed + expected.packed.nbytes
             mine.packed = torch.nn.Parameter(full(mine.packed), requires_grad=False)
             assert torch.equal(mine.weight, expected.weight)
@@ -107,7 +107,8 @@ def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -
     is_tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
     head = gathered_bytes(whole.get_output_embeddings(), ranks.size)
     control = 2 * 8 * len(runs) * (ranks.size - 1) // ranks.size
-    assert traffic.by_op == {"_allgather_base_": 2 * layers + rest + is_tied * head, "allreduce_": control}
+    expected = {"_allgather_base_": 2 * layers + rest + is_tied * head, "allreduce_": control}
+    assert traffic.by_op == expected, (traffic, expected)
     assert traffic.calls["allreduce_"] == 1
 
 
@@ -119,8 +120,7 @@ def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
     activations = peak_bytes(lambda: alone.step([job_alone]), warm=True)
     found = peak_bytes(lambda: trainer.step(runs), warm=True)
     two = 2 * max(map(own_bytes, parts_of(load_network(folder))))
-    assert found <= 1.1 * (activations + two)
-    assert found >= 0.8 * two  # else nothing was measured
+    assert 0.8 * two <= found <= 1.1 * (activations + two), (found, activations, two)
 
 
 def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
@@ -132,8 +132,7 @@ def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
     share = held_bytes(loaded[0])
     two = 2 * max(map(own_bytes, parts_of(whole)))  # gathered by the first pass
     assert share < 0.6 * held_bytes(whole)
-    assert peak <= 1.1 * (share + max(largest * (4 if settings else 1), two))
-    assert peak >= share
+    assert share <= peak <= 1.1 * (share + max(largest * (4 if settings else 1), two)), (share, peak, largest, two)
 
 
 class Adapted:
@@ -239,7 +238,6 @@ def assert_equal_tensors(sharded: PreTrainedModel, whole: PreTrainedModel) -> No
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype, name
             assert torch.equal(full(found[name]), tensor), name
-    assert sharded.config.to_dict() == whole.config.to_dict()
 
 
 def gathered_bytes(module: torch.nn.Module, num_ranks: int) -> int:

@@ -55,8 +55,18 @@ def cases(base: Path) -> dict[str, Case]:
             found[f"weights by {key} in {dtype}"] = packed, (folder("llama-bias"), NUM_RANKS, settings)
     refusals: dict[str, tuple[str, dict[str, bool], type[Exception], str]] = {
         "a weight missing": ("missing", {}, ModelError, r"no model\.layers\.1\.mlp\.up_proj\.weight; copy or download"),
-        "a weight of another shape": ("mismatched", {}, ModelError, r"model\.norm\.weight as \(7,\) instead of \(32,\)"),
-        "weights of other names": ("renamed", {}, ModelError, r"and 18 more.*loads with 'num_gpus: 1'.*save_pretrained"),
+        "a weight of another shape": (
+            "mismatched",
+            {},
+            ModelError,
+            r"model\.norm\.weight as \(7,\) instead of \(32,\)",
+        ),
+        "weights of other names": (
+            "renamed",
+            {},
+            ModelError,
+            r"and 18 more.*loads with 'num_gpus: 1'.*save_pretrained",
+        ),
         "a pickle": ("pickled", {}, ModelError, r"pytorch_model\.bin alone.*; convert it to safetensors$"),
         "pickles asked for": ("llama", {"use_safetensors": False}, UnsupportedError, "'use_safetensors: false'; conv"),
         "no weights": ("empty", {}, ModelError, r"model\.safetensors"),

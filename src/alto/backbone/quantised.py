@@ -47,7 +47,7 @@ class QuantisedLinear(nn.Linear):
         self.dtype = dtype
         self.quant_state: Any = None
         self._is_4bit = isinstance(layer, Linear4bit)
-        self._unpacked: Any = layer.weight if layer.weight.is_meta else None
+        self._packing = type(layer.weight), dict(vars(layer.weight))  # how bitsandbytes is to pack it
         if layer.weight.is_meta:
             num_bytes = -(-layer.weight.numel() // 2)
             shape = (num_bytes, 1) if self._is_4bit else layer.weight.shape
@@ -62,12 +62,10 @@ class QuantisedLinear(nn.Linear):
 
         Its quantisation state is kept; the caller puts as much of the numbers into ``packed`` as is to lie here.
         """
-        settings = self._unpacked
-        made = type(settings)(weight_NK, requires_grad=False, **settings.__dict__).to(device)
+        kind, settings = self._packing
+        made = kind(weight_NK, requires_grad=False, **settings).to(device)
         self._keep_state(made)
-        self._unpacked = None
-        packed: Tensor = made.data
-        return packed
+        return made.data
 
     def _keep_state(self, packed: Any) -> None:
         if self._is_4bit:
