@@ -14,7 +14,7 @@ import torch.distributed as dist
 __all__ = ["NOT_REACHED", "failures_on_ranks"]
 
 NOT_REACHED = "not reached: a check before it failed"
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 Check = Callable[..., None]
 
