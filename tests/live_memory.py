@@ -22,11 +22,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return watcher.peak
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks after every operation at the storages it has met that still live, at the size they have then."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._met: dict[int, weakref.ref[Any]] = {}
 
