@@ -47,8 +47,9 @@ class QuantisedLinear(nn.Linear):
         self.dtype = dtype
         self.quant_state: Any = None
         self._is_4bit = isinstance(layer, Linear4bit)
-        self._packing = type(layer.weight), dict(vars(layer.weight))  # how bitsandbytes is to pack it
         if layer.weight.is_meta:
+            kind: Any = type(layer.weight)
+            self._packing = kind, dict(vars(layer.weight))  # how bitsandbytes is to pack it
             num_bytes = -(-layer.weight.numel() // 2)
             shape = (num_bytes, 1) if self._is_4bit else layer.weight.shape
             packed = torch.empty(shape, dtype=torch.uint8 if self._is_4bit else torch.int8, device="meta")
@@ -65,7 +66,8 @@ class QuantisedLinear(nn.Linear):
         kind, settings = self._packing
         made = kind(weight_NK, requires_grad=False, **settings).to(device)
         self._keep_state(made)
-        return made.data
+        packed: Tensor = made.data
+        return packed
 
     def _keep_state(self, packed: Any) -> None:
         if self._is_4bit:

@@ -59,7 +59,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def find_roots(model: PreTrainedModel) -> None:
     """Let FSDP see, once there are numbers in the parameters, which modules are entered from outside: the body and the
-    output head. What is gathered by hand (:class:`OutputHead`) must have been seen."""
+    output head. What is gathered by hand (:class:`OutputHead`) must have been seen. All ranks call it together."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
