@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alto.backbone import attention
 from alto.backbone.loss_head import token_losses
 from alto.backbone.sequences import Sequences
-from alto.backbone.sharding import OutputHead, held_bytes
+from alto.backbone.sharding import OutputHead, forget_pass, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
@@ -110,6 +110,8 @@ class Backbone:
             sequences=sequences,
         )
         hidden: Tensor = output.last_hidden_state[0]
+        if not torch.is_grad_enabled():
+            forget_pass(self.model)
         return hidden
 
     @torch.no_grad()

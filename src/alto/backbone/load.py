@@ -18,7 +18,7 @@ from alto.backbone.backbone import Backbone
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
 from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
-from alto.errors import ModelError, ModelNotFoundError
+from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
 
@@ -26,6 +26,12 @@ SHIPPED_MODELS = ("alto-tiny",)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_SHOWN = 3
+
+_COPY_AGAIN = "copy or download the model again"
+_NAME_AS_MODEL = (
+    "copy or download the model again; or, where it loads with 'num_gpus: 1', write it with the names that "
+    "transformers gives its weights (save_pretrained with save_original_format=False)"
+)
 
 
 def resolve_model(model: str) -> str:
@@ -76,8 +82,13 @@ def load_backbone(
         ModelError: What is there is not a whole causal LM with a tokenizer, or needs one of the two permissions.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
-            quantised by other means.
+            quantised by other means. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
     """
+    if torch_compile and mesh is not None:
+        raise UnsupportedError(
+            "torch_compile: expected a base model that lies on one GPU, found one shared out over several, whose "
+            "weights come and go between the layers; remove the key, or set num_gpus to 1"
+        )
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     network = load_network(
         model,
@@ -120,27 +131,30 @@ def load_network(
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
     config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
     device = torch.device(device)
+    if mesh is not None:
+        _check_shardable(model, config, use_safetensors=use_safetensors)
     quantisation = bitsandbytes_config(model, config, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
     is_quantised = quantisation is not None or hasattr(config, "quantization_config")
-    wanted: Any = _DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
+    wanted = _DTYPES.get(dtype) or (torch.float32 if device.type == "cpu" else None)
     what = "weights (model.safetensors)" if use_safetensors else "weights (pytorch_model.bin)"
-    with reading(model, path, what, "copy or download the model again"):
-        if mesh is not None:
-            sharded, report = load_sharded(
-                path,
-                config,
-                dtype=_as_dtype(wanted, config),
-                device=device,
-                mesh=mesh,
-                trust_remote_code=trust_remote_code,
-            )
-            _check_complete(model, report)
-            return sharded
+    with reading(model, path, what, _COPY_AGAIN):
         try:
+            if mesh is not None:
+                network, report = load_sharded(
+                    path,
+                    config,
+                    dtype=wanted or _own_dtype(config),
+                    device=device,
+                    mesh=mesh,
+                    quantisation=quantisation,
+                    trust_remote_code=trust_remote_code,
+                )
+                _check_complete(model, report, _NAME_AS_MODEL)
+                return network
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
-                dtype=wanted,
+                dtype=wanted or "auto",
                 quantization_config=quantisation,
                 device_map={"": device} if is_quantised else None,
                 trust_remote_code=trust_remote_code,
@@ -150,18 +164,39 @@ def load_network(
             )
         except OSError as error:
             if use_safetensors and has_pickle_weights(path):
+                remedy = "convert it to safetensors"
+                if mesh is None:
+                    remedy += ", or, if you trust its maker, set 'use_safetensors: false'"
                 raise ModelError(
                     f"model: expected {what} in {model!r}, found pytorch_model.bin alone, a pickle, which may run code "
-                    f"when it is read; convert it to safetensors, or, if you trust its maker, set "
-                    f"'use_safetensors: false'"
+                    f"when it is read; {remedy}"
                 ) from error
             raise
     network, report = loaded
-    _check_complete(model, report)
+    _check_complete(model, report, _COPY_AGAIN)
     if is_quantised:
         unpack_on_use(network)
     on_device: PreTrainedModel = network.to(device)
     return on_device
+
+
+def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    named: Any = config.dtype
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
+def _check_shardable(model: str, config: PreTrainedConfig, *, use_safetensors: bool) -> None:
+    """What can be read slice by slice: unquantised safetensors."""
+    if hasattr(config, "quantization_config"):
+        raise UnsupportedError(
+            f"num_gpus: expected an unquantised model to share out, found that {model!r} lies quantised on disk; use "
+            f"the unquantised model with 'load_in_4bit: true', or set num_gpus to 1"
+        )
+    if not use_safetensors:
+        raise UnsupportedError(
+            f"num_gpus: expected safetensors, of which every GPU reads its part, found 'use_safetensors: false'; "
+            f"convert {model!r} to safetensors and remove the key, or set num_gpus to 1"
+        )
 
 
 def _load_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -191,7 +226,7 @@ def _check_is_causal(model: str, config: PreTrainedConfig) -> None:
             )
 
 
-def _check_complete(model: str, report: Mapping[str, Any]) -> None:
+def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:
     """transformers fills weights that are missing, or have another shape, with random numbers."""
     wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
     wrong += [
@@ -202,11 +237,5 @@ def _check_complete(model: str, report: Mapping[str, Any]) -> None:
         shown = ", ".join(wrong[:_MAX_SHOWN]) + (f" and {len(wrong) - _MAX_SHOWN} more" * (len(wrong) > _MAX_SHOWN))
         raise ModelError(
             f"model: expected every weight that config.json of {model!r} asks for in the files beside it, found "
-            f"{shown}; copy or download the model again, or correct its config.json"
+            f"{shown}; {remedy}, or correct its config.json"
         )
-
-
-def _as_dtype(wanted: Any, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype that "auto" stands for."""
-    found: torch.dtype = wanted if isinstance(wanted, torch.dtype) else config.dtype or torch.float32
-    return found

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from alto.errors import ModelError, UnsupportedError
 
-__all__ = ["QuantisedLinear", "bitsandbytes_config", "unpack_on_use"]
+__all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
 
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads the one through the other
 _KEYS = {4: "load_in_4bit", 8: "load_in_8bit"}
@@ -25,31 +26,59 @@ class QuantisedLinear(nn.Linear):
     Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
     differently when one token in it is large, so that the tokens of one job would change another's.
 
-    ``packed`` is what bitsandbytes made of the weight: bytes of two numbers each, or ``[N, K]`` int8.
+    ``packed`` is what bitsandbytes made of the weight: bytes of two numbers each, or ``[N, K]`` int8. What it takes to
+    read them, the quantisation state, is small and always whole, also where ``packed`` is sharded.
 
     Args:
-        layer: A ``Linear4bit`` or ``Linear8bitLt`` that lies where it is to stay.
+        layer: A ``Linear4bit`` or ``Linear8bitLt`` that lies where it is to stay; or one on the meta device, whose
+            weight :meth:`pack` makes later.
         dtype: Of the base.
     """
 
-    packed: Tensor
+    packed: nn.Parameter
     scale_N1: Tensor
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype) -> None:
+        from bitsandbytes.nn.modules import Linear4bit
+
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bias = layer.bias if layer.bias is None else nn.Parameter(layer.bias.to(dtype), requires_grad=False)
         self.dtype = dtype
-        self.register_buffer("packed", layer.weight.data)
-        packed: Any = layer.weight
-        self.quant_state = getattr(packed, "quant_state", None)
-        if self.quant_state is None:
-            self.register_buffer("scale_N1", packed.SCB[:, None] * (1.0 / 127.0))
+        self.quant_state: Any = None
+        self._is_4bit = isinstance(layer, Linear4bit)
+        self._unpacked: Any = layer.weight if layer.weight.is_meta else None
+        if layer.weight.is_meta:
+            num_bytes = -(-layer.weight.numel() // 2)
+            shape = (num_bytes, 1) if self._is_4bit else layer.weight.shape
+            packed = torch.empty(shape, dtype=torch.uint8 if self._is_4bit else torch.int8, device="meta")
+        else:
+            packed = layer.weight.data
+            self._keep_state(layer.weight)
+        self.packed = nn.Parameter(packed, requires_grad=False)
+
+    def pack(self, weight_NK: Tensor, device: torch.device) -> Tensor:
+        """What bitsandbytes makes of a weight in the dtype of the base on the CPU: the whole ``packed``, on ``device``.
+
+        Its quantisation state is kept; the caller puts as much of the numbers into ``packed`` as is to lie here.
+        """
+        settings = self._unpacked
+        made = type(settings)(weight_NK, requires_grad=False, **settings.__dict__).to(device)
+        self._keep_state(made)
+        self._unpacked = None
+        packed: Tensor = made.data
+        return packed
+
+    def _keep_state(self, packed: Any) -> None:
+        if self._is_4bit:
+            self.quant_state = packed.quant_state
+        else:
+            self.register_buffer("scale_N1", packed.SCB[:, None] * (1.0 / 127.0), persistent=False)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # of a plain layer it is a parameter
         """``[N, K]`` in the dtype of the base, made anew each time."""
-        if self.quant_state is None:
+        if not self._is_4bit:
             return self.packed.to(self.dtype).mul_(self.scale_N1)
         from bitsandbytes.functional import dequantize_4bit
 
@@ -121,6 +150,16 @@ def unpack_on_use(network: PreTrainedModel) -> None:
     ]
     for name, module in packed:
         network.set_submodule(name, QuantisedLinear(module, network.dtype))
+
+
+def plan_packing(network: PreTrainedModel, quantisation: BitsAndBytesConfig) -> None:
+    """Replace the layers of ``network``, all on the meta device, that bitsandbytes would quantise by
+    :class:`QuantisedLinear` whose weights are still to be packed."""
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    kept = get_keys_to_not_convert(network)
+    replace_with_bnb_linear(network, modules_to_not_convert=kept, quantization_config=quantisation)
+    unpack_on_use(network)
 
 
 def _bits_on_disk(model: str, config: PreTrainedConfig) -> int | None:

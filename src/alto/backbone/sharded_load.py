@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,9 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from alto.backbone.quantised import QuantisedLinear, plan_packing
 from alto.backbone.sharding import find_roots, shard
 
 __all__ = ["load_sharded"]
@@ -25,30 +27,38 @@ def load_sharded(
     path: str,
     config: PreTrainedConfig,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     mesh: DeviceMesh,
+    quantisation: BitsAndBytesConfig | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """The model of ``config`` with this rank's part of the safetensors weights at ``path``, and what was amiss.
 
     All ranks call this together. The files must name weights as the model does.
 
+    Args:
+        dtype: Of the model; None for that of the files.
+        quantisation: How to quantise the linear layers, a weight at a time.
+
     Returns:
         The model; and ``missing_keys`` and ``mismatched_keys`` as transformers reports them.
 
     Raises:
         OSError: There are no safetensors files.
+        UnsupportedModelError: The model is not built of layers.
     """
-    with _parameters_on_meta():
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
-    network.eval()
-    shard(network, mesh)
-    _give_memory(network, device)
     with _Files(path) as files:
-        report = _fill(network, files, mesh)
+        with _parameters_on_meta():
+            network: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or files.dtype, trust_remote_code=trust_remote_code
+            )
+        network.eval()
+        if quantisation is not None:
+            plan_packing(network, quantisation)
+        shard(network, mesh)
+        _give_memory(network, device)
+        report = _fill(network, files, mesh, device)
     if not any(report.values()):
         find_roots(network)
     return network, report
@@ -64,9 +74,17 @@ class _Files:
             opened = self._open.enter_context(safe_open(file, framework="pt", device="cpu"))
             self._file_of |= dict.fromkeys(opened.keys(), opened)
 
-    def find(self, name: str, prefix: str) -> str | None:
-        """Under which name the files have a parameter: its own, or without the prefix of the model's body."""
-        return next((key for key in (name, name.removeprefix(f"{prefix}.")) if key in self._file_of), None)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first weight."""
+        key, file = next(iter(self._file_of.items()))
+        first: Tensor = file.get_slice(key)[:0]
+        return first.dtype
+
+    def find(self, names: Iterable[str], prefix: str) -> str | None:
+        """Under which name the files have a weight: one of its own, or that without the prefix of the model's body."""
+        keys = (key for name in names for key in (name, name.removeprefix(f"{prefix}.")))
+        return next((key for key in keys if key in self._file_of), None)
 
     def part(self, key: str) -> Any:
         """What slices of the weight can be taken from."""
@@ -80,11 +98,14 @@ class _Files:
 
 
 def _weight_files(path: str) -> list[str]:
+    single = cached_file(path, _WEIGHTS, _raise_exceptions_for_missing_entries=False)
+    if single is not None:
+        return [str(single)]
     index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        files, _ = get_checkpoint_shard_files(path, index)
-        return [str(file) for file in files]
-    return [str(cached_file(path, _WEIGHTS))]
+    if index is None:
+        raise OSError(f"there is no file {_WEIGHTS}")
+    files, _ = get_checkpoint_shard_files(path, index)
+    return [str(file) for file in files]
 
 
 @contextmanager
@@ -92,10 +113,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Modules that are built inside get parameters without memory; their buffers are real."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
             param = nn.Parameter(param.data.to("meta"), requires_grad=False)
-        register(module, name, param)
+        register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:
@@ -113,28 +134,43 @@ def _give_memory(network: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh) -> Mapping[str, Any]:
+def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh, device: torch.device) -> Mapping[str, Any]:
     missing: list[str] = []
     mismatched: list[tuple[str, Any, Any]] = []
-    for name, parameter in network.named_parameters():
-        key = files.find(name, network.base_model_prefix)
+    for names, tensor, layer in _wanted(network):
+        key = files.find(names, network.base_model_prefix)
         if key is None:
-            missing.append(name)
+            missing.append(names[0])
             continue
         part = files.part(key)
-        if list(part.get_shape()) != list(parameter.shape):
-            mismatched.append((name, part.get_shape(), parameter.shape))
+        expected = tuple(tensor.shape) if layer is None else (layer.out_features, layer.in_features)
+        if tuple(part.get_shape()) != expected:
+            mismatched.append((names[0], part.get_shape(), expected))
             continue
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(_rows_of_rank(part, parameter.shape[0], mesh))
+        source = part if layer is None else layer.pack(part[...].to(layer.dtype), device)
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(_rows_of_rank(source, tensor.shape[0], mesh))
         else:
-            parameter.copy_(part[:])
+            tensor.copy_(source[...])
     return {"missing_keys": missing, "mismatched_keys": mismatched}
 
 
-def _rows_of_rank(part: Any, num_rows: int, mesh: DeviceMesh) -> Tensor:
+def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, QuantisedLinear | None]]:
+    """What the files must have: the names of a weight, where it is to lie, and the layer that packs it first."""
+    stored = network.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in stored.items():
+        names[id(tensor)].append(name)
+    layers = {id(module.packed): module for module in network.modules() if isinstance(module, QuantisedLinear)}
+    for key, own in names.items():
+        layer = layers.get(key)
+        shown = own if layer is None else [name.removesuffix("packed") + "weight" for name in own]
+        yield shown, stored[own[0]], layer
+
+
+def _rows_of_rank(source: Any, num_rows: int, mesh: DeviceMesh) -> Tensor:
     """This rank's rows, as FSDP deals them: as many to each, the last ranks may have fewer."""
     per_rank = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * per_rank, num_rows)
-    rows: Tensor = part[first : min(first + per_rank, num_rows)]
+    rows: Tensor = source[first : min(first + per_rank, num_rows)]
     return rows

@@ -22,13 +22,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["OutputHead", "find_roots", "held_bytes", "shard"]
+__all__ = ["OutputHead", "find_roots", "forget_pass", "held_bytes", "is_sharded", "shard"]
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Leave this rank its part of every parameter of ``model``, in place. Parameters may lie on the meta device.
 
-    A layer is gathered as a whole, and so are the embeddings and the output head, each only while it is used.
+    A layer is gathered as a whole, and so are the embeddings and the output head, each only while it is used: a layer
+    for its forward pass and again for its backward pass, the next one meanwhile; the other two have no backward pass.
 
     Raises:
         UnsupportedModelError: The model is not built of layers.
@@ -40,11 +41,14 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             "num_gpus to 1, or use another base model"
         )
     model.requires_grad_(False)
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     is_tied = head.weight is embeddings.weight
     for part in (*layers, embeddings, *(() if is_tied else (head,))):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model.base_model, mesh=mesh)
+    body: Any = fully_shard(model.base_model, mesh=mesh)
+    body._set_unshard_async_op(True)  # else a layer's bytes would lie there twice until the next one is there
+    embeddings.set_unshard_in_backward(False)
     if is_tied:
         head.weight = embeddings.weight
     for before, after in itertools.pairwise(layers):
@@ -59,14 +63,21 @@ def find_roots(model: PreTrainedModel) -> None:
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
-    if _is_sharded(head):
+    if is_sharded(head):
         head(hidden)
 
 
+def forget_pass(model: PreTrainedModel) -> None:
+    """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one."""
+    body: Any = model.base_model
+    if is_sharded(body):
+        body.reset_iter_state()
+
+
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers of ``model`` that lie on this rank."""
-    held = (value.to_local() if isinstance(value, DTensor) else value for value in model.state_dict().values())
-    return sum(value.nbytes for value in held)
+    """Bytes of the parameters and buffers of ``model`` that lie on this rank between passes."""
+    kept = {id(value): value for value in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
+    return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in kept.values())
 
 
 class OutputHead:
@@ -79,13 +90,13 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel, linear: nn.Linear) -> None:
         self.linear = linear
         embeddings = model.get_input_embeddings()
-        is_tied = _is_sharded(embeddings) and not _is_sharded(linear)
+        is_tied = is_sharded(embeddings) and not is_sharded(linear)
         self._owner: Any = embeddings if is_tied else linear
 
     @contextmanager
     def gathered(self) -> Iterator[Tensor]:
         """Its weight ``[V, H]``, gathered from all ranks meanwhile."""
-        if not _is_sharded(self._owner):
+        if not is_sharded(self._owner):
             yield self.linear.weight
             return
         self._owner.set_reshard_after_forward(False)
@@ -99,6 +110,6 @@ class OutputHead:
             self.linear._parameters["weight"] = self._owner.weight
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether what ``module`` itself holds is gathered and let go of by FSDP."""
     return isinstance(module, FSDPModule)

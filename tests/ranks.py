@@ -1,0 +1,74 @@
+"""Several processes, a rank each, that do the same: a start takes seconds, so one serves many checks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["NOT_REACHED", "failures_on_ranks"]
+
+NOT_REACHED = "not reached: a check before it failed"
+_TIMEOUT_S = 120.0
+
+Check = Callable[..., None]
+
+
+def failures_on_ranks(num_ranks: int, checks: Iterable[tuple[str, Check, tuple[Any, ...]]], folder: Path) -> dict[str, str]:
+    """Call every check with its arguments on every rank, one after the other.
+
+    A check that fails ends its rank, and so all: what it should have gathered with the others would meet the next.
+
+    Args:
+        checks: A name, a function that can be imported, and its arguments.
+        folder: An empty one.
+
+    Returns:
+        What went wrong, by the name of the check; those that are missing passed on all ranks.
+    """
+    checks = list(checks)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_serve, args=(rank, num_ranks, checks, str(folder / "store"), queue), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        told = [queue.get(timeout=_TIMEOUT_S) for _ in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    failures: dict[str, str] = {}
+    for _, failed, reason in told:
+        if failed is not None:
+            failures[failed] = failures.get(failed, "") + reason
+    least = min(len(passed) for passed, _, _ in told)
+    for name, _, _ in checks[least:]:
+        failures.setdefault(name, NOT_REACHED)
+    return failures
+
+
+def _serve(rank: int, num_ranks: int, checks: list[tuple[str, Check, tuple[Any, ...]]], store: str, queue: Any) -> None:
+    passed: list[str] = []
+    failed, reason = None, ""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30)
+    )
+    for name, check, args in checks:
+        try:
+            check(*args)
+        except BaseException:
+            failed, reason = name, f"rank {rank}: {traceback.format_exc()}"
+            break
+        passed.append(name)
+    queue.put((passed, failed, reason))
+    if failed is None:
+        dist.destroy_process_group()

@@ -1,0 +1,273 @@
+"""What every rank checks of a base model that is sharded over them; ``backbone/test_sharding.py`` starts the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from architectures import VOCABULARY
+from seated_jobs import make_dataset, make_task
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from wire import counting
+
+from alto.backbone import Backbone, load_backbone, load_network
+from alto.backbone.quantised import QuantisedLinear
+from alto.backbone.sharding import held_bytes
+from alto.data import EncodedDataset, TaskData, idle_batch
+from alto.executor import Trainer, plan_jobs
+from alto.executor.ranks import Ranks
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, find_shared_inputs, inject, linear_modules
+from alto.objectives import sft_losses
+
+Settings = dict[str, Any]
+
+
+def weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, settings: Settings) -> None:
+    with on_ranks(num_ranks) as mesh:
+        if mesh is None:
+            return
+        sharded, whole = load_network(folder, mesh=mesh, **settings), load_network(folder, **settings)
+        assert_equal_tensors(sharded, whole)
+        rows = sum(math.ceil(len(p) / num_ranks) * p[0].nbytes for p in whole.parameters() if p.is_floating_point())
+        most = rows + sum(b.nbytes for b in whole.buffers())
+        assert settings.get("load_in_4bit") or settings.get("load_in_8bit") or held_bytes(sharded) <= most
+
+
+def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, settings: Settings) -> None:
+    weights_equal_those_of_the_whole_model(folder, num_ranks, settings)
+    with on_ranks(num_ranks) as mesh:
+        if mesh is None:
+            return
+        sharded, whole = load_network(folder, mesh=mesh, **settings), load_network(folder, **settings)
+        layers = [m for m in sharded.modules() if isinstance(m, QuantisedLinear)]
+        assert layers
+        held, packed = 0, 0
+        for mine, expected in zip(
+            layers, (m for m in whole.modules() if isinstance(m, QuantisedLinear)), strict=True
+        ):
+            held, packed = held + mine.packed.to_local().nbytes, packed + expected.packed.nbytes
+            mine.packed = torch.nn.Parameter(full(mine.packed), requires_grad=False)
+            assert torch.equal(mine.weight, expected.weight)
+        assert held <= packed / num_ranks + len(layers) * 64
+
+
+def refused(folder: str, settings: Settings, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        load_backbone(folder, mesh=world(), **settings)
+
+
+def losses_and_gradients_equal_those_of_the_whole_model(folder: str, settings: Settings) -> None:
+    mesh = world()
+    sharded, whole = Adapted(folder, mesh=mesh, **settings), Adapted(folder, **settings)
+    for number in range(3):
+        is_idle = number == mesh.get_local_rank()
+        (losses, gradients), (expected_losses, expected) = (
+            adapted.idle() if is_idle else adapted.train((5 + mesh.get_local_rank(), 9 + number))
+            for adapted in (sharded, whole)
+        )
+        torch.testing.assert_close(losses, expected_losses, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(gradients, expected, rtol=2e-5, atol=2e-6)
+        assert is_idle == (not gradients.any())
+    torch.testing.assert_close(sharded.evaluate((7, 3)), whole.evaluate((7, 3)), rtol=2e-6, atol=1e-6)
+
+
+def evaluations_leave_nothing_behind(folder: str) -> None:
+    adapted = Adapted(folder, mesh=world())
+    body: Any = adapted.backbone.model.base_model
+    adapted.train((5, 4))
+    expected = adapted.evaluate((7, 3))
+    for _ in range(10):
+        assert torch.equal(adapted.evaluate((7, 3)), expected)
+        assert body._get_fsdp_state()._comm_ctx.post_forward_order == []
+    assert held_bytes(adapted.backbone.model) < 0.6 * held_bytes(load_network(folder))
+
+
+def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -> None:
+    """Layers twice, embeddings, output head and what is outside of layers once; of adapters not a byte."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    trainer, runs = trainer_of(folder, ranks, gradient_checkpointing=checkpointing)
+    trainer.step(runs)
+    with counting() as traffic:
+        losses = trainer.step(runs)
+    assert all(map(math.isfinite, losses))
+    whole = load_network(folder)
+    layers = sum(gathered_bytes(layer, ranks.size) for layer in layers_of(whole))
+    rest = gathered_bytes(whole, ranks.size) - layers
+    is_tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+    head = gathered_bytes(whole.get_output_embeddings(), ranks.size)
+    control = 2 * 8 * len(runs) * (ranks.size - 1) // ranks.size
+    assert traffic.by_op == {"_allgather_base_": 2 * layers + rest + is_tied * head, "allreduce_": control}
+    assert traffic.calls["allreduce_"] == 1
+
+
+def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    (alone, of_alone), (trainer, runs) = trainer_of(folder, Ranks()), trainer_of(folder, ranks)
+    job = next(run for run in runs if trainer.place(run) is not None)
+    job_alone = next(run for run in of_alone if run.id == job.id)
+    activations = peak_bytes(lambda: alone.step([job_alone]), warm=True)
+    found = peak_bytes(lambda: trainer.step(runs), warm=True)
+    two = 2 * max(map(own_bytes, parts_of(load_network(folder))))
+    assert found <= 1.1 * (activations + two)
+    assert found >= 0.8 * two  # else nothing was measured
+
+
+def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
+    whole = load_network(folder)
+    loaded: list[PreTrainedModel] = []
+    mesh = world()
+    peak = peak_bytes(lambda: loaded.append(load_network(folder, mesh=mesh, **settings)))
+    largest = max(parameter.nbytes for parameter in whole.parameters())
+    share = held_bytes(loaded[0])
+    two = 2 * max(map(own_bytes, parts_of(whole)))  # gathered by the first pass
+    assert share < 0.6 * held_bytes(whole)
+    assert peak <= 1.1 * (share + max(largest * (4 if settings else 1), two))
+    assert peak >= share
+
+
+class Adapted:
+    """A base from ``folder`` with two adapters that do something."""
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        self.backbone = load_backbone(folder, **settings)
+        model = self.backbone.model
+        modules = linear_modules(model)
+        shared = find_shared_inputs(model, self.backbone.run_once)
+        self.bank = AdapterBank(BankLayout(modules=modules, max_rank=3, shared_inputs=shared), 2)
+        self.context = inject(model, self.bank)
+        for slot in range(2):
+            self.bank.occupy(slot, AdapterShape(rank=3, targets=modules))
+            self.bank.initialise(slot, slot)
+            for _, _, b in self.bank.matrices(self.bank.params_ZP, slot):
+                b.fill_(0.01)
+
+    def train(self, lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Token losses and adapter gradients of two sequences, one for each adapter."""
+        self.bank.grads_ZP.zero_()
+        with self.context.use(TokenSchedule.build([0, 1], lengths, [2.0, 1.0])):
+            losses = self._losses(lengths)
+            losses.sum().backward()
+        return losses.detach(), self.bank.grads_ZP.clone()
+
+    def idle(self) -> tuple[Tensor, Tensor]:
+        """The same of a pass without rows."""
+        self.bank.grads_ZP.zero_()
+        with self.context.use(TokenSchedule.build([], [], [])):
+            losses = sft_losses(self.backbone, idle_batch())
+            losses.sum().backward()
+        return losses.detach(), self.bank.grads_ZP.clone()
+
+    @torch.no_grad()
+    def evaluate(self, lengths: tuple[int, int]) -> Tensor:
+        with self.context.use(TokenSchedule.build([0, 1], lengths, [2.0, 1.0])):
+            return self._losses(lengths)
+
+    def _losses(self, lengths: tuple[int, int]) -> Tensor:
+        ids = torch.arange(sum(lengths)) % (VOCABULARY - 2) + 2
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return self.backbone.token_losses(self.backbone.hidden_states(ids, positions, lengths), ids.roll(-1))
+
+
+def trainer_of(folder: str, ranks: Ranks, **settings: Any) -> tuple[Trainer, list[Any]]:
+    """A trainer with one job a rank, of unlike rank and batch size, as many as there are processes in the world."""
+    mesh = None if ranks.is_alone else world()
+    backbone = load_backbone(folder, mesh=mesh, **settings)
+    data = TaskData(train=inside_vocabulary(make_dataset(12, seed=1)), validation=make_dataset(2, seed=2))
+    count = dist.get_world_size()
+    task = make_task([{"lr": 1e-3, "r": 2 + job, "batch_size": 1 + job, "seed": job} for job in range(count)])
+    runs = plan_jobs(task, backbone, data)
+    trainer = Trainer(
+        backbone,
+        data,
+        modules=linear_modules(backbone.model),
+        max_rank=count + 1,
+        num_slots=count if ranks.is_alone else 1,
+        max_tokens_per_pass=300,
+        optims={"adamw_torch"},
+        ranks=ranks,
+    )
+    for slot, run in enumerate(runs):
+        run.slot = slot
+        place = trainer.place(run)
+        if place is not None:
+            trainer.seat_fresh(run, place)
+    return trainer, runs
+
+
+def inside_vocabulary(dataset: EncodedDataset) -> EncodedDataset:
+    return EncodedDataset(
+        input_ids=tuple(ids % VOCABULARY for ids in dataset.input_ids),
+        targets=tuple(torch.where(ids >= 0, ids % VOCABULARY, ids) for ids in dataset.targets),
+        num_truncated=0,
+        num_skipped=0,
+    )
+
+
+def world() -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(dist.get_world_size())))
+
+
+@contextmanager
+def on_ranks(count: int) -> Iterator[DeviceMesh | None]:
+    """The first ``count`` ranks; None on the others, which wait."""
+    mesh = DeviceMesh("cpu", list(range(count)))
+    yield mesh if dist.get_rank() < count else None
+    dist.barrier()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_equal_tensors(sharded: PreTrainedModel, whole: PreTrainedModel) -> None:
+    """Every parameter, gathered, and every buffer, also such as are not saved."""
+    for kind in ("named_parameters", "named_buffers"):
+        expected = dict(getattr(whole, kind)())
+        found = dict(getattr(sharded, kind)())
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(full(found[name]), tensor), name
+    assert sharded.config.to_dict() == whole.config.to_dict()
+
+
+def gathered_bytes(module: torch.nn.Module, num_ranks: int) -> int:
+    """What a rank receives where ``module`` is gathered: the others' rows, filled up to as many on each."""
+    return sum(
+        (num_ranks - 1) * math.ceil(len(parameter) / num_ranks) * parameter[0].nbytes
+        for parameter in module.parameters()
+    )
+
+
+def own_bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def parts_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [*layers_of(model), model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def peak_bytes(work: Callable[[], object], *, warm: bool = False) -> int:
+    """By how much ``work`` raises what PyTorch has allocated on the CPU at most; ``warm``: of its second time."""
+    if warm:
+        work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
