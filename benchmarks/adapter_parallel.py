@@ -1,10 +1,10 @@
 """Adapters trained on several ranks, in four ways: tokens per second, and bytes on the wire.
 
-``fsdp`` shards base and adapter and trains one adapter at a time, its batch split over the ranks and padded up to their
-number; ``tp`` splits every linear layer (``torch.distributed.tensor.parallel``), ``pp`` the layers
-(``torch.distributed.pipelining``), each one adapter at a time; ``ap`` is ALTO: the base sharded, every rank with adapters
-of its own. All have the same weights and rows and take turns on the same ranks. The gate: first losses and gradients
-are those of PEFT in one process, and the bytes counted on the wire are those that the laws in
+``fsdp`` shards base and adapter and trains one adapter at a time, its batch split over the ranks and padded up to
+their number; ``tp`` splits every linear layer (``torch.distributed.tensor.parallel``), ``pp`` the layers
+(``torch.distributed.pipelining``), each one adapter at a time; ``ap`` is ALTO: the base sharded, every rank with
+adapters of its own. All have the same weights and rows and take turns on the same ranks. The gate: first losses and
+gradients are those of PEFT in one process, and the bytes counted on the wire are those that the laws in
 ``adapter_parallel_lib/volume.py`` say, from which the ways are then worked out on paper for 8 to 64 H100s.
 
     python benchmarks/adapter_parallel.py --scale cpu
@@ -75,7 +75,7 @@ def figures(findings: Findings, plan: Plan) -> dict[str, float]:
 
 
 def wire_failures(findings: Findings, plan: Plan) -> list[str]:
-    """Where the bytes that were counted are not those of the laws, and what of adapters ``ap`` sent."""
+    """Where the bytes that were counted are not those of the laws, by which ``ap`` sends nothing of adapters."""
     failures = []
     for cell in findings.cells:
         expected = VOLUMES[cell.way](step(findings, plan, cell.batch_size)).total

@@ -106,9 +106,7 @@ class OneByOne:
             module, side = _place(name)
             value = adapter[module][side].T.to(parameter)
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(
-                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)
 
     def _gradients(self) -> AdapterWeights:

@@ -18,7 +18,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(OneByOne):
-    """GPipe, a microbatch a row. All stages have as many layers; the first has the embeddings too, the last the head."""
+    """GPipe, a microbatch a row. All stages have as many layers; the first has the embeddings, the last the head."""
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
         model: Any = peft_model(base, workload.ranks[0])

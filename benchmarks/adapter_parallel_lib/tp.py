@@ -32,8 +32,8 @@ class TensorParallel(OneByOne):
     """Columns of q, k, v, gate and up, rows of o and down, columns of the output head with its loss.
 
     Of an adapter beside columns ``B`` is split likewise and ``A`` is whole; beside rows ``A`` is split and ``B`` is
-    whole. So the adapters add nothing to the products of the base but an all-reduce of ``[T, r]`` beside each of the two
-    of rows in the forward pass, and one of all whole ``A``'s gradients at the end of the backward pass.
+    whole. So the adapters add nothing to what the base sends but an all-reduce of ``[T, r]`` beside each of the two of
+    rows in the forward pass, and one of all whole ``A``'s gradients at the end of the backward pass.
     """
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
@@ -60,7 +60,7 @@ class TensorParallel(OneByOne):
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Of a whole ``A`` each rank has found the gradient through its own columns of ``B``: one all-reduce for all."""
+        """Of a whole ``A`` each rank has found the gradient through its columns of ``B``: one all-reduce for all."""
         partial: list[Any] = [
             one
             for one in self._parameters.values()
