@@ -59,6 +59,10 @@ bench-gpu: export PYTHONPATH = src
 bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
 	$(PYTHON) benchmarks/kernels.py --scale gpu
 	$(PYTHON) benchmarks/memory.py --scale gpu
+	@if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then \
+		echo "$(PYTHON) benchmarks/adapter_parallel.py --scale gpu"; \
+		$(PYTHON) benchmarks/adapter_parallel.py --scale gpu; \
+	else echo "one GPU: benchmarks/adapter_parallel.py needs two or more"; fi
 
 .PHONY: clean
 clean: ## Delete .venv, caches, build products and generated data; runs/ stays

@@ -8,6 +8,7 @@ A figure stands in the page only because it stands in a result file; ``benchmark
 from __future__ import annotations
 
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ TOPICS = {
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
     "scheduler": ("Which task runs where and when", ("cpu",)),
     "makespan": ("Eleven tasks, four ways", ("cpu",)),
+    "adapter_parallel": ("Adapters on several ranks, four ways", ("cpu", "gpu")),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
+
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 INTRODUCTION = """# Benchmarks
 
@@ -72,7 +76,7 @@ def _figure_line(name: str, value: float | None, goal: Any) -> str:
     if goal is None:
         return f"| {name} | {shown} | | |"
     relation, bound = goal
-    reached = value is not None and (value >= bound if relation == ">=" else value <= bound)
+    reached = value is not None and _COMPARE[relation](value, bound)
     return f"| **{name}** | **{shown}** | {relation} {bound:g} | {'reached' if reached else 'missed'} |"
 
 

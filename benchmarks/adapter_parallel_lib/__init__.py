@@ -1,0 +1,1 @@
+"""The ways to train adapters on several ranks, the gate between them, and the model on paper."""

@@ -1,0 +1,64 @@
+"""Bytes on the wire, counted where PyTorch starts a collective: whoever calls it, FSDP, DTensor, a pipeline or ALTO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["WireCounter"]
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+
+
+class WireCounter(TorchDispatchMode):
+    """Counts, while it is entered, what this rank sends.
+
+    Every collective counts as its bandwidth-optimal algorithm: of ``S`` bytes over ``n`` ranks a rank sends
+    ``S (n - 1) / n`` in a gather of all or a reduce-scatter, twice that in an all-reduce.
+
+    Attributes:
+        sent_bytes: By kind of collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._share = (dist.get_world_size() - 1) / dist.get_world_size()
+        self.sent_bytes: dict[str, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again as what it does with its local tensors
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in _NAMESPACES and name not in _SILENT:
+            kind, count = _COUNTS[name]
+            self.sent_bytes[kind] = self.sent_bytes.get(kind, 0.0) + count(args, self._share)
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(tensors: Any) -> int:
+    """Of one tensor, or of all in a list."""
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes, tensors))
+
+
+_Count = Callable[[Any, float], float]
+_COUNTS: Mapping[str, tuple[str, _Count]] = {
+    # c10d: outputs come before inputs. Functional: the only tensor is the input, then the number of ranks.
+    "_allgather_base_": ("gather", lambda args, share: share * _bytes(args[0])),
+    "allgather_": ("gather", lambda args, share: share * _bytes(args[0])),
+    "all_gather_into_tensor": ("gather", lambda args, share: share * _bytes(args[0]) * args[1]),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda args, share: share * _bytes(args[1])),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda args, share: share * _bytes(args[0])),
+    "allreduce_": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "all_reduce": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "all_reduce_": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "broadcast_": ("broadcast", lambda args, share: share * _bytes(args[0])),
+    "send": ("send", lambda args, share: float(_bytes(args[0]))),
+}
+"""By name of the op; one that is not here is an error, so that nothing goes uncounted."""
+
+_SILENT = frozenset({"recv_", "recv_any_source_", "barrier", "wait_tensor", "_wrap_tensor_autograd"})
