@@ -99,7 +99,9 @@ def test_ranks_that_die_cost_nothing_but_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / DEATHS_FILE).write_text(json.dumps([*DEATHS, None]), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setattr("alto.engine.launched.TRAIN", "dying_ranks:train")
     ends = record_ends(monkeypatch)
     result = alto.Engine(output_dir=tmp_path).tune(task)

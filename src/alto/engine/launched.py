@@ -166,7 +166,7 @@ class _Stand:
         return self._checkpoint > earlier._checkpoint or self._max_tokens < earlier._max_tokens
 
 
-def _events(run_dir: RunDir) -> list[dict[str, object]]:
+def _events(run_dir: RunDir) -> Sequence[Event]:
     try:
         return read_intact_events(run_dir.journal_file)
     except RunNotFoundError:

@@ -133,7 +133,7 @@ class QueueRunner:
         durations: dict[int, float] = {}
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
             while waiting or taken:
-                while waiting and len(taken) < at_once and (gpus := _fitting(free, waiting[0][1], cluster.nodes)):
+                while waiting and len(taken) < at_once and (gpus := fitting_gpus(free, waiting[0][1], cluster.nodes)):
                     index, task = waiting.popleft()
                     run_dir = RunDir(Path(folder) / str(index))
                     run_dir.begin(task)
@@ -256,7 +256,7 @@ class QueueRunner:
             cluster.close()
 
 
-def _fitting(free: Sequence[Gpu], task: Task, nodes: Sequence[Node]) -> tuple[Gpu, ...]:
+def fitting_gpus(free: Sequence[Gpu], task: Task, nodes: Sequence[Node]) -> tuple[Gpu, ...]:
     """GPUs for a task among those that are free, of one node where any is large enough; none where it has to wait."""
     if task.num_gpus > max(len(node.gpus) for node in nodes):
         groups = [free]
