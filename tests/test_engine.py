@@ -219,6 +219,18 @@ def test_a_wrong_task_on_several_ranks_is_told_by_name_and_leaves_nothing(model:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plan_of_a_task_on_several_ranks_is_measured_by_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    task = make_task(tmp_path, model=str(model), num_gpus=2, search_space=SPACE, r=4)
+    plan = alto.Engine(output_dir=tmp_path / "runs").plan(task)
+    assert (plan.num_jobs, plan.is_cached) == (4, False)
+    assert plan.expected_duration_s > 0
+    assert plan.max_slots % 2 == 0
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_optimizer_that_is_not_installed_is_found_out_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

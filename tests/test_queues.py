@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queues import one_by_one, tiny_tasks
+from queues import NODE, one_by_one, tiny_tasks
 from tiny import make_task, save_model
 from typer.testing import CliRunner
 
@@ -15,7 +15,7 @@ import alto
 from alto.cli import app
 from alto.engine.queues import fitting_gpus, unique_names
 from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, Placement, Schedule
 from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
 
 
@@ -123,6 +123,34 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
     with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
         engine.batched_execution([task], one_by_one([task], ["tiny"]))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_on_two_slots_runs_among_tasks_on_one(model: Path, tmp_path: Path) -> None:
+    wide, left, right = tiny_tasks(tmp_path, model, ["wide", "left", "right"])
+    wide = wide.replace(num_gpus=2)
+    first, second = Gpu(NODE, 0), Gpu(NODE, 1)
+    placed = {"wide": ((first, second), 0.0), "left": ((first,), 10.0), "right": ((second,), 10.0)}
+    schedule = Schedule(
+        method="lpt",
+        status="heuristic",
+        placements=tuple(
+            Placement(task=name, gpus=gpus, start_s=start_s, duration_s=10.0)
+            for name, (gpus, start_s) in placed.items()
+        ),
+        bound_s=20.0,
+    )
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    results = engine.batched_execution([wide, left, right], schedule)
+    assert [result.task for result in results] == ["wide", "left", "right"]
+    seats = {
+        result.task: [
+            event.get("ranks") for event in read_events(Path(result.run_dir) / "journal.jsonl") if "slot" in event
+        ]
+        for result in results
+    }
+    assert [0] in seats["wide"]
+    assert [1] in seats["wide"]
+    assert set(map(str, seats["left"] + seats["right"])) == {"None"}
 
 
 def test_the_single_strategy_refuses_a_task_on_several_real_gpus(

@@ -43,7 +43,7 @@ class LaunchedRunner:
         begin."""
         chosen_trackers(task)
         read_task_rows(task)  # what is wrong with them is found sooner here
-        is_first = not output_dir.exists()
+        is_new = not output_dir.exists()
         run_dir = RunDir.create(output_dir, portable(task))
         try:
             return self._train(run_dir, task)
@@ -52,7 +52,7 @@ class LaunchedRunner:
         except (AltoError, KeyboardInterrupt):
             if not _events(run_dir):
                 shutil.rmtree(run_dir.root, ignore_errors=True)
-                if is_first:
+                if is_new:
                     with contextlib.suppress(OSError):
                         output_dir.rmdir()
             raise
@@ -82,7 +82,8 @@ class LaunchedRunner:
         if ended.outcome is Outcome.FINISHED:
             return task_result(read_history(run_dir.root), run_dir)
         error = _error(ended)
-        if isinstance(error, TaskInterruptedError):
+        if ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError):
+            assert error is not None
             raise error
         if self._is_interrupted():
             raise TaskInterruptedError(f"{ended.reason}; go on with: alto resume {run_dir.root}")
