@@ -82,8 +82,7 @@ class LaunchedRunner:
         if ended.outcome is Outcome.FINISHED:
             return task_result(read_history(run_dir.root), run_dir)
         error = _error(ended)
-        if ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError):
-            assert error is not None
+        if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
             raise error
         if self._is_interrupted():
             raise TaskInterruptedError(f"{ended.reason}; go on with: alto resume {run_dir.root}")
