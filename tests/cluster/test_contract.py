@@ -20,6 +20,9 @@ from alto.runs import RunDir, read_events
 
 StartCluster = Callable[..., Started]
 
+MARGIN_S = 5.0
+"""For a busy machine."""
+
 here = pytest.mark.parametrize("start_cluster", ["local"], indirect=True)
 """For what one executor does on its machine, where Ray's actor calls the same code, and for what test_ray.py asks."""
 
@@ -285,7 +288,7 @@ def test_a_killed_rank_ends_its_executor_and_is_named(start_cluster: StartCluste
     os.kill(pids[rank], signal.SIGKILL)
     killed_at = time.monotonic()
     ended = started.until_ended()
-    assert time.monotonic() - killed_at < GRACE_S + 3.0
+    assert time.monotonic() - killed_at < GRACE_S + MARGIN_S
     assert ended.outcome is Outcome.LOST
     assert f"{culprit} was killed by SIGKILL" in ended.reason
     assert not any(map(is_alive, pids))
@@ -297,7 +300,7 @@ def test_a_stopped_rank_is_found(start_cluster: StartCluster, rank: int) -> None
     os.kill(pids[rank], signal.SIGSTOP)
     stopped_at = time.monotonic()
     ended = started.until_ended()
-    assert time.monotonic() - stopped_at < 2 + 3.0
+    assert time.monotonic() - stopped_at < 2 + MARGIN_S
     assert ended.outcome is Outcome.LOST
     assert "hung" in ended.reason
     assert not any(map(is_alive, pids))
