@@ -49,7 +49,8 @@ class Engine:
         quotas: The most GPUs that the tasks of a tenant have at a time.
         output_dir: Where run directories are made.
         observers: Called with every journal event of every task, after it is written. A run that is resumed tells
-            them its past first, each event with ``replayed`` true. Of many tasks they are shown
+            them its past first, each event with ``replayed`` true. Where ranks are lost and go on, what they had told
+            since their last checkpoint is told again. Of many tasks they are shown
             ``{"event": "measured", "task", "duration_s"}`` before the queue begins, then the queue's events, and every
             event of a task as ``{"event": "told", "task", "line"}``.
         is_interrupted: Asked between steps; once it returns true, what runs stops and can be resumed.
