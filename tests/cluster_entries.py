@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 from alto import errors
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, RunDir, cut_journal, read_events
+from alto.runs import Journal, RunDir, cut_journal, read_events, replace_file
 
 IsInterrupted = Callable[[], bool]
 
@@ -92,6 +93,49 @@ def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
     import torch
 
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
+
+
+def ranks_meet(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """The first rank tells what the environment of each says."""
+    from torch import distributed
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    distributed.init_process_group("gloo")
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, {name: os.environ[name] for name in names})
+    if distributed.get_rank() == 0:
+        tell(run_dir, "met", ranks=found)
+    distributed.barrier()
+
+
+def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """Each rank waits for the others before its next turn, however long; the first tells who they are."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(run_dir) / "turns"
+    folder.mkdir(exist_ok=True)
+
+    def said(name: object) -> list[int]:
+        path = folder / str(name)
+        return [int(word) for word in path.read_text("utf-8").split()] if path.exists() else []
+
+    for turn in itertools.count():
+        if rank == 0 and is_interrupted() and not said("stop"):
+            replace_file(folder / "stop", str(turn))
+        replace_file(folder / str(rank), f"{turn} {os.getpid()}")
+        while any(not said(other) or said(other)[0] < turn for other in range(size)):
+            time.sleep(0.01)
+        if turn == 0 and rank == 0:
+            tell(run_dir, "task_started", pids=[said(other)[1] for other in range(size)])
+        if said("stop") and said("stop")[0] <= turn:
+            raise TaskInterruptedError("stopped as asked, with everything on disk")
+
+
+def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
+    """With the error named in the run's folder; the others by its being gone."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        fails(run_dir, is_interrupted)
+    time.sleep(0.5)
+    raise RuntimeError("Connection closed by peer")
 
 
 def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:

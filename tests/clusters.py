@@ -47,12 +47,18 @@ class Started:
         return [Gpu(node.name, index) for node in self.cluster.nodes for index in node.gpus]
 
     def start(
-        self, task: str = "a", *, gpus: tuple[int, ...] = (0,), attempt: int = 1, run_dir: Path | None = None
+        self,
+        task: str = "a",
+        *,
+        gpus: tuple[int, ...] = (0,),
+        attempt: int = 1,
+        num_ranks: int = 1,
+        run_dir: Path | None = None,
     ) -> Path:
         """Start a task on GPUs by their place; returns the folder of its run."""
         own = tuple(self.gpus()[index] for index in gpus)
         run_dir = run_dir or self.run_dir(task)
-        self.cluster.start(Launch(task=task, run_dir=str(run_dir), gpus=own, attempt=attempt))
+        self.cluster.start(Launch(task=task, run_dir=str(run_dir), gpus=own, attempt=attempt, num_ranks=num_ranks))
         return run_dir
 
     def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:

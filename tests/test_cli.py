@@ -66,6 +66,17 @@ def test_json_is_strict_json_and_nothing_else(task_file: Path, tmp_path: Path) -
     assert 0 < result["samples_saved"] < 1
 
 
+def test_the_strategy_is_the_engines(task_file: Path, tmp_path: Path) -> None:
+    two_slots = ("--set", "num_gpus=2")
+    done = invoke("tune", task_file, "-o", tmp_path / "runs", "--quiet", *two_slots, "--strategy", "single")
+    assert done.exit_code == 0, done.output
+    root = run_of(tmp_path / "runs")
+    assert not (root / "logs").exists(), "one process"
+    for command in (("tune", task_file), ("run", task_file), ("plan", task_file), ("resume", root)):
+        refused = invoke(*command, "--strategy", "magic")
+        assert "strategy: expected one of adapter_parallel, single, found 'magic'" in str(refused.exception)
+
+
 def test_quiet_prints_the_adapter_folder_only(task_file: Path, tmp_path: Path) -> None:
     done = invoke("tune", task_file, "-o", tmp_path / "runs", "--quiet")
     assert done.exit_code == 0, done.output

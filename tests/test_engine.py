@@ -168,7 +168,6 @@ def test_engine_refuses(settings: dict[str, Any], error: type[Exception], messag
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"num_gpus": 2}, UnsupportedError, r"num_gpus: .* found 2; set it to 1"),
         ({"dataset": "absent.jsonl"}, DataFileNotFoundError, r"absent\.jsonl"),
         ({"validation_dataset": "absent.jsonl"}, DataFileNotFoundError, r"absent\.jsonl"),
         ({"target_modules": ["q_porj"]}, TargetModuleError, r"q_porj"),
@@ -188,6 +187,51 @@ def test_a_wrong_task_leaves_nothing_on_disk(
     task = make_task(tmp_path, **({"model": str(model)} | changes))
     with pytest.raises(error, match=message):
         alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("single", r"num_gpus: expected 1 under the strategy 'single', found 4 for 'tiny'"),
+        ("adapter_parallel", r"num_gpus: expected at most 3, the GPUs of one machine, found 4 for 'tiny'"),
+    ],
+)
+def test_more_gpus_than_a_task_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = alto.Engine(strategy=strategy, output_dir=tmp_path / "runs")
+    task = make_task(tmp_path, num_gpus=4)
+    for ask in (engine.tune, engine.plan):
+        with pytest.raises(UnsupportedError, match=message):
+            ask(task)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_single_strategy_is_one_process_on_cpu_slots(model: Path, tmp_path: Path) -> None:
+    task = make_task(tmp_path, model=str(model), num_gpus=2, max_steps=2, search_space={"lr": [1e-3]}, r=4)
+    result = alto.Engine(strategy="single", output_dir=tmp_path / "runs").tune(task)
+    assert not (Path(result.run_dir) / "logs").exists()
+
+
+def test_a_wrong_task_on_several_ranks_is_told_by_name_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    task = make_task(tmp_path, model=str(model), num_gpus=2, target_modules=["q_porj"])
+    with pytest.raises(TargetModuleError, match="q_porj"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_of_a_task_on_several_ranks_is_measured_by_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    task = make_task(tmp_path, model=str(model), num_gpus=2, search_space=SPACE, r=4)
+    plan = alto.Engine(output_dir=tmp_path / "runs").plan(task)
+    assert (plan.num_jobs, plan.is_cached) == (4, False)
+    assert plan.expected_duration_s > 0
+    assert plan.max_slots % 2 == 0
     assert not (tmp_path / "runs").exists()
 
 

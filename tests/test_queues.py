@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queues import one_by_one, tiny_tasks
+from queues import NODE, one_by_one, tiny_tasks
 from tiny import make_task, save_model
 from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.engine.queues import unique_names
+from alto.engine.queues import fitting_gpus, unique_names
 from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
+from alto.records import Gpu, Node, Placement, Schedule
 from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
 
 
@@ -124,11 +125,50 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_task_on_several_real_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.cluster.local.LocalCluster.has_gpus", True)
+def test_a_task_on_two_slots_runs_among_tasks_on_one(model: Path, tmp_path: Path) -> None:
+    wide, left, right = tiny_tasks(tmp_path, model, ["wide", "left", "right"])
+    wide = wide.replace(num_gpus=2)
+    first, second = Gpu(NODE, 0), Gpu(NODE, 1)
+    placed = {"wide": ((first, second), 0.0), "left": ((first,), 10.0), "right": ((second,), 10.0)}
+    schedule = Schedule(
+        method="lpt",
+        status="heuristic",
+        placements=tuple(
+            Placement(task=name, gpus=gpus, start_s=start_s, duration_s=10.0)
+            for name, (gpus, start_s) in placed.items()
+        ),
+        bound_s=20.0,
+    )
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
-    with pytest.raises(UnsupportedError, match="one GPU, found 2 for 'tiny'"):
+    results = engine.batched_execution([wide, left, right], schedule)
+    assert [result.task for result in results] == ["wide", "left", "right"]
+    seats = {
+        result.task: [
+            event.get("ranks") for event in read_events(Path(result.run_dir) / "journal.jsonl") if "slot" in event
+        ]
+        for result in results
+    }
+    assert [0] in seats["wide"]
+    assert [1] in seats["wide"]
+    assert set(map(str, seats["left"] + seats["right"])) == {"None"}
+
+
+def test_the_single_strategy_refuses_a_task_on_several_real_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alto.cluster.local.LocalCluster.has_gpus", True)
+    engine = alto.Engine(strategy="single", total_gpus=2, output_dir=tmp_path / "runs")
+    with pytest.raises(UnsupportedError, match="expected 1 under the strategy 'single', found 2 for 'tiny'"):
         engine.schedule([make_task(tmp_path, num_gpus=2)])
+
+
+def test_ranks_are_measured_on_one_node_where_any_is_large_enough(tmp_path: Path) -> None:
+    nodes = [Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1))]
+    free = [Gpu("a", 0), Gpu("b", 0), Gpu("b", 1)]
+    task = make_task(tmp_path, num_gpus=2)
+    assert fitting_gpus(free, task, nodes) == (Gpu("b", 0), Gpu("b", 1))
+    assert fitting_gpus(free[:2], task, nodes) == ()
+    assert fitting_gpus(free, task.replace(num_gpus=3), nodes) == tuple(free)
 
 
 def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:

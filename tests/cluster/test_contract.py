@@ -13,11 +13,15 @@ from clusters import Started, is_alive, wait_for
 from tiny import make_task, save_model
 
 from alto.cluster import ExecutorEnded, Outcome, Told
+from alto.cluster.crew import GRACE_S
 from alto.early_exit import audit
 from alto.early_exit.journal import curves_of
 from alto.runs import RunDir, read_events
 
 StartCluster = Callable[..., Started]
+
+MARGIN_S = 5.0
+"""For a busy machine."""
 
 here = pytest.mark.parametrize("start_cluster", ["local"], indirect=True)
 """For what one executor does on its machine, where Ray's actor calls the same code, and for what test_ray.py asks."""
@@ -245,6 +249,87 @@ def results(run_dir: Path) -> object:
     exits = [(event["job"], event["reason"], event["step"]) for event in events if event["event"] == "job_exited"]
     assert curves
     return curves, exits, events[-1]["best_job"]
+
+
+def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(start_cluster: StartCluster) -> None:
+    started = start_cluster("ranks_meet", num_gpus=2)
+    started.start(gpus=(0, 1), num_ranks=2)
+    ranks = started.until_told("met")["ranks"]
+    assert started.until_ended().outcome is Outcome.FINISHED
+    assert [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
+    num_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks} == {num_threads}
+
+
+def start_ranks(start_cluster: StartCluster, **timeouts: float) -> tuple[Started, list[int]]:
+    """Two that take turns, and their processes."""
+    started = start_cluster("ranks_take_turns", num_gpus=2, **timeouts)
+    started.start(gpus=(0, 1), num_ranks=2)
+    pids = started.until_told("task_started")["pids"]
+    assert all(map(is_alive, pids))
+    return started, pids
+
+
+def test_ranks_that_are_asked_to_stop_end_together(start_cluster: StartCluster) -> None:
+    started, pids = start_ranks(start_cluster)
+    started.cluster.stop("a")
+    ended = started.until_ended()
+    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize(("rank", "culprit"), [(0, "its process"), (1, "rank 1")])
+def test_a_killed_rank_ends_its_executor_and_is_named(start_cluster: StartCluster, rank: int, culprit: str) -> None:
+    started, pids = start_ranks(start_cluster)
+    os.kill(pids[rank], signal.SIGKILL)
+    killed_at = time.monotonic()
+    ended = started.until_ended()
+    assert time.monotonic() - killed_at < GRACE_S + MARGIN_S
+    assert ended.outcome is Outcome.LOST
+    assert f"{culprit} was killed by SIGKILL" in ended.reason
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_found(start_cluster: StartCluster, rank: int) -> None:
+    started, pids = start_ranks(start_cluster, heartbeat_timeout_s=2)
+    os.kill(pids[rank], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    ended = started.until_ended()
+    assert time.monotonic() - stopped_at < 2 + MARGIN_S
+    assert ended.outcome is Outcome.LOST
+    assert "hung" in ended.reason
+    assert not any(map(is_alive, pids))
+
+
+@here
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        ("DataFormatError", Outcome.FAILED, "as the test wants it"),
+        ("DeviceMemoryError", Outcome.LOST, "as the test wants it"),
+        ("anything else", Outcome.LOST, "RuntimeError: as the test wants it"),
+    ],
+)
+def test_an_error_of_one_rank_is_how_the_executor_ends(
+    start_cluster: StartCluster, error: str, outcome: Outcome, reason: str
+) -> None:
+    started = start_cluster("last_rank_fails", num_gpus=2)
+    (started.run_dir("a") / "error").write_text(error, encoding="utf-8")
+    started.start(gpus=(0, 1), num_ranks=2)
+    ended = started.until_ended()
+    assert (ended.outcome, ended.reason) == (outcome, reason)
+
+
+@here
+def test_closing_leaves_no_rank(start_cluster: StartCluster) -> None:
+    started, pids = start_ranks(start_cluster)
+    started.cluster.close()
+    assert not any(map(is_alive, pids))
 
 
 @here

@@ -164,7 +164,8 @@ CONTROLLER = """
     run_dir, entry = sys.argv[1:]
     cluster = LocalCluster(entry="cluster_entries:" + entry, drain_timeout_s={drain_timeout_s})
     (node,) = cluster.nodes
-    cluster.start(Launch(task="a", run_dir=run_dir, gpus=(Gpu(node.name, 0),), attempt=1))
+    gpus = (Gpu(node.name, 0),)
+    cluster.start(Launch(task="a", run_dir=run_dir, gpus=gpus, attempt=1, num_ranks={num_ranks}))
     while True:
         for event in cluster.poll(1):
             if isinstance(event, Told):
@@ -173,13 +174,18 @@ CONTROLLER = """
 
 
 @pytest.mark.parametrize(
-    ("entry", "drain_timeout_s", "outcome"), [("has_children", 60, Outcome.INTERRUPTED), ("hangs", 1, None)]
+    ("entry", "num_ranks", "drain_timeout_s", "outcome"),
+    [
+        ("has_children", 1, 60, Outcome.INTERRUPTED),
+        ("hangs", 1, 1, None),
+        ("ranks_take_turns", 2, 60, Outcome.INTERRUPTED),
+    ],
 )
 def test_executors_do_not_outlive_their_controller(
-    start_local: StartLocal, entry: str, drain_timeout_s: int, outcome: Outcome | None
+    start_local: StartLocal, entry: str, num_ranks: int, drain_timeout_s: int, outcome: Outcome | None
 ) -> None:
     run_dir = start_local(entry).run_dir("a")
-    script = textwrap.dedent(CONTROLLER.format(drain_timeout_s=drain_timeout_s))
+    script = textwrap.dedent(CONTROLLER.format(num_ranks=num_ranks, drain_timeout_s=drain_timeout_s))
     with subprocess.Popen([sys.executable, "-c", script, str(run_dir), entry], stdout=subprocess.PIPE) as controller:
         pids = pids_told(controller)
         assert all(map(is_alive, pids))
@@ -190,14 +196,14 @@ def test_executors_do_not_outlive_their_controller(
 
 
 def pids_told(controller: subprocess.Popen[bytes]) -> list[int]:
-    """Of an executor and of its children, which come before."""
+    """Of an executor, and of its children or ranks."""
     assert controller.stdout is not None
     pids: list[int] = []
     for line in controller.stdout:
         told: dict[str, Any] = json.loads(line)
         pids += told.get("pids", [])
-        if "pid" in told:
-            return [*pids, told["pid"]]
+        if told["event"] in ("task_started", "profile"):
+            return [*pids, *([told["pid"]] if "pid" in told else [])]
     raise AssertionError("the controller has died")
 
 

@@ -68,3 +68,38 @@ def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayM
         assert audit(events) == ()
         assert [event["event"] for event in events].count("task_completed") == 1
     assert "task_resumed" in [event["event"] for event in read_events(queue.run_of(NAMES[0]).journal_file)]
+
+
+def test_ranks_whose_node_is_killed_go_on_together_on_another(ray_nodes: RayMachine, tmp_path: Path) -> None:
+    doomed = ray_nodes.add_node(num_cpus=2)
+    nodes = RayCluster("auto", entry="none:none").nodes
+    (lost,) = (node for node in nodes if node.name.endswith(doomed.node_id[:8]))
+    gpus = tuple(Gpu(lost.name, index) for index in lost.gpus)
+    half_way: list[str] = []
+
+    def kill(event: Mapping[str, Any]) -> None:
+        if not half_way and event["event"] == "told" and event["line"]["event"] == "checkpoint":
+            half_way.append(event["task"])
+            ray_nodes.kill_node(doomed)
+
+    (task,) = tiny_tasks(
+        tmp_path, save_model(tmp_path / "model"), ["wide"], num_gpus=2, num_train_epochs=20, early_exit=False
+    )
+    schedule = Schedule(
+        method="lpt",
+        status="heuristic",
+        placements=(Placement(task="wide", gpus=gpus, start_s=0.0, duration_s=60.0),),
+        bound_s=60.0,
+    )
+    engine = alto.Engine(cluster="auto", output_dir=tmp_path / "runs", observers=[kill])
+    (result,) = engine.batched_execution([task], schedule)
+
+    assert half_way, "its node was killed while it trained"
+    history = read_queue_history(Path(result.run_dir).parents[1])
+    attempts = history.tasks["wide"].attempts
+    assert [attempt.outcome for attempt in attempts] == ["lost", "finished"]
+    assert {gpu.node for gpu in attempts[0].gpus} == {lost.name}
+    assert len({gpu.node for gpu in attempts[1].gpus}) == 1
+    events = read_events(Path(result.run_dir) / "journal.jsonl")
+    assert audit(events) == ()
+    assert [event["num_ranks"] for event in events if event["event"] == "task_resumed"] == [2]

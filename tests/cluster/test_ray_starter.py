@@ -56,6 +56,15 @@ def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
     assert executor.poll(len(heard), 0) == []
 
 
+def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> None:
+    gpus = (Gpu("one", 0), Gpu("other", 0))
+    launch = Launch(task="a", run_dir=str(run_dir), gpus=gpus, attempt=1, num_ranks=2)
+    [ended] = Starter(launch, entry="none:none", has_gpus=False, core_share=0.5, timeouts=TIMEOUTS).poll(0, 0)
+    assert isinstance(ended, ExecutorEnded)
+    assert ended.outcome is Outcome.LOST
+    assert "expected 2 GPUs on one machine" in ended.reason
+
+
 def test_a_folder_that_the_node_does_not_see_fails_with_the_remedy(tmp_path: Path) -> None:
     [ended] = starter(tmp_path / "elsewhere", "works").poll(0, 0)
     assert isinstance(ended, ExecutorEnded)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from alto.cli.options import Strategy
 from alto.cli.output import print_json
 from alto.records import TaskPlan
 from alto.spec import load_task
@@ -28,6 +29,7 @@ def plan(
     total_gpus: Annotated[
         int | None, typer.Option("--total-gpus", min=1, help="GPUs that several tasks share; CPU slots without GPUs.")
     ] = None,
+    strategy: Strategy = "adapter_parallel",
     method: Annotated[str, typer.Option("--method", help="Who schedules several tasks.")] = "cp-sat",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
@@ -36,7 +38,7 @@ def plan(
     from alto.engine import Engine
     from alto.export import plan_text, schedule_text
 
-    engine = Engine(total_gpus=total_gpus)
+    engine = Engine(strategy=strategy, total_gpus=total_gpus)
     console = Console()
     facts = []
     for task in tasks:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli.options import AsJson, Quiet
+from alto.cli.options import AsJson, Quiet, Strategy
 from alto.cli.paths import Run
 from alto.cli.run import work_on_queue
 from alto.cli.tune import train
@@ -20,11 +20,21 @@ def resume(
     num_gpus: Annotated[
         int | None, typer.Option("--num-gpus", min=1, help="Go on with so many GPUs; not for a queue.")
     ] = None,
+    strategy: Strategy = "adapter_parallel",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with an interrupted RUN, or queue of runs, from its last checkpoint."""
+    """Go on with an interrupted RUN, or queue of runs, from its last checkpoint.
+
+    A queue keeps the strategy it began with.
+    """
     if QueueDir.exists(run):
         work_on_queue(lambda engine: engine.resume_queue(run), as_json=as_json, quiet=quiet, output_dir=run.parent)
     else:
-        train(lambda engine: engine.resume(run, num_gpus=num_gpus), output_dir=run.parent, as_json=as_json, quiet=quiet)
+        train(
+            lambda engine: engine.resume(run, num_gpus=num_gpus),
+            strategy=strategy,
+            output_dir=run.parent,
+            as_json=as_json,
+            quiet=quiet,
+        )

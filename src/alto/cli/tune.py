@@ -38,10 +38,10 @@ def tune(
 def train(
     work: Callable[[Engine], TaskResult],
     *,
+    strategy: str,
     output_dir: Path,
     as_json: bool,
     quiet: bool,
-    strategy: str = "adapter_parallel",
 ) -> None:
     """Let an engine work on one task, and show it."""
     from alto.engine import Engine

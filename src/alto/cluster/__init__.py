@@ -3,6 +3,7 @@
 from alto.cluster.base import Cluster, ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
+from alto.cluster.entry import error_class
 from alto.cluster.solver import GuardedSolver
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "Launch",
     "Outcome",
     "Told",
+    "error_class",
     "open_cluster",
 ]

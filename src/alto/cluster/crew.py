@@ -19,13 +19,13 @@ from pathlib import Path
 
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.base import Outcome
-from alto.cluster.entry import ending_of, load_entry
+from alto.cluster.entry import ending_of, error_class, load_entry
 from alto.cluster.processes import HELD_SIGNALS
 
 __all__ = ["GRACE_S", "Crew"]
 
 GRACE_S = 5.0
-"""How long the first rank may take to find out by itself what ended another: mostly it meets the same."""
+"""How long the ranks may take to find out by themselves what ended one of them: mostly they meet the same."""
 
 WATCH_INTERVAL_S = 0.2
 
@@ -48,19 +48,23 @@ class Crew:
     def verdict(self, own: Ending) -> Ending:
         """How the executor ended, where its first rank says ``own``: what another rank knows better, if it does.
 
-        An error that ALTO did not raise may only be that the others have gone.
+        An error that ALTO did not raise may only be that the others have gone; it takes them a moment to be gone.
         """
-        if own.outcome is not Outcome.LOST or not self._processes:
+        if not self._processes or own.outcome is not Outcome.LOST or error_class(own.error) is not None:
             return own
         gives_up_at = time.monotonic() + GRACE_S
-        while (found := self._first_death()) is None and time.monotonic() < gives_up_at:
+        while not any(map(_is_cause, deaths := self._deaths())) and time.monotonic() < gives_up_at:
             time.sleep(WATCH_INTERVAL_S)
-        return found or own
+        return _best_explained(deaths) if deaths else own
 
     def _start(self, rank: int, entry: str) -> subprocess.Popen[bytes]:
         with self._attempt.rank_log(rank).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "alto.cluster.crew", str(self._attempt.root), "--entry", entry],
+                [
+                    *(sys.executable, "-m", "alto.cluster.crew", str(self._attempt.root)),
+                    *("--entry", entry),
+                    *("--first", str(os.getpid())),
+                ],
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -68,21 +72,33 @@ class Crew:
             )
 
     def _watch(self) -> None:
-        while (found := self._first_death()) is None:
+        while not self._deaths():
             time.sleep(WATCH_INTERVAL_S)
         time.sleep(GRACE_S)
-        self._on_death(found)
+        self._on_death(_best_explained(self._deaths()))
 
-    def _first_death(self) -> Ending | None:
-        """How the first rank that did not end well ended; None while all live or have done their work."""
-        for rank, process in self._processes.items():
-            code = process.poll()
-            if code:
-                said = self._attempt.ending(rank)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                reason = f"rank {rank} {how} and did not say why; see {self._attempt.rank_log(rank)}"
-                return said or Ending(outcome=Outcome.LOST, reason=reason)
-        return None
+    def _deaths(self) -> list[Ending]:
+        """How the ranks ended that did not end well, by rank."""
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return [self._ending(rank, code) for rank, code in codes.items() if code]
+
+    def _ending(self, rank: int, code: int) -> Ending:
+        said = self._attempt.ending(rank)
+        if said is not None:
+            return said
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        reason = f"rank {rank} {how} and did not say why; see {self._attempt.rank_log(rank)}"
+        return Ending(outcome=Outcome.LOST, reason=reason)
+
+
+def _is_cause(death: Ending) -> bool:
+    """Whether it is no mere consequence: an error of ALTO's, or a death without a word."""
+    return not death.error or error_class(death.error) is not None
+
+
+def _best_explained(deaths: list[Ending]) -> Ending:
+    """The one that the others followed from, as far as can be told."""
+    return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
 
 
 def main() -> None:
@@ -90,12 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("attempt_dir", type=Path)
     parser.add_argument("--entry", required=True, help="module:function")
+    parser.add_argument("--first", type=int, required=True, help="the process of the first rank")
     arguments = parser.parse_args()
-    rank, first = int(os.environ["RANK"]), os.getppid()
+    rank = int(os.environ["RANK"])
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the first rank is asked, and asks the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    threading.Thread(target=_die_with, args=(first,), daemon=True).start()
+    threading.Thread(target=_die_with, args=(arguments.first,), daemon=True).start()
     attempt = AttemptDir(arguments.attempt_dir)
     ending = ending_of(lambda: load_entry(arguments.entry)(str(attempt.run_dir), lambda: False))
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)

@@ -7,11 +7,12 @@ import traceback
 from collections.abc import Callable
 from typing import TypeAlias
 
+from alto import errors
 from alto.cluster.attempt import Ending
 from alto.cluster.base import Outcome
 from alto.errors import AltoError, DeviceMemoryError, RunBusyError, RunWriteError, TaskInterruptedError
 
-__all__ = ["Entry", "ending_of", "load_entry"]
+__all__ = ["Entry", "ending_of", "error_class", "load_entry"]
 
 Entry: TypeAlias = Callable[[str, Callable[[], bool]], None]
 """Works on the run in a folder; asks now and then whether to stop."""
@@ -25,6 +26,12 @@ def load_entry(name: str) -> Entry:
     module, _, function = name.partition(":")
     entry: Entry = getattr(importlib.import_module(module), function)
     return entry
+
+
+def error_class(name: str) -> type[AltoError] | None:
+    """The error of ALTO's that is called so; None for another's, and for no name."""
+    found = getattr(errors, name, None) if name else None
+    return found if isinstance(found, type) and issubclass(found, AltoError) else None
 
 
 def ending_of(work: Callable[[], None]) -> Ending:

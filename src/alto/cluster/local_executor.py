@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from alto.cluster.attempt import AttemptDir
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
 from alto.cluster.process_group import ProcessGroup
+from alto.cluster.rendezvous import Rendezvous
 from alto.runs import JournalTail, RunDir
 
 __all__ = ["LocalExecutor", "Timeouts"]
@@ -52,6 +52,7 @@ class LocalExecutor:
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
         self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
         self._tail.read()  # what earlier attempts told
+        self._rendezvous = Rendezvous()
         self._group = ProcessGroup(
             launch.task,
             "alto.cluster.worker",
@@ -61,7 +62,7 @@ class LocalExecutor:
                 *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),
-            env=_environment(devices, num_threads, launch.num_ranks),
+            env={**_environment(devices, num_threads, launch.num_ranks), **self._rendezvous.variables},
         )
         self._has_told = False
         self._killed_because = ""
@@ -144,17 +145,8 @@ def _environment(devices: tuple[str, ...], num_threads: int, num_ranks: int) -> 
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",  # the log of a killed process is whole
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -71,9 +71,9 @@ class RayCluster:
     """Runs executors on the nodes of a Ray cluster that exists already, and leaves it running.
 
     Where no node has a GPU, CPU slots stand for GPUs: a slot is one CPU of Ray's. The numbers of GPUs only count here;
-    which ones an executor gets Ray decides when it sets ``CUDA_VISIBLE_DEVICES``. An executor is one process on the
-    first node of its launch; where the launch has more nodes, their GPUs are reserved with it. Every node needs ALTO,
-    the same version, and sees the folders of runs at the same path.
+    which ones an executor gets Ray decides when it sets ``CUDA_VISIBLE_DEVICES``. An executor is on the first node of
+    its launch; where the launch has more nodes, which one of several ranks must not, their GPUs are reserved with it.
+    Every node needs ALTO, the same version, and sees the folders of runs at the same path.
 
     When an actor dies though its node lives, its executor saves and ends by itself; until then the lock of the run
     keeps another attempt waiting.

@@ -27,6 +27,16 @@ class Starter:
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
         self._executor: LocalExecutor | None = None
+        if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
+            self._events.append(
+                _ended(
+                    launch,
+                    Outcome.LOST,
+                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found none that large "
+                    "any more; add a node, or lower num_gpus",
+                )
+            )
+            return
         if not Path(launch.run_dir).is_dir():
             self._events.append(
                 _ended(

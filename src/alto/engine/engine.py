@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from alto.backbone import load_tokenizer
 from alto.data import preview_rows, read_heldout_rows, read_task_rows
+from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
 from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import (
     BaseModel,
     EvaluationSettings,
@@ -19,15 +22,14 @@ from alto.evaluation import (
     find_subject,
     measure,
 )
+from alto.executor import Past
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskPlan, TaskResult
-from alto.runs import Observer, RunDir
+from alto.runs import Observer, RunDir, read_intact_events
 from alto.spec import EarlyExit, Task, load_task
 
 __all__ = ["Engine"]
-
-STRATEGIES = ("adapter_parallel", "single")
 
 
 class Engine:
@@ -47,7 +49,8 @@ class Engine:
         quotas: The most GPUs that the tasks of a tenant have at a time.
         output_dir: Where run directories are made.
         observers: Called with every journal event of every task, after it is written. A run that is resumed tells
-            them its past first, each event with ``replayed`` true. Of many tasks they are shown
+            them its past first, each event with ``replayed`` true. Where ranks are lost and go on, what they had told
+            since their last checkpoint is told again. Of many tasks they are shown
             ``{"event": "measured", "task", "duration_s"}`` before the queue begins, then the queue's events, and every
             event of a task as ``{"event": "told", "task", "line"}``.
         is_interrupted: Asked between steps; once it returns true, what runs stops and can be resumed.
@@ -95,10 +98,7 @@ class Engine:
             NoResultError: No job gave a usable adapter; the run directory says why.
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
         """
-        if task.num_gpus == 1:
-            return self._tasks.begin(task, self._output_dir)
-        self._check_strategy(task)
-        return self._launched.begin(task, self._output_dir)
+        return self._runner_of(task).begin(task, self._output_dir)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
@@ -110,9 +110,7 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model.
             DeviceMemoryError: The task cannot fit; says what does.
         """
-        if task.num_gpus == 1 or self._strategy == "single":
-            return self._tasks.plan(task, refresh=refresh)
-        return self._launched.plan(task, refresh=refresh)
+        return self._runner_of(task).plan(task, refresh=refresh)
 
     def resume(self, run: str | Path, *, num_gpus: int | None = None) -> TaskResult:
         """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
@@ -131,14 +129,15 @@ class Engine:
         """
         run_dir = RunDir.open(run)
         task = load_task(run_dir.task_file)
+        if _is_finished(run_dir):
+            return self._tasks.go_on(run_dir)
         if num_gpus is not None and num_gpus != task.num_gpus:
             task = task.replace(num_gpus=num_gpus)
+            runner = self._runner_of(task)
             with run_dir.locked():
                 run_dir.resolve(task)
-        if task.num_gpus == 1:
-            return self._tasks.go_on(run_dir)
-        self._check_strategy(task)
-        return self._launched.go_on(run_dir)
+            return runner.go_on(run_dir)
+        return self._runner_of(task).go_on(run_dir)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -256,9 +255,17 @@ class Engine:
         """
         return self._queues.go_on(queue)
 
-    def _check_strategy(self, task: Task) -> None:
-        if self._strategy == "single":
-            raise UnsupportedError(
-                f"num_gpus: expected 1 under the strategy 'single', found {task.num_gpus}; set it to 1, or train with "
-                "the strategy 'adapter_parallel'"
-            )
+    def _runner_of(self, task: Task) -> TaskRunner | LaunchedRunner:
+        """Whoever trains ``task``: this process, or one for each of its ranks."""
+        has_gpus = self._tasks.device.type == "cuda"
+        most = torch.cuda.device_count() if has_gpus else task.num_gpus
+        check_num_gpus(task, self._strategy, most=most, has_gpus=has_gpus)
+        return self._tasks if task.num_gpus == 1 or self._strategy == "single" else self._launched
+
+
+def _is_finished(run_dir: RunDir) -> bool:
+    """Whether nothing is left to be trained."""
+    try:
+        return Past(events=read_intact_events(run_dir.journal_file)).is_finished
+    except RunNotFoundError:
+        return False

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from alto import errors
-from alto.cluster import Cluster, ExecutorEnded, Launch, Outcome, Told, open_cluster
+from alto.cluster import Cluster, ExecutorEnded, Launch, Outcome, Told, error_class, open_cluster
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
-from alto.errors import AltoError, ProfileError, RunError, TaskInterruptedError
+from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
+from alto.executor import read_refusal
 from alto.records import Gpu, TaskPlan, TaskResult
 from alto.runs import Event, Observer, RunDir, read_history, read_intact_events, task_result
 from alto.spec import Task, load_task
@@ -24,7 +25,8 @@ from alto.trackers import chosen_trackers
 __all__ = ["LaunchedRunner"]
 
 MAX_ATTEMPTS = 3
-"""A rank that is killed, hangs, or runs out of memory ends all of them; they are started again so often."""
+"""A rank that is killed, hangs, or runs out of memory ends all of them. They are started again until so many attempts
+in a row have come no further."""
 
 POLL_S = 0.2
 
@@ -37,22 +39,29 @@ class LaunchedRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
-        """Train ``task`` in a new run directory, of which nothing is left where it could not begin."""
+        """Train ``task`` in a new run directory, of which nothing is left where the task is at fault and cannot
+        begin."""
         chosen_trackers(task)
         read_task_rows(task)  # what is wrong with them is found sooner here
+        is_new = not output_dir.exists()
         run_dir = RunDir.create(output_dir, portable(task))
         try:
             return self._train(run_dir, task)
-        except BaseException:
-            if not read_intact_events(run_dir.journal_file):
+        except (TaskInterruptedError, RunError):
+            raise
+        except (AltoError, KeyboardInterrupt):
+            if not _events(run_dir):
                 shutil.rmtree(run_dir.root, ignore_errors=True)
+                if is_new:
+                    with contextlib.suppress(OSError):
+                        output_dir.rmdir()
             raise
 
     def go_on(self, run_dir: RunDir) -> TaskResult:
         """Train a run from its last checkpoint."""
-        for event in read_intact_events(run_dir.journal_file):
-            self._show({**event, "replayed": True})
-        return self._train(run_dir, load_task(run_dir.task_file))
+        with run_dir.locked():
+            task = load_task(run_dir.task_file)  # or somebody else works on it, and will for a while
+        return self._train(run_dir, task)
 
     def plan(self, task: Task, *, refresh: bool) -> TaskPlan:
         """What ``task`` takes, measured by its ranks."""
@@ -62,7 +71,7 @@ class LaunchedRunner:
             ended = self._launch(PLAN_ANEW if refresh else PLAN, run_dir, task)
             if ended.outcome is Outcome.FINISHED:
                 return TypeAdapter(TaskPlan).validate_json((run_dir.root / PLAN_FILE).read_bytes())
-        if ended.outcome is Outcome.INTERRUPTED:
+        if self._is_interrupted():
             raise KeyboardInterrupt
         raise _error(ended) or ProfileError(
             f"task {task.name!r}: expected to measure what it takes on {task.num_gpus} ranks, found {ended.reason}"
@@ -72,19 +81,25 @@ class LaunchedRunner:
         ended = self._launch(TRAIN, run_dir, task)
         if ended.outcome is Outcome.FINISHED:
             return task_result(read_history(run_dir.root), run_dir)
-        if ended.outcome is Outcome.INTERRUPTED:
-            raise TaskInterruptedError(ended.reason)
-        raise _error(ended) or RunError(
-            f"expected {run_dir.root} to be trained, found that {ended.reason} ({MAX_ATTEMPTS} attempts); mend the "
-            f"cause, then go on with: alto resume {run_dir.root}"
+        error = _error(ended)
+        if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
+            raise error
+        if self._is_interrupted():
+            raise TaskInterruptedError(f"{ended.reason}; go on with: alto resume {run_dir.root}")
+        raise error or RunError(
+            f"expected {run_dir.root} to be trained, found that {ended.reason}, {MAX_ATTEMPTS} times without coming "
+            f"further; mend the cause, then go on with: alto resume {run_dir.root}"
         )
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> ExecutorEnded:
         """How the last of its attempts ended."""
-        with closing(open_cluster("local", total_gpus=task.num_gpus, entry=entry)) as cluster:
+        teller = _Teller(run_dir, self._observers)
+        with contextlib.closing(open_cluster("local", total_gpus=task.num_gpus, entry=entry)) as cluster:
             (node,) = cluster.nodes
             gpus = tuple(Gpu(node.name, index) for index in node.gpus)
-            for attempt in range(1, MAX_ATTEMPTS + 1):
+            num_in_vain = 0
+            for attempt in itertools.count(1):
+                before = _Stand(run_dir)
                 cluster.start(
                     Launch(
                         task=task.name,
@@ -94,30 +109,71 @@ class LaunchedRunner:
                         num_ranks=task.num_gpus,
                     )
                 )
-                ended = self._watch(cluster, task)
-                if ended.outcome is not Outcome.LOST:
+                ended = self._watch(cluster, task, teller)
+                num_in_vain = 0 if _Stand(run_dir).is_beyond(before) else num_in_vain + 1
+                if ended.outcome is not Outcome.LOST or self._is_interrupted() or num_in_vain == MAX_ATTEMPTS:
                     break
             return ended
 
-    def _watch(self, cluster: Cluster, task: Task) -> ExecutorEnded:
+    def _watch(self, cluster: Cluster, task: Task, teller: _Teller) -> ExecutorEnded:
         """Until the executor has ended."""
         is_stopping = False
         while True:
             for event in cluster.poll(POLL_S):
                 if isinstance(event, Told):
-                    self._show(event.event)
+                    teller.tell(event.event)
                 elif isinstance(event, ExecutorEnded):
                     return event
             if not is_stopping and self._is_interrupted():
                 is_stopping = True
                 cluster.stop(task.name)
 
+
+class _Teller:
+    """Tells observers what the executor of a run tells; where the run goes on, its past first."""
+
+    def __init__(self, run_dir: RunDir, observers: Sequence[Observer]) -> None:
+        self._run_dir = run_dir
+        self._observers = observers
+        self._has_told = False
+
+    def tell(self, event: Event) -> None:
+        """Pass on a line of the journal."""
+        if event["event"] == "task_resumed" and not self._has_told:
+            for past in _events(self._run_dir)[: event["seq"]]:
+                self._show({**past, "replayed": True})
+        self._has_told = True
+        self._show(event)
+
     def _show(self, event: Event) -> None:
         for observer in self._observers:
             observer(event)
 
 
+class _Stand:
+    """How far a run has come on disk."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._checkpoint = max(
+            (event["seq"] for event in _events(run_dir) if event["event"] == "checkpoint"), default=0
+        )
+        refusal = read_refusal(run_dir)
+        self._max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
+
+    def is_beyond(self, earlier: _Stand) -> bool:
+        """Whether an attempt that ends here may be told from the one before it: it has saved more, or has found out
+        that passes must be shorter."""
+        return self._checkpoint > earlier._checkpoint or self._max_tokens < earlier._max_tokens
+
+
+def _events(run_dir: RunDir) -> Sequence[Event]:
+    try:
+        return read_intact_events(run_dir.journal_file)
+    except RunNotFoundError:
+        return []
+
+
 def _error(ended: ExecutorEnded) -> AltoError | None:
     """The error that ended the executor, as it would have been raised here; None where it was no error of ALTO's."""
-    found = getattr(errors, ended.error, None) if ended.error else None
-    return found(ended.reason) if isinstance(found, type) and issubclass(found, AltoError) else None
+    found = error_class(ended.error)
+    return found(ended.reason) if found is not None else None

@@ -13,9 +13,10 @@ from pathlib import Path
 from alto.cluster import Cluster, Controller, ExecutorEnded, GuardedSolver, Launch, Outcome, open_cluster
 from alto.data import read_task_rows
 from alto.engine.durations import known_duration_s, remember_duration_s
+from alto.engine.gpus import check_num_gpus
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
-from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError, UnsupportedError
+from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError
 from alto.export import write_queue_report
 from alto.records import Gpu, Node, Schedule, TaskResult
 from alto.runs import (
@@ -131,22 +132,23 @@ class QueueRunner:
             for index, task in enumerate(tasks)
             if not refresh and (known_s := self._known_s(task, cluster)) is not None
         }
-        free = deque(Gpu(node.name, index) for node in cluster.nodes for index in node.gpus)
+        free = [Gpu(node.name, index) for node in cluster.nodes for index in node.gpus]
         at_once = len(free) if cluster.has_gpus else 1
         waiting = deque((index, task) for index, task in enumerate(tasks) if index not in durations)
         taken: dict[str, tuple[Gpu, ...]] = {}
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
             while waiting or taken:
-                while waiting and len(taken) < at_once and len(free) >= waiting[0][1].num_gpus:
+                while waiting and len(taken) < at_once and (gpus := fitting_gpus(free, waiting[0][1], cluster.nodes)):
                     index, task = waiting.popleft()
                     run_dir = RunDir(Path(folder) / str(index))
                     run_dir.begin(task)
-                    taken[str(index)] = tuple(sorted(free.popleft() for _ in range(task.num_gpus)))
+                    taken[str(index)] = gpus
+                    free = [gpu for gpu in free if gpu not in gpus]
                     cluster.start(
                         Launch(
                             task=str(index),
                             run_dir=str(run_dir.root),
-                            gpus=taken[str(index)],
+                            gpus=gpus,
                             attempt=1,
                             num_ranks=self._num_ranks(task.num_gpus),
                         )
@@ -194,18 +196,9 @@ class QueueRunner:
     def _check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
         """Whether every task can be placed at all, before anything is measured or written."""
         self._problem(tasks, [1.0] * len(tasks), cluster.nodes)
-        wide = max(tasks, key=lambda task: task.num_gpus)
-        if wide.num_gpus > 1 and self._strategy == "single" and cluster.has_gpus:
-            raise UnsupportedError(
-                f"num_gpus: expected 1 under the strategy 'single', found {wide.num_gpus} for {wide.name!r}; set it to "
-                "1, or train with the strategy 'adapter_parallel'"
-            )
-        largest = max(len(node.gpus) for node in cluster.nodes)
-        if wide.num_gpus > largest and self._strategy == "adapter_parallel":
-            raise UnsupportedError(
-                f"num_gpus: expected at most {largest}, the GPUs of one machine, found {wide.num_gpus} for "
-                f"{wide.name!r}: its ranks do not reach over machines in this version; lower it"
-            )
+        most = max(len(node.gpus) for node in cluster.nodes)
+        for task in tasks:
+            check_num_gpus(task, self._strategy, most=most, has_gpus=cluster.has_gpus)
 
     def _num_ranks(self, num_gpus: int) -> int:
         return num_gpus if self._strategy == "adapter_parallel" else 1
@@ -271,6 +264,15 @@ class QueueRunner:
             yield cluster
         finally:
             cluster.close()
+
+
+def fitting_gpus(free: Sequence[Gpu], task: Task, nodes: Sequence[Node]) -> tuple[Gpu, ...]:
+    """GPUs for a task among those that are free, of one node where any is large enough; none where it has to wait."""
+    if task.num_gpus > max(len(node.gpus) for node in nodes):
+        groups = [free]
+    else:
+        groups = [[gpu for gpu in free if gpu.node == node.name] for node in nodes]
+    return next((tuple(group[: task.num_gpus]) for group in groups if len(group) >= task.num_gpus), ())
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:

@@ -147,13 +147,17 @@ class TaskRunner:
         return Journal(run_dir.journal_file, observers, past=past.events) if self.ranks.is_first else SilentJournal()
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
-        """Export what a finished run has not exported yet, and write its report."""
+        """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""
+        result = self._export(task, run_dir) if self.ranks.is_first else None
+        told = self.ranks.from_first(result)
+        assert told is not None
+        return told
+
+    def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
-        if self.ranks.is_first:
-            if not run_dir.best.is_dir():
-                export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
-            write_report(run_dir.root)
-        self.ranks.wait()
+        if not run_dir.best.is_dir():
+            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+        write_report(run_dir.root)
         return result
 
 

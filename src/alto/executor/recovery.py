@@ -14,7 +14,7 @@ from alto.executor.checkpoint import Kind, StateStore
 from alto.runs import Event, RunDir, cut_journal, read_intact_events, replace_file, writing
 from alto.spec import JobConfig, Task
 
-__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "note_refusal", "recover"]
+__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "note_refusal", "read_refusal", "recover"]
 
 _REFUSAL_FILE = "oom.json"
 
@@ -76,7 +76,7 @@ def recover(run: RunDir) -> Past:
     if run.journal_file.exists():
         cut_journal(run.journal_file, end)
     notes = _notes(num_damaged, begins_anew=not end)
-    return Past(events=events[:end], notes=notes, refusal=_read_refusal(run))
+    return Past(events=events[:end], notes=notes, refusal=read_refusal(run))
 
 
 def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
@@ -89,7 +89,8 @@ def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
         replace_file(run.root / _REFUSAL_FILE, json.dumps(facts) + "\n")
 
 
-def _read_refusal(run: RunDir) -> Mapping[str, Any] | None:
+def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
+    """The facts of an ``oom`` event that ended an attempt of several ranks; None where none did."""
     try:
         facts: Mapping[str, Any] = json.loads((run.root / _REFUSAL_FILE).read_text("utf-8"))
     except FileNotFoundError:

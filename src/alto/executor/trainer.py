@@ -143,10 +143,12 @@ class Trainer:
         index_of = {place: index for index, run in enumerate(runs) if (place := self.place(run)) is not None}
         batches = [(run, tuple(run.order.rows_of_step(run.step))) for run in runs]
         work, num_passes = self._work(self._data.train, batches)
-        losses = torch.zeros(len(runs), device=self._backbone.device)
+        losses: Tensor | None = None
 
         def train(jobs: Sequence[JobRows]) -> None:
+            nonlocal losses
             with watching("forward"):
+                losses = torch.zeros(len(runs), device=self._backbone.device) if losses is None else losses
                 batch = self._collate(self._data.train, jobs)
                 indices_J = upload([index_of[place] for place in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
@@ -159,7 +161,8 @@ class Trainer:
                         losses.index_add_(0, indices_J, losses_J.detach())
 
         def forget() -> None:
-            losses.zero_()
+            nonlocal losses
+            losses = None
             for place in here:
                 self.bank.grads_ZP[place].zero_()
 
@@ -168,6 +171,7 @@ class Trainer:
             if run.is_spread:
                 place = self.slots.place_of(_slot(run))
                 self._ranks.add_up(self.bank.grads_ZP[place, : self.bank.places(place).end])
+        assert losses is not None, "somebody trains"
         return losses
 
     def read(self, losses: Tensor) -> list[float]:

@@ -1,0 +1,34 @@
+"""How many GPUs a task may ask for."""
+
+from __future__ import annotations
+
+from alto.errors import UnsupportedError
+from alto.spec import Task
+
+__all__ = ["STRATEGIES", "check_num_gpus"]
+
+STRATEGIES = ("adapter_parallel", "single")
+
+
+def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> None:
+    """Whether a task that asks for several GPUs can have them.
+
+    Args:
+        most: GPUs of the largest machine, or slots of its CPU.
+        has_gpus: False where CPU slots stand for them: then a single process may have several.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    if task.num_gpus == 1 or (strategy == "single" and not has_gpus):
+        return
+    if strategy == "single":
+        raise UnsupportedError(
+            f"num_gpus: expected 1 under the strategy 'single', found {task.num_gpus} for {task.name!r}; set it to 1, "
+            "or train with the strategy 'adapter_parallel'"
+        )
+    if task.num_gpus > most:
+        raise UnsupportedError(
+            f"num_gpus: expected at most {most}, the GPUs of one machine, found {task.num_gpus} for {task.name!r}: its "
+            "ranks do not reach over machines in this version; lower it"
+        )

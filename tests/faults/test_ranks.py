@@ -1,0 +1,172 @@
+"""A task on several ranks that are killed, stopped or interrupted ends as if they had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dying_ranks import DEATHS_FILE
+from tiny import make_task, read_journal, save_model
+
+import alto
+from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Outcome
+from alto.cluster.local import LocalCluster
+from alto.early_exit import audit
+from alto.early_exit.journal import curves_of
+from alto.errors import TaskInterruptedError
+
+HEARTBEAT_S = 8.0
+DEATHS = (
+    (1, "forward", signal.SIGKILL, 4),
+    (0, "backward", signal.SIGKILL, 3),
+    (1, "saved", signal.SIGKILL, 5),
+    (0, "saved", signal.SIGSTOP, 5),
+    (1, "backward", signal.SIGSTOP, 3),
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> alto.Task:
+    """Four jobs, of which a rung keeps two and another one: each on a rank, then one on all."""
+    folder = tmp_path_factory.mktemp("task")
+    return make_task(
+        folder,
+        model=str(save_model(folder / "model")),
+        search_space={"lr": [1e-3, 1e-2], "batch_size": [4, 8]},
+        num_gpus=2,
+        r=4,
+        early_exit=alto.EarlyExit(rungs=((0.3, 0.5), (0.6, 0.5)), overfitting_patience=50),
+        checkpoint_interval_s=0,
+        report_to="none",
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    task: alto.Task, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[alto.TaskResult, list[Mapping[str, Any]]]:
+    """The result on two ranks, and what observers saw."""
+    seen: list[Mapping[str, Any]] = []
+    engine = alto.Engine(output_dir=tmp_path_factory.mktemp("undisturbed"), observers=[seen.append])
+    return engine.tune(task), seen
+
+
+@pytest.fixture(scope="module")
+def alone(task: alto.Task, tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
+    """The result of the same jobs in one process."""
+    return alto.Engine(output_dir=tmp_path_factory.mktemp("alone")).tune(task.replace(num_gpus=1))
+
+
+def facts(run_dir: str | Path) -> object:
+    """Curves, exits and winner; the journal is whole."""
+    events = read_journal(run_dir)
+    assert audit(events) == ()
+    curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
+    exits = [(event["job"], event["reason"], event["step"]) for event in events if event["event"] == "job_exited"]
+    return curves, exits, events[-1]["best_job"], events[-1]["samples_trained"]
+
+
+def losses(result: alto.TaskResult) -> dict[str, float]:
+    return {job.job: job.best_validation_loss for job in result.jobs}
+
+
+def test_ranks_give_the_result_of_one_process(
+    undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]], alone: alto.TaskResult
+) -> None:
+    result, _ = undisturbed
+    assert result.best_job == alone.best_job
+    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
+    assert [job.exit_reason for job in result.jobs] == [job.exit_reason for job in alone.jobs]
+    seats = [event["ranks"] for event in read_journal(result.run_dir) if "ranks" in event]
+    assert sorted(seats[:4]) == [[0], [0], [1], [1]]
+    assert seats[-1] == [0, 1]
+
+
+def test_observers_see_the_journal(undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]]) -> None:
+    result, seen = undisturbed
+    assert seen == read_journal(result.run_dir)
+
+
+@pytest.mark.slow
+def test_ranks_that_die_cost_nothing_but_time(
+    task: alto.Task,
+    undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / DEATHS_FILE).write_text(json.dumps([*DEATHS, None]), encoding="utf-8")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    monkeypatch.setattr("alto.engine.launched.TRAIN", "dying_ranks:train")
+    ends = record_ends(monkeypatch)
+    result = alto.Engine(output_dir=tmp_path).tune(task)
+    assert [end.outcome for end in ends] == [Outcome.LOST] * len(DEATHS) + [Outcome.FINISHED]
+    for end, (rank, _, number, _) in zip(ends, DEATHS, strict=False):
+        killed = f"rank {rank} was killed by SIGKILL" if rank else "its process was killed by SIGKILL"
+        assert (killed if number is signal.SIGKILL else "hung: no sign of life") in end.reason
+    assert facts(result.run_dir) == facts(undisturbed[0].run_dir)
+    assert "task_resumed" in [event["event"] for event in read_journal(result.run_dir)]
+    best = Path("best", "adapter_model.safetensors")
+    assert Path(result.run_dir, best).read_bytes() == Path(undisturbed[0].run_dir, best).read_bytes()
+
+
+def record_ends(monkeypatch: pytest.MonkeyPatch) -> list[ExecutorEnded]:
+    """How executors end from now on, whose hanging is found soon."""
+    ends: list[ExecutorEnded] = []
+
+    class Watched(LocalCluster):
+        def poll(self, timeout_s: float) -> list[ClusterEvent]:
+            events = super().poll(timeout_s)
+            ends.extend(event for event in events if isinstance(event, ExecutorEnded))
+            return events
+
+    def opened(name: str, *, total_gpus: int | None, entry: str) -> Cluster:
+        assert name == "local"
+        return Watched(total_gpus=total_gpus, entry=entry, heartbeat_timeout_s=HEARTBEAT_S)
+
+    monkeypatch.setattr("alto.engine.launched.open_cluster", opened)
+    return ends
+
+
+class StopsAfter:
+    """An observer that asks to stop at the n-th evaluation that is not replayed."""
+
+    def __init__(self, num_evals: int) -> None:
+        self.seen: list[Mapping[str, Any]] = []
+        self._num_evals = num_evals
+
+    def observe(self, event: Mapping[str, Any]) -> None:
+        self.seen.append(event)
+
+    def is_interrupted(self) -> bool:
+        new = (event for event in self.seen if event["event"] == "eval" and not event.get("replayed"))
+        return len(list(new)) >= self._num_evals
+
+
+def test_a_run_goes_on_with_fewer_gpus(task: alto.Task, alone: alto.TaskResult, tmp_path: Path) -> None:
+    stops = StopsAfter(1)
+    engine = alto.Engine(output_dir=tmp_path, observers=[stops.observe], is_interrupted=stops.is_interrupted)
+    with pytest.raises(TaskInterruptedError, match="alto resume"):
+        engine.tune(task.replace(num_gpus=4))
+    (root,) = tmp_path.iterdir()
+    past = read_journal(root)
+    assert past[-1]["event"] == "task_interrupted"
+
+    stops = StopsAfter(1)
+    engine = alto.Engine(output_dir=tmp_path, observers=[stops.observe], is_interrupted=stops.is_interrupted)
+    with pytest.raises(TaskInterruptedError):
+        engine.resume(root, num_gpus=2)
+    replayed = [event for event in stops.seen if event.get("replayed")]
+    assert [event["event"] for event in replayed] == [event["event"] for event in past[: len(replayed)]]
+    assert stops.seen[len(replayed)]["event"] == "task_resumed"
+    assert stops.seen[len(replayed)]["num_ranks"] == 2
+
+    result = alto.Engine(output_dir=tmp_path).resume(root, num_gpus=1)
+    assert audit(read_journal(root)) == ()
+    assert losses(result) == pytest.approx(losses(alone), rel=1e-4)

@@ -1,0 +1,151 @@
+"""How often an executor of several ranks is started again, and what is told and left when it ends for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tiny import make_task
+
+import alto
+from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
+from alto.engine.launched import MAX_ATTEMPTS
+from alto.errors import NoResultError, RunBusyError, RunError, TargetModuleError, TaskInterruptedError
+from alto.executor.recovery import note_refusal
+from alto.records import Node
+from alto.runs import Journal, RunDir, read_events
+
+Attempt = Callable[[RunDir], ExecutorEnded]
+
+
+class ScriptedCluster:
+    """Executors that do as they are told and end at once; the last of ``attempts`` again and again."""
+
+    has_gpus = False
+
+    def __init__(self, attempts: Sequence[Attempt]) -> None:
+        self.nodes = (Node(name="local", gpus=(0, 1)),)
+        self.launches: list[Launch] = []
+        self._attempts = list(attempts)
+
+    def start(self, launch: Launch) -> None:
+        self.launches.append(launch)
+
+    def stop(self, task: str) -> None:
+        pass
+
+    def poll(self, timeout_s: float) -> list[ClusterEvent]:
+        number = min(len(self.launches), len(self._attempts)) - 1
+        return [self._attempts[number](RunDir(Path(self.launches[-1].run_dir)))]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedCluster]:
+    """``script(*attempts)``: what the ranks of tasks do from now on."""
+
+    def use(*attempts: Attempt) -> ScriptedCluster:
+        cluster = ScriptedCluster(attempts)
+        monkeypatch.setattr("alto.engine.launched.open_cluster", lambda *_, **__: cluster)
+        return cluster
+
+    return use
+
+
+def ends(outcome: Outcome, reason: str = "rank 1 was killed", error: str = "") -> Attempt:
+    return lambda run: ExecutorEnded(task="tiny", attempt=1, outcome=outcome, reason=reason, error=error)
+
+
+def saves(run: RunDir) -> ExecutorEnded:
+    """Comes to another checkpoint, and is lost."""
+    with Journal(run.journal_file, past=read_events(run.journal_file)) as journal:
+        journal.append("task_started")
+        journal.append("checkpoint", jobs={})
+    return lost(run)
+
+
+def refuses(max_tokens: int) -> Attempt:
+    """Is short of memory, and says which passes would fit."""
+
+    def attempt(run: RunDir) -> ExecutorEnded:
+        note_refusal(run, {"max_tokens_per_pass": max_tokens})
+        return ends(Outcome.LOST, "no memory", "DeviceMemoryError")(run)
+
+    return attempt
+
+
+lost = ends(Outcome.LOST)
+stopped = ends(Outcome.INTERRUPTED, "stopped as asked before it had begun", "KeyboardInterrupt")
+failed = ends(Outcome.FAILED, "target_modules: no q_porj", "TargetModuleError")
+
+
+@pytest.mark.parametrize(
+    ("attempts", "num_launches"),
+    [
+        ([lost], MAX_ATTEMPTS),
+        ([lost, saves, lost], 2 + MAX_ATTEMPTS),
+        ([saves, saves, saves, saves, lost], 4 + MAX_ATTEMPTS),
+        ([refuses(64), refuses(32), refuses(16), refuses(8), lost], 4 + MAX_ATTEMPTS),
+        ([refuses(64), refuses(64)], 1 + MAX_ATTEMPTS),
+    ],
+)
+def test_attempts_go_on_while_they_come_further(
+    script: Callable[..., ScriptedCluster], tmp_path: Path, attempts: list[Attempt], num_launches: int
+) -> None:
+    cluster = script(*attempts)
+    with pytest.raises((RunError, MemoryError)):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+    assert len(cluster.launches) == num_launches
+    assert [launch.attempt for launch in cluster.launches] == list(range(1, num_launches + 1))
+    assert {launch.num_ranks for launch in cluster.launches} == {2}
+
+
+def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
+    script: Callable[..., ScriptedCluster], tmp_path: Path
+) -> None:
+    script(lost)
+    with pytest.raises(RunError, match=r"rank 1 was killed, 3 times without coming further; .*alto resume"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_what_is_wrong_with_the_task_is_raised_once_and_leaves_nothing(
+    script: Callable[..., ScriptedCluster], tmp_path: Path
+) -> None:
+    cluster = script(failed)
+    with pytest.raises(TargetModuleError, match="no q_porj"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+    assert len(cluster.launches) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_had_begun_is_kept_whatever_ends_it(script: Callable[..., ScriptedCluster], tmp_path: Path) -> None:
+    script(saves, ends(Outcome.FAILED, "all diverged", "NoResultError"))
+    with pytest.raises(NoResultError):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("attempt", [lost, stopped])
+def test_who_is_asked_to_stop_is_not_started_again(
+    script: Callable[..., ScriptedCluster], tmp_path: Path, attempt: Attempt
+) -> None:
+    cluster = script(attempt)
+    engine = alto.Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: True)
+    with pytest.raises(TaskInterruptedError, match="go on with: alto resume"):
+        engine.tune(make_task(tmp_path, num_gpus=2))
+    (root,) = (tmp_path / "runs").iterdir()
+    with pytest.raises(TaskInterruptedError):
+        engine.resume(root)
+    assert len(cluster.launches) == 2
+
+
+def test_a_run_that_is_worked_on_is_left_alone(script: Callable[..., ScriptedCluster], tmp_path: Path) -> None:
+    cluster = script(lost)
+    run = RunDir.create(tmp_path / "runs", make_task(tmp_path, num_gpus=2))
+    with run.locked(), pytest.raises(RunBusyError):
+        alto.Engine(output_dir=tmp_path / "runs").resume(run.root)
+    assert cluster.launches == []
