@@ -29,7 +29,7 @@ BITS = ("load_in_4bit", "load_in_8bit")
 Case = tuple[Callable[..., None], tuple[Any, ...]]
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
-LARGER = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 5}
+LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5}
 
 
 def cases(base: Path) -> dict[str, Case]:
