@@ -64,7 +64,8 @@ class Meddler:
             for action in (Action.STOP, Action.RESUME, Action.RESUME):
                 mailbox.send(action, event["job"])
             mailbox.send(Action.CLONE, event["job"], changes={"seed": 1})
-        self.wants_to_stop = event["event"] == "job_added"
+        if event["event"] in ("job_added", "task_interrupted"):
+            self.wants_to_stop = event["event"] == "job_added"
 
 
 @contextmanager
