@@ -85,7 +85,7 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "the first event: the task as resolved, and all its jobs",
         (
             *("task", "model", "base_model", "dataset", "method", "num_train", "num_validation", "data", "notes"),
-            *("max_slots", "early_exit", "device", "versions", "jobs"),
+            *("max_slots", "early_exit", "device", "num_ranks", "versions", "jobs"),
         ),
     ),
     "profile": (
@@ -97,7 +97,7 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "task_resumed": (
         "a process goes on with the run; what came after the last checkpoint is cut",
-        ("notes", "versions"),
+        ("notes", "num_ranks", "versions"),
     ),
     "job_admitted": ("a job enters a slot for the first time, and why it of all", ("job", "slot", "step", "reason")),
     "job_parked": ("it leaves its slot and will come back", ("job", "slot", "step", "reason")),
