@@ -136,6 +136,10 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "memory ran out in `phase`, and how large passes, or the bank, are from now on; nothing is lost",
         ("phase", "residents", "num_tokens", "max_tokens_per_pass", "num_slots"),
     ),
+    "gpus_offered": (
+        "fewer jobs are left than ranks: what they would still take on a GPU each, and on all the task has",
+        ("num_gpus", "duration_s", "spread_duration_s"),
+    ),
     "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
     "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
     "task_completed": (
