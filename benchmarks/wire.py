@@ -1,91 +1,68 @@
-"""How many bytes a process gets from others: every collective that it enters is seen, whoever calls it.
-
-Counted is what one rank receives where a ring carries it out, the least that any algorithm needs for a gather: of ``n``
-ranks an all-gather brings ``(n - 1)/n`` of its output, a reduce-scatter as much of its input, an all-reduce twice as
-much of its tensor.
-"""
+"""Bytes on the wire, counted where PyTorch starts a collective: whoever calls it, FSDP, DTensor, a pipeline or ALTO."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["Traffic", "counting"]
+__all__ = ["WireCounter"]
 
-# For each collective: which arguments are as large as all that it moves, and how often each byte arrives.
-_OPERATIONS: dict[str, tuple[slice, float]] = {
-    "_allgather_base_": (slice(0, 1), 1.0),
-    "allgather_": (slice(0, 1), 1.0),
-    "allgather_into_tensor_coalesced_": (slice(0, 1), 1.0),
-    "_reduce_scatter_base_": (slice(1, 2), 1.0),
-    "reduce_scatter_": (slice(1, 2), 1.0),
-    "reduce_scatter_tensor_coalesced_": (slice(1, 2), 1.0),
-    "allreduce_": (slice(0, 1), 2.0),
-    "allreduce_coalesced_": (slice(0, 1), 2.0),
-    "alltoall_": (slice(0, 1), 1.0),
-    "alltoall_base_": (slice(0, 1), 1.0),
-    "gather_": (slice(0, 1), 1.0),
-}
-_WHOLE = ("broadcast_", "scatter_", "reduce_", "recv_", "recv_any_source_")
-_NOTHING = ("send", "barrier", "monitored_barrier_")
+_NAMESPACES = ("c10d", "_c10d_functional")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What has been counted.
+class WireCounter(TorchDispatchMode):
+    """Counts, while it is entered, what this rank sends.
+
+    Every collective counts as its bandwidth-optimal algorithm: of ``S`` bytes over ``n`` ranks a rank sends
+    ``S (n - 1) / n`` in a gather of all or a reduce-scatter, twice that in an all-reduce.
 
     Attributes:
-        by_op: Bytes received, by the name of the collective.
-        calls: How often each was entered.
+        sent_bytes: By kind of collective.
+        calls: How often each kind was begun.
     """
 
-    by_op: Counter[str] = field(default_factory=Counter)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_op.values())
-
-
-@contextmanager
-def counting() -> Iterator[Traffic]:
-    """Count what this thread's collectives bring meanwhile; on CPUs a backward pass runs in the same thread."""
-    counter = _Counter()
-    with counter:
-        yield counter.traffic
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.traffic = Traffic()
+        super().__init__()
+        self._share = (dist.get_world_size() - 1) / dist.get_world_size()
+        self.sent_bytes: dict[str, float] = {}
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            self.traffic.calls[name] += 1
-            self.traffic.by_op[name] += _received(name, args)
+        if DTensor in types:
+            return NotImplemented  # it comes again as what it does with its local tensors
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in _NAMESPACES and name not in _SILENT:
+            kind, count = _COUNTS[name]
+            self.calls[kind] += 1
+            self.sent_bytes[kind] = self.sent_bytes.get(kind, 0.0) + count(args, self._share)
         return func(*args, **(kwargs or {}))
 
 
-def _received(name: str, args: tuple[Any, ...]) -> int:
-    if name in _NOTHING:
-        return 0
-    if name in _WHOLE:
-        return _nbytes(args[0])
-    whole, times = _OPERATIONS[name]
-    group = next(dist.ProcessGroup.unbox(value) for value in args if isinstance(value, torch.ScriptObject))
-    return round(_nbytes(args[whole]) * times * (group.size() - 1) / group.size())
+def _bytes(tensors: Any) -> int:
+    """Of one tensor, or of all in a list."""
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes, tensors))
 
 
-def _nbytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+_Count = Callable[[Any, float], float]
+_COUNTS: Mapping[str, tuple[str, _Count]] = {
+    # c10d: outputs come before inputs. Functional: the only tensor is the input, then the number of ranks.
+    "_allgather_base_": ("gather", lambda args, share: share * _bytes(args[0])),
+    "allgather_": ("gather", lambda args, share: share * _bytes(args[0])),
+    "all_gather_into_tensor": ("gather", lambda args, share: share * _bytes(args[0]) * args[1]),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda args, share: share * _bytes(args[1])),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda args, share: share * _bytes(args[0])),
+    "allreduce_": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "all_reduce": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "all_reduce_": ("all_reduce", lambda args, share: 2 * share * _bytes(args[0])),
+    "broadcast_": ("broadcast", lambda args, share: share * _bytes(args[0])),
+    "send": ("send", lambda args, share: float(_bytes(args[0]))),
+}
+"""By name of the op; one that is not here is an error, so that nothing goes uncounted."""
+
+_SILENT = frozenset({"recv_", "recv_any_source_", "barrier", "wait_tensor", "_wrap_tensor_autograd"})

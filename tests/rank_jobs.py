@@ -1,20 +1,12 @@
-"""``python -m rank_jobs ARGUMENT…``: one rank that trains jobs beside others, and checks its own against PEFT alone.
-
-Every argument is a part of the work, done one after the other by all ranks:
-
-- ``steps:MODEL``: from equal state, every step of every job of this rank is PEFT's; once job by job, once with the jobs
-  that are left spread over all ranks.
-- ``nan``: a job that goes NaN changes no other by one bit, on no rank.
-- ``train:FOLDER[:N]``: the executor trains the task of the run in ``FOLDER``; it is interrupted after ``N`` turns.
-"""
+"""What a rank that trains jobs beside others checks of its own, against PEFT alone. All ranks call the same."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 
 import torch
+import torch.distributed as dist
 from oracle import SoloJob, StepFacts, flat
 from seated_jobs import DATA, STABLE, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
@@ -28,6 +20,11 @@ from alto.runs import Journal, RunDir, SilentJournal
 from alto.spec import Task, load_task
 
 CPU = torch.device("cpu")
+
+
+def joined() -> Ranks:
+    torch.set_num_threads(1)
+    return Ranks(dist.get_rank(), dist.get_world_size())
 
 
 def sharded(name: str, ranks: Ranks) -> PreTrainedModel:
@@ -91,8 +88,9 @@ class Seats:
         return facts
 
 
-def check_steps(name: str, ranks: Ranks) -> None:
-    base = make_model(name)
+def steps_are_those_of_peft_alone(name: str) -> None:
+    """From equal state; once job by job, once with jobs that are spread over all ranks."""
+    base, ranks = make_model(name), joined()
     for is_spread, configs in ((False, STABLE), (True, STABLE[2:4])):
         seats = Seats(sharded(name, ranks), make_task(configs), ranks, is_spread=is_spread)
         checked = 0
@@ -113,7 +111,9 @@ def check_steps(name: str, ranks: Ranks) -> None:
         assert checked >= 2 * len(configs) / (1 if is_spread else ranks.size)
 
 
-def check_nan(ranks: Ranks) -> None:
+def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:
+    ranks = joined()
+
     def trained(poisoned: str | None) -> dict[str, list[torch.Tensor]]:
         seats = Seats(sharded("llama", ranks), make_task(STABLE), ranks)
         for run, place in seats.here(seats.runs):
@@ -129,14 +129,15 @@ def check_nan(ranks: Ranks) -> None:
         assert all(same) == (job != "job-003"), job
 
 
-def train(ranks: Ranks, folder: str, interrupt_after: str = "") -> None:
-    run_dir = RunDir.open(folder)
+def train(folder: str, interrupt_after: int | None = None) -> None:
+    """The task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for so many turns."""
+    run_dir, ranks = RunDir.open(folder), joined()
     past = ranks.from_first(recover(run_dir) if ranks.is_first else Past())
     task = load_task(run_dir.task_file)
     backbone = Backbone(sharded("qwen3", ranks), None, "unused")  # type: ignore[arg-type]
     turns = itertools.count()
     journal = Journal(run_dir.journal_file, past=past.events) if ranks.is_first else SilentJournal()
-    stops = contextlib.suppress(TaskInterruptedError) if interrupt_after else contextlib.nullcontext()
+    stops = contextlib.nullcontext() if interrupt_after is None else contextlib.suppress(TaskInterruptedError)
     with journal, stops:
         Executor(
             task,
@@ -146,25 +147,6 @@ def train(ranks: Ranks, folder: str, interrupt_after: str = "") -> None:
             run_dir=run_dir,
             journal=journal,
             past=past,
-            is_interrupted=lambda: bool(interrupt_after) and next(turns) >= int(interrupt_after),
+            is_interrupted=lambda: interrupt_after is not None and next(turns) >= interrupt_after,
             ranks=ranks,
         ).run()
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    ranks = Ranks.join(CPU)
-    for argument in sys.argv[1:]:
-        part, *details = argument.split(":")
-        match part:
-            case "steps":
-                check_steps(*details, ranks)
-            case "nan":
-                check_nan(ranks)
-            case "train":
-                train(ranks, *details)
-        ranks.wait()
-
-
-if __name__ == "__main__":
-    main()

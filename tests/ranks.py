@@ -14,7 +14,9 @@ import torch.distributed as dist
 __all__ = ["NOT_REACHED", "failures_on_ranks"]
 
 NOT_REACHED = "not reached: a check before it failed"
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
+_COLLECTIVE_TIMEOUT = timedelta(minutes=3)
+"""Ranks share few cores, and one may be long ahead of another."""
 
 Check = Callable[..., None]
 
@@ -62,7 +64,7 @@ def _serve(rank: int, num_ranks: int, checks: list[tuple[str, Check, tuple[Any, 
     passed: list[str] = []
     failed, reason = None, ""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT
     )
     for name, check, args in checks:
         try:

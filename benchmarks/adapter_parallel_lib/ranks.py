@@ -20,6 +20,7 @@ from kernels_lib.measure import take_turns
 from kernels_lib.shapes import random_model
 from kernels_lib.workload import Workload, random_rows
 from transformers import PreTrainedModel
+from wire import WireCounter
 
 from adapter_parallel_lib.ap import AdapterParallel
 from adapter_parallel_lib.fsdp import FullySharded
@@ -28,7 +29,6 @@ from adapter_parallel_lib.one_by_one import Way
 from adapter_parallel_lib.plans import Plan
 from adapter_parallel_lib.pp import Pipeline
 from adapter_parallel_lib.tp import TensorParallel
-from adapter_parallel_lib.wire import WireCounter
 
 __all__ = ["WAYS", "Cell", "Findings", "measure"]
 

@@ -20,12 +20,12 @@ from adapter_parallel_lib.one_by_one import peft_model
 from adapter_parallel_lib.plans import GOALS, PLANS
 from adapter_parallel_lib.ranks import WAYS, Cell, Findings
 from adapter_parallel_lib.volume import VOLUMES, Step
-from adapter_parallel_lib.wire import WireCounter
 from common import ROOT
 from kernels_lib.lengths import RowLength
 from kernels_lib.shapes import random_model
 from kernels_lib.variants import JobFacts, Sequential
 from kernels_lib.workload import Workload, random_rows
+from wire import WireCounter
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -1,6 +1,6 @@
 """Law 1 on several ranks: a job beside others, on whichever rank and on however many, equals the job alone.
 
-What every rank does is checked in its own process (``tests/rank_jobs.py``); whole curves are compared here.
+What every rank does is checked where it does it (``tests/rank_jobs.py``); whole curves are compared here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import SoloJob, flat, relative_distance
-from rank_processes import run_ranks
+from rank_jobs import a_job_that_goes_nan_changes_no_other_by_one_bit, steps_are_those_of_peft_alone, train
+from ranks import failures_on_ranks
 from seated_jobs import DATA, STABLE, Bank, make_model, make_task
 
 from alto.lora import read_adapter
@@ -32,26 +33,45 @@ def task() -> Task:
     )
 
 
-@pytest.fixture(scope="module")
-def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Trained by two ranks; and everything else that two ranks check."""
-    run_dir = RunDir.create(tmp_path_factory.mktemp("two"), task)
-    run_ranks(2, "rank_jobs", "steps:llama", "steps:gemma", "nan", f"train:{run_dir.root}")
-    return run_dir
+Failures = dict[str, str]
 
 
 @pytest.fixture(scope="module")
-def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Failures]:
+    """Trained by two ranks; and what went wrong in everything that two ranks check."""
+    folder = tmp_path_factory.mktemp("two")
+    run_dir = RunDir.create(folder, task)
+    checks = [
+        *((f"steps of {name}", steps_are_those_of_peft_alone, (name,)) for name in ("llama", "gemma")),
+        ("nan", a_job_that_goes_nan_changes_no_other_by_one_bit, ()),
+        ("train", train, (str(run_dir.root),)),
+    ]
+    return run_dir, failures_on_ranks(2, checks, folder)
+
+
+@pytest.fixture(scope="module")
+def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Failures]:
     """Begun by four ranks, and ended by two."""
-    run_dir = RunDir.create(tmp_path_factory.mktemp("four"), task)
-    run_ranks(4, "rank_jobs", "steps:qwen3", f"train:{run_dir.root}:62")
-    run_ranks(2, "rank_jobs", f"train:{run_dir.root}")
-    return run_dir
+    begun, ended = tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("after-four")
+    run_dir = RunDir.create(begun, task)
+    checks = [
+        ("steps of qwen3", steps_are_those_of_peft_alone, ("qwen3",)),
+        ("train", train, (str(run_dir.root), 62)),
+    ]
+    failures = failures_on_ranks(4, checks, begun)
+    return run_dir, failures or failures_on_ranks(2, [("resume", train, (str(run_dir.root),))], ended)
+
+
+@pytest.mark.parametrize("which", ["whole", "resumed"])
+def test_what_every_rank_checks_of_its_own_jobs(which: str, request: pytest.FixtureRequest) -> None:
+    """Every step from equal state is PEFT's, jobs spread or not; a job that goes NaN touches nobody; all end well."""
+    _, failures = request.getfixturevalue(which)
+    assert not failures, "\n".join(f"{name}: {reason}" for name, reason in failures.items())
 
 
 @pytest.mark.parametrize("which", ["whole", "resumed"])
 def test_whole_curves_equal_peft_alone(which: str, task: Task, request: pytest.FixtureRequest) -> None:
-    run_dir: RunDir = request.getfixturevalue(which)
+    run_dir, _ = request.getfixturevalue(which)
     history = read_history(run_dir.root)
     base, fresh = make_model("qwen3"), Bank(make_model("qwen3"), task)
     for run in fresh.runs:
@@ -65,22 +85,24 @@ def test_whole_curves_equal_peft_alone(which: str, task: Task, request: pytest.F
         assert relative_distance(final, solo.weights()) <= 1e-4, run.config
 
 
-def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(whole: RunDir, resumed: RunDir) -> None:
-    for run_dir in (whole, resumed):
+def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
+    whole: tuple[RunDir, Failures], resumed: tuple[RunDir, Failures]
+) -> None:
+    for run_dir, _ in (whole, resumed):
         events = read_events(run_dir.journal_file)
         seated = [event for event in events if event["event"] in ("job_admitted", "job_resumed")]
         assert {event["reason"] for event in seated} >= {"balances", "spreads"}
         assert {len(event["ranks"]) for event in seated} >= {1, 2}
     started, resumed_at = (
-        next(event for event in read_events(resumed.journal_file) if event["event"] == name)
+        next(event for event in read_events(resumed[0].journal_file) if event["event"] == name)
         for name in ("task_started", "task_resumed")
     )
     assert (started["num_ranks"], resumed_at["num_ranks"]) == (4, 2)
 
 
-def test_every_step_is_told_once(resumed: RunDir) -> None:
+def test_every_step_is_told_once(resumed: tuple[RunDir, Failures]) -> None:
     steps: dict[str, list[int]] = {}
-    for event in read_events(resumed.journal_file):
+    for event in read_events(resumed[0].journal_file):
         if event["event"] == "train":
             first = event["first_step"]
             steps.setdefault(event["job"], []).extend(range(first, first + len(event["losses"])))

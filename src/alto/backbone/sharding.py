@@ -68,9 +68,12 @@ def find_roots(model: PreTrainedModel) -> None:
 
 
 def forget_pass(model: PreTrainedModel) -> None:
-    """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one."""
+    """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one.
+
+    PyTorch before 2.13 cannot be told to forget; it remembers a few references a pass until the next training step.
+    """
     body: Any = model.base_model
-    if is_sharded(body):
+    if is_sharded(body) and hasattr(body, "reset_iter_state"):
         body.reset_iter_state()
 
 
