@@ -127,7 +127,7 @@ class TaskRun:
         )
         self._tell_refusal(past)
         self._tell_memory_events()
-        if past.events[0]["num_ranks"] == self._ranks.size:
+        if past.events[0].get("num_ranks", 1) == self._ranks.size:
             self._throughput = _measured_throughput(past)
         assert past.checkpoint is not None
         for job, at in past.checkpoint["jobs"].items():
