@@ -87,7 +87,7 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
 
 def test_a_step_that_is_not_expected_to_fit_is_not_taken(subject: Subject, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
-    monkeypatch.setattr(measure, "capacity_bytes", lambda device: 1000 * MIB)
+    monkeypatch.setattr(measure, "capacity_bytes", lambda device, num_ranks: 1000 * MIB)
     monkeypatch.setattr(measure, "peak_bytes", lambda device: 640 * MIB * len(taken) ** 3)
     steps = measure._steps_s
     monkeypatch.setattr(measure, "_steps_s", lambda *given: taken.append(1) or steps(*given))
@@ -158,7 +158,7 @@ def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight
     assert forecast is None
     assert (task.max_slots, task.max_tokens_per_pass) == (16, 4096)
     assert tasks == []
-    monkeypatch.setattr(planning, "capacity_bytes", lambda device: 50 * MIB)
+    monkeypatch.setattr(planning, "capacity_bytes", lambda device, num_ranks: 50 * MIB)
     task, forecast = pack(subject)
     assert forecast is not None
     assert task.max_slots == forecast.max_slots
@@ -202,3 +202,4 @@ def test_the_peak_of_a_process_is_that_of_what_it_held_since_the_reset():
     assert meter.peak_bytes(CPU) - before >= 60 * MIB
     del held
     assert meter.capacity_bytes(CPU) > before
+    assert meter.capacity_bytes(CPU, 4) == pytest.approx(meter.capacity_bytes(CPU) / 4, abs=4)

@@ -139,7 +139,7 @@ def measure(
     planner = JobPlanner(task, backbone.model, num_rows)
     runs = [planner.plan(job) for job in task.jobs]
     shapes = [run.shape for run in runs]
-    capacity = -int(ranks.max(-capacity_bytes(backbone.device)))  # the smallest
+    capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
     largest_batch = max(job.config.per_device_train_batch_size for job in task.jobs)
     num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
     bank = slot_bytes(task, shapes, num_jobs)

@@ -20,8 +20,9 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def capacity_bytes(device: torch.device) -> int:
-    """Memory of ``device``; of a CPU what the machine has, or a container or ``ulimit -v`` leaves of it.
+def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
+    """Memory of ``device``; of a CPU what the machine has, or a container or ``ulimit -v`` leaves of it, and of that the
+    share of one of so many ranks, which have a GPU each, and one CPU.
 
     Raises:
         UnsupportedError: The operating system does not say.
@@ -33,14 +34,14 @@ def capacity_bytes(device: torch.device) -> int:
             f"profile: expected an operating system that tells how much memory there is, found {sys.platform}; set "
             "max_slots and max_tokens_per_pass, and nothing has to be profiled"
         )
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_ranks]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
         limits.append(address_space)
     for file in map(Path, _CGROUP_LIMITS):
         text = file.read_text().strip() if file.is_file() else "max"
         if text.isdecimal():
-            limits.append(int(text))
+            limits.append(int(text) // num_ranks)
     return min(limits)
 
 

@@ -209,7 +209,7 @@ def _is_roomy(subject: Subject) -> bool:
     longest = max(subject.data.train.longest, subject.data.validation.longest)
     tokens = max(subject.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token
-    return bool(bound <= _ROOMY * MARGIN * capacity_bytes(subject.backbone.device))
+    return bool(bound <= _ROOMY * MARGIN * capacity_bytes(subject.backbone.device, subject.ranks.size))
 
 
 def _work(run: JobRun, row_tokens: float) -> JobWork:
