@@ -21,8 +21,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Memory of ``device``; of a CPU what the machine has, or a container or ``ulimit -v`` leaves of it, and of that the
-    share of one of so many ranks, which have a GPU each, and one CPU.
+    """Memory of ``device``; of a CPU what the machine has, or a container or ``ulimit -v`` leaves of it, and of that
+    the share of one of so many ranks, which have a GPU each but one CPU.
 
     Raises:
         UnsupportedError: The operating system does not say.
