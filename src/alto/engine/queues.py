@@ -71,7 +71,8 @@ class QueueRunner:
             self._check(tasks, cluster)
             durations = self._durations(tasks, cluster, refresh=refresh)
             problem = self._problem(tasks, durations, cluster.nodes)
-        return GuardedSolver(method, time_limit_s=SOLVE_S)(problem)
+        with GuardedSolver(method, time_limit_s=SOLVE_S) as solve:
+            return solve(problem)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
         """Run ``tasks`` as a new queue in ``output_dir``."""
@@ -192,7 +193,8 @@ class QueueRunner:
     ) -> list[TaskResult]:
         past = read_intact_events(queue_dir.run.journal_file)
         done = {entry.task for entry in entries if _is_done(queue_dir.run_of(entry.task))}
-        solve = _first_as_given(first, GuardedSolver(method, time_limit_s=REPLAN_S))
+        solver = GuardedSolver(method, time_limit_s=REPLAN_S)
+        solve = _first_as_given(first, solver)
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, past=past) as journal:
@@ -216,6 +218,7 @@ class QueueRunner:
                 journal.append("queue_completed")
                 journal.sync()
         finally:
+            solver.close()
             with contextlib.suppress(AltoError, OSError):
                 write_queue_report(queue_dir.root)
         return self._results(queue_dir, entries)
