@@ -31,11 +31,13 @@ class GuardedSolver:
 
     Args:
         time_limit_s: What the solver may take.
+        gap: See :func:`alto.scheduler.schedule_tasks`.
         grace_s: What starting it, and anything else beyond that, may take before it counts as hung.
     """
 
-    def __init__(self, method: str, *, time_limit_s: float, grace_s: float = 30.0) -> None:
+    def __init__(self, method: str, *, time_limit_s: float, gap: float = 0.0, grace_s: float = 30.0) -> None:
         self._method = method.lower()
+        self._gap = gap
         self._time_limit_s = time_limit_s
         self._grace_s = grace_s
         self._process: _Process | None = None
@@ -51,7 +53,13 @@ class GuardedSolver:
         """
         if self._method in LIST_METHODS or not problem.pending:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
-        call = {"problem": problem, "method": self._method, "time_limit_s": self._time_limit_s, "hint": hint}
+        call = {
+            "problem": problem,
+            "method": self._method,
+            "time_limit_s": self._time_limit_s,
+            "hint": hint,
+            "gap": self._gap,
+        }
         if self._process is None:
             self._process = _Process()
         try:

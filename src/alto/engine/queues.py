@@ -41,6 +41,9 @@ SOLVE_S = 10.0
 REPLAN_S = 1.0
 """... and for a new one while tasks run, whose GPUs wait for it."""
 
+SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
+"""Share by which each may be longer than need be: durations are not known that well."""
+
 
 class QueueRunner:
     """Runs tasks side by side; arguments as :class:`alto.Engine` takes them."""
@@ -71,7 +74,7 @@ class QueueRunner:
             self._check(tasks, cluster)
             durations = self._durations(tasks, cluster, refresh=refresh)
             problem = self._problem(tasks, durations, cluster.nodes)
-        with GuardedSolver(method, time_limit_s=SOLVE_S) as solve:
+        with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
             return solve(problem)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
@@ -193,7 +196,7 @@ class QueueRunner:
     ) -> list[TaskResult]:
         past = read_intact_events(queue_dir.run.journal_file)
         done = {entry.task for entry in entries if _is_done(queue_dir.run_of(entry.task))}
-        solver = GuardedSolver(method, time_limit_s=REPLAN_S)
+        solver = GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
         solve = _first_as_given(first, solver)
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
