@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,9 +33,30 @@ def _interpreter(folder: Path, does: str) -> str:
 
 
 def test_the_answer_is_the_solvers() -> None:
-    schedule = GuardedSolver("cp-sat", time_limit_s=5.0)(PROBLEM)
-    assert (schedule.method, schedule.status, schedule.notice) == ("cp-sat", "optimal", "")
-    assert schedule.makespan_s == pytest.approx(9.0)
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        schedule = solve(PROBLEM)
+        assert (schedule.method, schedule.status, schedule.notice) == ("cp-sat", "optimal", "")
+        assert schedule.makespan_s == pytest.approx(9.0)
+
+
+def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> None:
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        solve(PROBLEM)
+        (first,) = _children()
+        assert solve(PROBLEM).status == "optimal"
+        assert _children() == {first}
+        os.kill(first, signal.SIGKILL)
+        assert "ended with code -9" in solve(PROBLEM).notice
+        assert solve(PROBLEM).notice == ""
+        (second,) = _children()
+        assert second != first
+    assert _children() == set()
+
+
+def _children() -> set[int]:
+    """Solvers that this process has started."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+    return {int(pid) for pid in listed if b"alto.cluster.solver" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,7 +77,8 @@ def test_without_an_answer_tasks_are_listed_and_told_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, why: str
 ) -> None:
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
-    schedule = GuardedSolver("cp-sat", time_limit_s=0.1, grace_s=1.0)(PROBLEM)
+    with GuardedSolver("cp-sat", time_limit_s=0.1, grace_s=1.0) as solve:
+        schedule = solve(PROBLEM)
     assert schedule.method == "lpt"
     assert {placement.task for placement in schedule.placements} == {"a", "b", "c", "d"}
     assert why in schedule.notice
@@ -63,7 +87,8 @@ def test_without_an_answer_tasks_are_listed_and_told_so(
 def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     does = f"exec {sys.executable} -c \"import sys, runpy; sys.modules['ortools'] = None; {_RUN}\""
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
-    schedule = GuardedSolver("cp-sat", time_limit_s=5.0)(PROBLEM)
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        schedule = solve(PROBLEM)
     assert schedule.method == "lpt"
     assert 'pip install "alto-lora[scheduler]"' in schedule.notice
 
@@ -72,8 +97,8 @@ _RUN = "runpy.run_module('alto.cluster.solver', run_name='__main__')"
 
 
 def test_a_mistake_of_the_user_stays_one() -> None:
-    with pytest.raises(SpecError, match="expected one of"):
-        GuardedSolver("magic", time_limit_s=5.0)(PROBLEM)
+    with GuardedSolver("magic", time_limit_s=5.0) as solve, pytest.raises(SpecError, match="expected one of"):
+        solve(PROBLEM)
 
 
 def test_running_tasks_alone_need_no_solver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_any_schedule_is_valid(problem: SchedulingProblem) -> None:
 
 def test_the_paper_case_is_proven_in_less_than_a_second() -> None:
     problem = paper_case()
+    schedule_tasks(SchedulingProblem(nodes=nodes_of(1), pending=tasks_of((1, 1.0))), method="cp-sat")  # loads OR-tools
     started = time.process_time()
     schedule = schedule_tasks(problem, method="cp-sat")
     assert time.process_time() - started < 1.0
@@ -115,3 +116,17 @@ def test_a_missing_package_is_named(method: str, module: str, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnsupportedError, match=r'pip install "alto-lora\[scheduler\]"'):
         schedule_tasks(paper_case(), method=method)
+
+
+def test_with_a_gap_it_ends_as_soon_as_that_is_reached() -> None:
+    seconds = (188.4, 82.13, 36.77, 194.2, 47.31, 106.9, 164.05, 93.4, 88.1, 133.7, 62.2)
+    wide = {1, 4, 7}
+    problem = SchedulingProblem(
+        nodes=nodes_of(2), pending=tasks_of(*((2 if n in wide else 1, s) for n, s in enumerate(seconds)))
+    )
+    began = time.process_time()
+    found = schedule_tasks(problem, method="cp-sat", time_limit_s=20.0, gap=0.05)
+    assert found.gap <= 0.05
+    check_schedule(problem, found)
+    # Without the gap it would look for the best for all of its time.
+    assert time.process_time() - began < 20.0

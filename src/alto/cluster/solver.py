@@ -1,15 +1,19 @@
 """Makes schedules in a process of its own, so that a solver that crashes or hangs takes nothing with it.
 
-``python -m alto.cluster.solver``: a pickled call of :func:`schedule_tasks` on stdin, its outcome on stdout.
+``python -m alto.cluster.solver``: pickled calls of :func:`schedule_tasks` on stdin, the outcome of each on stdout,
+until stdin ends. Loading the solver takes a second or more, so the process is kept: a queue asks for many plans.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Self
 
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
@@ -23,15 +27,20 @@ FALLBACK = "lpt"
 class GuardedSolver:
     """Schedules by ``method``; where that cannot be had, by list scheduling, with a notice in the schedule.
 
+    A process that crashed or was killed is replaced at the next call.
+
     Args:
         time_limit_s: What the solver may take.
+        gap: See :func:`alto.scheduler.schedule_tasks`.
         grace_s: What starting it, and anything else beyond that, may take before it counts as hung.
     """
 
-    def __init__(self, method: str, *, time_limit_s: float, grace_s: float = 30.0) -> None:
+    def __init__(self, method: str, *, time_limit_s: float, gap: float = 0.0, grace_s: float = 30.0) -> None:
         self._method = method.lower()
+        self._gap = gap
         self._time_limit_s = time_limit_s
         self._grace_s = grace_s
+        self._process: _Process | None = None
 
     def __call__(self, problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
         """A schedule of the waiting tasks of ``problem``.
@@ -44,20 +53,24 @@ class GuardedSolver:
         """
         if self._method in LIST_METHODS or not problem.pending:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
-        call = {"problem": problem, "method": self._method, "time_limit_s": self._time_limit_s, "hint": hint}
+        call = {
+            "problem": problem,
+            "method": self._method,
+            "time_limit_s": self._time_limit_s,
+            "hint": hint,
+            "gap": self._gap,
+        }
+        if self._process is None:
+            self._process = _Process()
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "alto.cluster.solver"],
-                input=pickle.dumps(call),
-                capture_output=True,
-                timeout=self._time_limit_s + self._grace_s,
-                check=True,
-            )
-        except subprocess.TimeoutExpired:
+            outcome = self._process.ask(call, timeout_s=self._time_limit_s + self._grace_s)
+        except TimeoutError:
+            self.close()
             return self._fallback(problem, f"the solver did not answer within {self._time_limit_s:g} s and was killed")
-        except subprocess.CalledProcessError as error:
-            return self._fallback(problem, f"the solver's process ended with code {error.returncode}")
-        outcome = pickle.loads(done.stdout)
+        except (EOFError, OSError):
+            code = self._process.end()
+            self._process = None
+            return self._fallback(problem, f"the solver's process ended with code {code}")
         if isinstance(outcome, UnsupportedError):
             return self._fallback(problem, str(outcome))
         if isinstance(outcome, AltoError):
@@ -65,8 +78,65 @@ class GuardedSolver:
         assert isinstance(outcome, Schedule)
         return outcome
 
+    def close(self) -> None:
+        """End its process; a call after that begins another."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _fallback(self, problem: SchedulingProblem, why: str) -> Schedule:
         return replace(schedule_tasks(problem, method=FALLBACK), notice=f"scheduled by {FALLBACK}: {why}")
+
+
+class _Process:
+    """The other end, in a session of its own: what asks this process to end is not meant for it."""
+
+    def __init__(self) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "alto.cluster.solver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._calls = Connection(os.dup(self._popen.stdin.fileno()), readable=False)
+        self._outcomes = Connection(os.dup(self._popen.stdout.fileno()), writable=False)
+        self._popen.stdin.close()
+        self._popen.stdout.close()
+
+    def ask(self, call: dict[str, Any], *, timeout_s: float) -> object:
+        """What comes of ``call``; raises TimeoutError, or EOFError or OSError where the process is gone."""
+        self._calls.send_bytes(pickle.dumps(call))
+        if not self._outcomes.poll(timeout_s):
+            raise TimeoutError
+        outcome: object = pickle.loads(self._outcomes.recv_bytes())
+        return outcome
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self.end()
+
+    def end(self) -> int:
+        """Let go of a process that has ended, or is about to; its exit code."""
+        self._calls.close()
+        self._outcomes.close()
+        return self._popen.wait()
+
+
+def _serve() -> None:
+    calls, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)  # whatever else is printed does not get into an answer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            outcomes.send_bytes(pickle.dumps(_answer(pickle.loads(calls.recv_bytes()))))
 
 
 def _answer(call: dict[str, Any]) -> Schedule | AltoError:
@@ -77,5 +147,4 @@ def _answer(call: dict[str, Any]) -> Schedule | AltoError:
 
 
 if __name__ == "__main__":
-    channel, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever else is printed does not get into the answer
-    channel.write(pickle.dumps(_answer(pickle.load(sys.stdin.buffer))))
+    _serve()

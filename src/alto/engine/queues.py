@@ -42,6 +42,9 @@ SOLVE_S = 10.0
 REPLAN_S = 1.0
 """... and for a new one while tasks run, whose GPUs wait for it."""
 
+SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
+"""Share by which each may be longer than need be: durations are not known that well."""
+
 
 class QueueRunner:
     """Runs tasks side by side; arguments as :class:`alto.Engine` takes them."""
@@ -74,7 +77,8 @@ class QueueRunner:
             self._check(tasks, cluster)
             durations = self._durations(tasks, cluster, refresh=refresh)
             problem = self._problem(tasks, durations, cluster.nodes)
-        return GuardedSolver(method, time_limit_s=SOLVE_S)(problem)
+        with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
+            return solve(problem)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
         """Run ``tasks`` as a new queue in ``output_dir``."""
@@ -210,7 +214,8 @@ class QueueRunner:
     ) -> list[TaskResult]:
         past = read_intact_events(queue_dir.run.journal_file)
         done = {entry.task for entry in entries if _is_done(queue_dir.run_of(entry.task))}
-        solve = _first_as_given(first, GuardedSolver(method, time_limit_s=REPLAN_S))
+        solver = GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
+        solve = _first_as_given(first, solver)
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, past=past) as journal:
@@ -235,6 +240,7 @@ class QueueRunner:
                 journal.append("queue_completed")
                 journal.sync()
         finally:
+            solver.close()
             with contextlib.suppress(AltoError, OSError):
                 write_queue_report(queue_dir.root)
         return self._results(queue_dir, entries)

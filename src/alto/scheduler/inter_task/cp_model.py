@@ -61,17 +61,18 @@ class CpModel:
         for demand in problem.pending:
             self._model.add(self._makespan >= self._starts[demand.task] + int(demand.duration_s))
 
-    def least_makespan(self, hint: Sequence[Seat], *, at_least: float, deadline: float) -> Solved:
-        """Seats whose last end is as early as can be, but never counted as earlier than ``at_least``."""
+    def least_makespan(self, hint: Sequence[Seat], *, at_least: float, deadline: float, gap: float) -> Solved:
+        """Seats whose last end is as early as can be, or proven to be so to ``gap``, but never counted as earlier than
+        ``at_least``."""
         self._model.add(self._makespan >= int(at_least))
         self._model.minimize(self._makespan)
-        return self._solve(hint, deadline)
+        return self._solve(hint, deadline, gap)
 
-    def least_completions(self, hint: Sequence[Seat], *, makespan: float, deadline: float) -> Solved:
-        """Seats that end by ``makespan``, with the least sum of their ends."""
+    def least_completions(self, hint: Sequence[Seat], *, makespan: float, deadline: float, gap: float) -> Solved:
+        """Seats that end by ``makespan``, with the least sum of their ends, or proven to be so to ``gap``."""
         self._model.add(self._makespan <= int(makespan))
         self._model.minimize(sum(self._starts.values()))
-        return self._solve(hint, deadline)
+        return self._solve(hint, deadline, gap)
 
     def _add_fixed(self) -> None:
         held: dict[str, list[tuple[float, int]]] = {}
@@ -153,10 +154,11 @@ class CpModel:
                 if not isinstance(self._counts[task][name], int):
                     self._model.add_hint(self._counts[task][name], counts.get(name, 0))
 
-    def _solve(self, hint: Sequence[Seat], deadline: float) -> Solved:
+    def _solve(self, hint: Sequence[Seat], deadline: float, gap: float) -> Solved:
         self._add_hints(hint)
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+        solver.parameters.relative_gap_limit = gap
         solver.parameters.random_seed = 0
         solver.parameters.num_workers = NUM_WORKERS
         status = solver.solve(self._model)

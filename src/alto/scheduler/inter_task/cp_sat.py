@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +26,19 @@ __all__ = ["cp_sat_schedule"]
 _MAX_WHOLE = 500
 """Tasks times nodes up to which one model holds all of them."""
 
+_TRIED_SEATS = 6_000
+"""Of list schedules in other orders, before the solver is asked; a fraction of a second."""
+
+_FINISH_SHARE = 0.1
+"""Of the time left, for the sum of completion times, where the makespan need not be the least either."""
+
 _RESERVE_S = 0.1
 """For what comes after the solver: reading its answer, giving GPUs their numbers."""
 
 
-def cp_sat_schedule(problem: SchedulingProblem, *, time_limit_s: float, hint: Schedule | None) -> Schedule:
+def cp_sat_schedule(
+    problem: SchedulingProblem, *, time_limit_s: float, hint: Schedule | None, gap: float = 0.0
+) -> Schedule:
     """The least makespan, and of those schedules the one with the least sum of completion times.
 
     Priorities are solved one after the other, the highest first; those before are fixed, and the makespan counts from
@@ -38,6 +47,9 @@ def cp_sat_schedule(problem: SchedulingProblem, *, time_limit_s: float, hint: Sc
 
     The same problem, hint and unlimited time give the same schedule. Where the time ends the search, how far it came
     depends on the machine.
+
+    Args:
+        gap: See :func:`schedule_tasks`.
 
     Raises:
         UnsupportedError: OR-tools is not installed.
@@ -53,7 +65,7 @@ def cp_sat_schedule(problem: SchedulingProblem, *, time_limit_s: float, hint: Sc
     for number, demands in enumerate(classes):
         now = time.monotonic()
         share = now + (deadline - now) / (len(classes) - number)
-        search = _Search(cp_model, replace(ticks, pending=demands), seats, hint)
+        search = _Search(cp_model, replace(ticks, pending=demands), seats, hint, gap)
         search.run(share)
         seats += search.best
         is_proven = is_proven and search.is_proven
@@ -83,9 +95,15 @@ class _Search:
     """The search for seats of one priority; ``best`` is what it has, ``bound`` what it cannot beat."""
 
     def __init__(
-        self, cp_model: ModuleType, problem: SchedulingProblem, taken: Sequence[Seat], hint: Schedule | None
+        self,
+        cp_model: ModuleType,
+        problem: SchedulingProblem,
+        taken: Sequence[Seat],
+        hint: Schedule | None,
+        gap: float,
     ) -> None:
         self._cp = cp_model
+        self._gap = gap
         self._problem = problem
         self._taken = list(taken)
         self._floor = max((seat.end for seat in taken), default=0.0)
@@ -113,7 +131,7 @@ class _Search:
             self._balance(now + 0.7 * (deadline - now))
             self._finish_nodes_sooner(deadline)
         else:
-            self._try_orders(deadline)
+            self._try_orders(deadline, times=sys.maxsize)
 
     def _hinted_start(self, demand: TaskDemand) -> tuple[float, float]:
         """Tasks that the earlier schedule does not know come last, longest first."""
@@ -139,15 +157,23 @@ class _Search:
         if self._nodes_are_apart() and len(self._problem.nodes) > 1:
             now = time.monotonic()
             self._balance(now + 0.7 * (deadline - now))
-        if self._makespan(self.best) > self.bound:
+        # Wide tasks between narrow ones: what a solver finds late, other orders find soon.
+        now = time.monotonic()
+        self._try_orders(now + 0.1 * (deadline - now), times=_TRIED_SEATS // len(self._problem.pending))
+        if self._is_too_long():
             model = CpModel(self._cp, self._problem, self._taken, self._makespan(self.best))
             now = time.monotonic()
-            solved = model.least_makespan(self.best, at_least=self.bound, deadline=now + 0.7 * (deadline - now))
+            solved = model.least_makespan(
+                self.best, at_least=self.bound, deadline=now + 0.7 * (deadline - now), gap=self._gap
+            )
             self._keep(solved.seats)
             self.bound = max(self.bound, solved.bound)
         makespan = max(self._makespan(self.best), self._floor)
         model = CpModel(self._cp, self._problem, self._taken, makespan)
-        self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline).seats)
+        if self._gap:
+            now = time.monotonic()
+            deadline = now + _FINISH_SHARE * (deadline - now)
+        self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline, gap=self._gap).seats)
 
     def _nodes_are_apart(self) -> bool:
         """Whether nothing but the GPUs of its own node keeps a task from starting."""
@@ -196,16 +222,21 @@ class _Search:
             if inside:
                 model = CpModel(self._cp, problem, (), makespan)
                 share = now + (deadline - now) / (len(names) - number)
-                solved = model.least_completions(inside, makespan=makespan, deadline=share)
+                solved = model.least_completions(inside, makespan=makespan, deadline=share, gap=self._gap)
                 if solved.seats and sum(seat.end for seat in solved.seats) < sum(seat.end for seat in inside):
                     self._replace([name], solved.seats)
 
-    def _try_orders(self, deadline: float) -> None:
-        """Move tasks to other places in the order of a list schedule, and keep what is better."""
+    def _is_too_long(self) -> bool:
+        return self._makespan(self.best) > self.bound * (1.0 + self._gap)
+
+    def _try_orders(self, deadline: float, *, times: int) -> None:
+        """Move tasks to other places in the order of a list schedule, so often, and keep what is better."""
         generator = random.Random(0)
         order = sorted(self.best, key=lambda seat: seat.start)
         demands = [seat.demand for seat in order]
-        while time.monotonic() < deadline and self._makespan(self.best) > self.bound:
+        for _ in range(times):
+            if time.monotonic() >= deadline or not self._is_too_long():
+                return
             tried = list(demands)
             for _ in range(generator.randint(1, 4)):
                 tried.insert(generator.randrange(len(tried)), tried.pop(generator.randrange(len(tried))))

@@ -18,7 +18,12 @@ METHODS = ("cp-sat", "milp", *LIST_METHODS)
 
 
 def schedule_tasks(
-    problem: SchedulingProblem, *, method: str, time_limit_s: float = 10.0, hint: Schedule | None = None
+    problem: SchedulingProblem,
+    *,
+    method: str,
+    time_limit_s: float = 10.0,
+    hint: Schedule | None = None,
+    gap: float = 0.0,
 ) -> Schedule:
     """A schedule of the tasks of ``problem`` that wait.
 
@@ -27,6 +32,7 @@ def schedule_tasks(
         time_limit_s: A solver that has not proven its schedule by then gives the best it has. Loading OR-tools, about
             a second in a new process, comes before.
         hint: An earlier schedule of some of the tasks, from whose order and nodes ``cp-sat`` starts.
+        gap: Share of the bound by which a schedule may be longer that ``cp-sat`` looks no further for a better one.
 
     Raises:
         SpecError: The method is unknown.
@@ -36,7 +42,7 @@ def schedule_tasks(
     if name not in METHODS:
         raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
     if name == "cp-sat":
-        return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint)
+        return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint, gap=gap)
     if name == "milp":
         return milp_schedule(problem, time_limit_s=time_limit_s)
     placements = place(problem, list_seats(problem, name), keeps_starts=True)
