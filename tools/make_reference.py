@@ -149,8 +149,8 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
 
-OF_SEVERAL_RANKS = ("ranks",)
-"""Fields that an event has only where the task is trained on several ranks."""
+OF_SEVERAL_RANKS = ("ranks", "gpus_offered")
+"""Fields, and events, that there are only where the task is trained on several ranks."""
 
 QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_started": (
@@ -426,7 +426,7 @@ def journal_section() -> str:
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
 A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added; `alto resume` cuts back to
-the last whole checkpoint. {_codes(OF_SEVERAL_RANKS)}, the ranks that train a job, is told only where there are several.
+the last whole checkpoint. {_codes(OF_SEVERAL_RANKS[:1])}, the ranks that train a job, is told only where there are several.
 
 {_table(("event", "meaning", "fields"), rows)}
 
