@@ -426,7 +426,8 @@ def journal_section() -> str:
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
 A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added; `alto resume` cuts back to
-the last whole checkpoint. {_codes(OF_SEVERAL_RANKS[:1])}, the ranks that train a job, is told only where there are several.
+the last whole checkpoint. {_codes(OF_SEVERAL_RANKS[:1])}, the ranks that train a job, is told only where there are
+several.
 
 {_table(("event", "meaning", "fields"), rows)}
 
