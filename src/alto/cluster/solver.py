@@ -71,6 +71,9 @@ class GuardedSolver:
             code = self._process.end()
             self._process = None
             return self._fallback(problem, f"the solver's process ended with code {code}")
+        except BaseException:
+            self.close()  # or its answer would be taken for that of the next call
+            raise
         if isinstance(outcome, UnsupportedError):
             return self._fallback(problem, str(outcome))
         if isinstance(outcome, AltoError):
