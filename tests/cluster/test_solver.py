@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alto.cluster import GuardedSolver, solver
 from alto.errors import SpecError
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand
 
 NODES = (Node(name="n", gpus=(0, 1)),)
@@ -57,6 +58,26 @@ def _children() -> set[int]:
     """Solvers that this process has started."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return {int(pid) for pid in listed if b"alto.cluster.solver" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+@pytest.mark.parametrize(("seconds", "limit_s"), [(1.0, 0.2), (100.0, 2.0), (1e6, 5.0)])
+def test_a_schedule_of_short_tasks_is_not_looked_for_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, limit_s: float
+) -> None:
+    asked = []
+
+    class Process:
+        def ask(self, call: dict[str, Any], *, timeout_s: float) -> Schedule:
+            asked.append(call["time_limit_s"])
+            return Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal")
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(solver, "_Process", Process)
+    tasks = tuple(TaskDemand(task=name, num_gpus=2, duration_s=seconds) for name in "ab")
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        solve(SchedulingProblem(nodes=NODES, pending=tasks))
+    assert asked == [pytest.approx(limit_s)]
 
 
 def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

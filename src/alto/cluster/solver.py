@@ -23,6 +23,10 @@ __all__ = ["GuardedSolver"]
 
 FALLBACK = "lpt"
 
+_PATIENCE = 0.01
+"""Share of what its tasks take at least that goes into a schedule: a better one hardly gains more than that."""
+_LEAST_PATIENCE_S = 0.2
+
 
 class GuardedSolver:
     """Schedules by ``method``; where that cannot be had, by list scheduling, with a notice in the schedule.
@@ -30,7 +34,7 @@ class GuardedSolver:
     A process that crashed or was killed is replaced at the next call.
 
     Args:
-        time_limit_s: What the solver may take.
+        time_limit_s: What the solver may take at most; where all tasks are short, it gets less.
         gap: See :func:`alto.scheduler.schedule_tasks`.
         grace_s: What starting it, and anything else beyond that, may take before it counts as hung.
     """
@@ -56,7 +60,7 @@ class GuardedSolver:
         call = {
             "problem": problem,
             "method": self._method,
-            "time_limit_s": self._time_limit_s,
+            "time_limit_s": min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem))),
             "hint": hint,
             "gap": self._gap,
         }
@@ -71,6 +75,9 @@ class GuardedSolver:
             code = self._process.end()
             self._process = None
             return self._fallback(problem, f"the solver's process ended with code {code}")
+        except BaseException:
+            self.close()  # or its answer would be taken for that of the next call
+            raise
         if isinstance(outcome, UnsupportedError):
             return self._fallback(problem, str(outcome))
         if isinstance(outcome, AltoError):
@@ -92,6 +99,12 @@ class GuardedSolver:
 
     def _fallback(self, problem: SchedulingProblem, why: str) -> Schedule:
         return replace(schedule_tasks(problem, method=FALLBACK), notice=f"scheduled by {FALLBACK}: {why}")
+
+
+def _least_makespan_s(problem: SchedulingProblem) -> float:
+    """What the waiting tasks would take if they could be spread over all GPUs like water."""
+    work = sum(task.num_gpus * task.duration_s for task in problem.pending)
+    return work / max(1, sum(len(node.gpus) for node in problem.nodes))
 
 
 class _Process:
