@@ -21,7 +21,7 @@ from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.executor import JobRun, Trainer, plan_jobs
 from alto.lora import AdapterWeights, linear_modules
-from alto.objectives import sft_losses
+from alto.objectives import find_objective, job_losses
 from kernels_lib.workload import LEARNING_RATE, Workload
 
 __all__ = ["VARIANTS", "JobFacts", "Variant", "build", "share", "usable_variants"]
@@ -284,7 +284,7 @@ def _batched_backward(
     slots, losses = [], []
     for batch in workload.batches(batch_size, backbone.device):
         with use(batch):
-            losses_J = sft_losses(backbone, batch)
+            losses_J = job_losses(find_objective("sft"), backbone, batch)
             losses_J.sum().backward()
         slots += batch.slots
         losses.append(losses_J.detach())

@@ -69,8 +69,8 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
         done = 0
         for part in own:
             assert part.first_token == done
-            assert part.num_trained in (None, sum(lengths[row] - 2 for row in job.rows))
-            assert part.num_trained is not None or part == job
+            assert part.weight in (None, sum(lengths[row] - 2 for row in job.rows))
+            assert part.weight is not None or part == job
             done += sum(lengths[row] for row in part.rows)
 
 
@@ -103,7 +103,7 @@ def test_the_ranks_share_all_rows_once_in_order_and_evenly(
     for part in parts:
         assert part.rows
         assert (part.slot, part.first_token) == (3, done)
-        assert part.num_trained == sum(lengths[row] - 2 for row in rows)
+        assert part.weight == sum(lengths[row] - 2 for row in rows)
         done += sum(lengths[row] for row in part.rows)
     mean = done / num_ranks
     largest = max(sum(lengths[row] for row in part.rows) for part in parts)

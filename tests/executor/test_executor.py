@@ -317,7 +317,7 @@ def evaluate(task: Task, job: JobRun, folder: Path) -> float:
     )
     trainer.seat_warm(job, 0, read_adapter(folder))
     job.slot = 0
-    return trainer.evaluate([job])[0]
+    return trainer.evaluate([job])[0].loss
 
 
 def test_best_and_last_are_the_adapters_of_their_steps(narrow: Run) -> None:

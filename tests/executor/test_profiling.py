@@ -100,7 +100,7 @@ def test_a_row_that_does_not_fit_is_an_error_that_says_what_to_do(subject: Subje
     def refuse(*arguments: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("alto.executor.trainer.sft_losses", refuse)
+    monkeypatch.setattr("alto.executor.trainer.job_losses", refuse)
     with pytest.raises(DeviceMemoryError, match="lower max_length"):
         take_measures(subject)
 

@@ -75,6 +75,9 @@ class Jobs(Bank):
                 run.step += 1
         return losses
 
+    def validation_losses(self) -> list[float]:
+        return [worth.loss for worth in self.trainer.evaluate(self.runs)]
+
     def state(self) -> State:
         seats = [run.slot for run in self.runs]
         return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in seats]
@@ -201,15 +204,15 @@ def assert_equal(found: State, expected: State) -> None:
 def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(num_jobs: int) -> None:
     jobs = adamw(num_jobs)
     jobs.train()
-    expected = jobs.trainer.evaluate(jobs.runs)
+    expected = jobs.validation_losses()
     jobs.trainer.passes.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
-        jobs.trainer.evaluate(jobs.runs)
+        jobs.validation_losses()
     for place in places(enough.num_asked, 5):
         jobs.trainer.passes.max_tokens = SEVERAL_PASSES
         jobs.memory_events.clear()
         with ShortOfMemory(place):
-            assert jobs.trainer.evaluate(jobs.runs) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+            assert jobs.validation_losses() == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert [event.phase for event in jobs.memory_events] == ["evaluation"]
         assert jobs.trainer.passes.max_tokens < SEVERAL_PASSES
 
@@ -231,7 +234,7 @@ def test_other_errors_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(trainer, "sft_losses", broken)
+    monkeypatch.setattr(trainer, "job_losses", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         jobs.train()
     assert not jobs.memory_events

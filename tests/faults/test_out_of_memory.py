@@ -80,13 +80,13 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def small_device(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TokenBatch], bool]) -> None:
     """Nothing else of a pass fits into memory."""
-    for name in ("sft_losses", "sft_sums"):
+    for name in ("job_losses", "pass_terms"):
         op = getattr(trainer, name)
 
-        def limited(backbone: Any, batch: TokenBatch, op: Any = op) -> torch.Tensor:
+        def limited(objective: Any, backbone: Any, batch: TokenBatch, configs: Any, op: Any = op) -> Any:
             if not fits(batch):
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
-            return op(backbone, batch)
+            return op(objective, backbone, batch, configs)
 
         monkeypatch.setattr(trainer, name, limited)
 

@@ -13,9 +13,10 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TokenBatch, collate
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
-from alto.objectives import sft_losses, sft_sums
+from alto.objectives import find_objective, job_losses, pass_terms
 
 ModelFactory = Callable[..., PreTrainedModel]
+SFT = find_objective("sft")
 JOBS = [JobRows(2, (0, 3)), JobRows(0, (1,)), JobRows(1, (4, 2, 0))]
 
 
@@ -34,6 +35,14 @@ def make_dataset() -> EncodedDataset:
 
 
 DATA = make_dataset()
+
+
+def sft_losses(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
+    return job_losses(SFT, backbone, batch)
+
+
+def sft_sums(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
+    return pass_terms(SFT, backbone, batch).sums_J
 
 
 def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:
@@ -105,7 +114,7 @@ def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tens
 
 @torch.no_grad()
 def test_a_long_mean_is_exact() -> None:
-    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,), job_trained=(100_000,))
+    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,), job_weights=(100_000,))
     losses_S = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     assert float(sft_losses(GivenLosses(losses_S), batch)[0]) == pytest.approx(
         float(losses_S.double().mean()), rel=1e-7
@@ -118,7 +127,6 @@ def reduced(
     """One number per job, and the gradient of their sum towards the token losses."""
     losses_S = losses_S.detach().clone().requires_grad_()
     result_J = reduce(GivenLosses(losses_S), batch)
-    assert result_J.dtype == torch.float32
     (gradient_S,) = torch.autograd.grad(result_J.sum(), losses_S)
     return result_J.detach(), gradient_S
 

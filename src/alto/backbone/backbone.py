@@ -91,18 +91,25 @@ class Backbone:
         """What its parameters and buffers take of this device; of a sharded one this rank's parts."""
         return held_bytes(self.model)
 
-    def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
+    def hidden_states(
+        self,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
+        sequence_lengths: Sequence[int],
+        sequence_prefixes: Sequence[int] | None = None,
+    ) -> Tensor:
         """Final hidden states ``[T, H]`` of sequences laid end to end.
 
         Args:
-            position_ids_T: Positions, starting at 0 for every sequence.
+            position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
+            sequence_prefixes: Tokens of the sequence before it that each goes on behind; None where none does.
 
         Raises:
             UnsupportedModelError: See :meth:`check_length`.
         """
-        sequences = Sequences(sequence_lengths)
-        self.check_length(sequences.longest)
+        sequences = Sequences(sequence_lengths, sequence_prefixes)
+        self.check_length(sequences.longest_key)
         output = self.model.base_model(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],

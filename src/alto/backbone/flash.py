@@ -4,7 +4,8 @@ They come with PyTorch (``torch.nn.attention.varlen``) and with the package ``fl
 
 Every query and key is read from its own sequence alone, and tokens past a sequence's end are cleared, so a NaN stays
 in its sequence. FlashAttention 3 and 4 do not hold that (they load whole blocks, and zero weight times the NaN of the
-sequence behind is NaN), so they are not used.
+sequence behind is NaN), so they are not used. Where a sequence has fewer queries than keys, because what comes before
+it is shared, its last query sees all keys: so it is in version 2.1 and later.
 
 Bits: the backward pass is asked to be deterministic, as its gradient of the queries is otherwise summed by atomics in
 the order of their arrival. Where a pass has fewer sequences times heads than the GPU has multiprocessors, it sums that
@@ -103,15 +104,14 @@ def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        offsets, longest = sequences.offsets(q_THD.device), sequences.longest
         output: Tensor = function(
             q_THD,
-            k_TGD,
-            v_TGD,
-            offsets,
-            offsets,
-            longest,
-            longest,
+            sequences.with_prefixes(k_TGD),
+            sequences.with_prefixes(v_TGD),
+            sequences.offsets(q_THD.device),
+            sequences.key_offsets(q_THD.device),
+            sequences.longest,
+            sequences.longest_key,
             softmax_scale=scale,
             causal=True,
             window_size=_window_size(window),
@@ -144,6 +144,7 @@ def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> F
         softcap: float | None,
     ) -> Tensor:
         assert softcap is None
+        k_TGD, v_TGD = sequences.with_prefixes(k_TGD), sequences.with_prefixes(v_TGD)
         output: Tensor = _TorchVarlen.apply(
             q_THD, k_TGD, v_TGD, sequences, {"scale": scale, "window_size": _window_size(window)}, forward, backward
         )
@@ -170,7 +171,13 @@ class _TorchVarlen(torch.autograd.Function):
         forward: Callable[..., Any],
         backward: Callable[..., Any],
     ) -> Tensor:
-        lengths = (*(2 * [sequences.offsets(q_THD.device)]), *(2 * [sequences.longest]))
+        device = q_THD.device
+        lengths = (
+            sequences.offsets(device),
+            sequences.key_offsets(device),
+            sequences.longest,
+            sequences.longest_key,
+        )
         output: Tensor
         output, normaliser = forward(q_THD, k_TGD, v_TGD, *lengths, return_aux=AuxRequest(lse=True), **settings)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, output, normaliser)

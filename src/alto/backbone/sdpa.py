@@ -28,14 +28,17 @@ def sdpa_attention(
 ) -> Tensor:
     """See :func:`alto.backbone.attention.varlen_attention`; every dtype and head size."""
     grouped = q_THD.shape[1] != k_TGD.shape[1]
+    queries = q_THD.split(sequences.lengths)
+    keys, values = (sequences.with_prefixes(x_TGD).split(sequences.key_lengths) for x_TGD in (k_TGD, v_TGD))
     outputs = []
-    for parts in zip(*(x.split(sequences.lengths) for x in (q_THD, k_TGD, v_TGD)), strict=True):
+    for parts in zip(queries, keys, values, strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
-        length = q.shape[2]
+        length, seen = q.shape[2], k.shape[2]
         if softcap is not None:
-            output = _softcapped(q, k, v, _mask(length, window or length, q.device), scale, softcap)
+            output = _softcapped(q, k, v, _mask(length, seen, window or seen, q.device), scale, softcap)
         else:
-            mask = _mask(length, window, q.device) if window is not None and length > window else None
+            is_plain = length == seen and (window is None or seen <= window)
+            mask = None if is_plain else _mask(length, seen, window or seen, q.device)
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
@@ -52,8 +55,9 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sof
     return weights.to(q.dtype) @ v
 
 
-def _mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Which tokens (columns) each token (row) sees: itself and those up to ``window - 1`` back."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
+def _mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+    """Which of ``seen`` keys (columns) each of the last ``length`` tokens (rows) sees: itself and those up to
+    ``window - 1`` back."""
+    position = torch.arange(seen, device=device)
+    distance = position[seen - length :, None] - position[None, :]
     return (distance >= 0) & (distance < window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -14,22 +14,62 @@ __all__ = ["Sequences"]
 class Sequences:
     """Sequences laid end to end; made once per pass and read by every layer.
 
-    Attributes:
+    Args:
         lengths: Tokens of each sequence.
-        longest: The largest of them.
+        prefixes: Tokens of the sequence before it that each goes on behind, as if they were its own: two replies to one
+            prompt are a sequence of the prompt and the first, and one of the second behind that prompt. Only a sequence
+            without a prefix lends one. None where no sequence has any.
+
+    Attributes:
+        key_lengths: Tokens that the last token of each sequence sees: its prefix and itself.
+        longest: The largest of ``lengths``.
+        longest_key: The largest of ``key_lengths``.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int] | None = None) -> None:
         self.lengths = list(lengths)
-        self.longest = max(self.lengths)
-        self._offsets: dict[torch.device, Tensor] = {}
+        self._prefixes = list(prefixes) if prefixes is not None and any(prefixes) else None
+        self.key_lengths = (
+            [prefix + length for prefix, length in zip(self._prefixes, self.lengths, strict=True)]
+            if self._prefixes is not None
+            else self.lengths
+        )
+        self.longest, self.longest_key = max(self.lengths), max(self.key_lengths)
+        self._sent: dict[tuple[str, torch.device], Tensor] = {}
 
     def offsets(self, device: torch.device) -> Tensor:
-        """First token of each sequence and the end of the last, int32 on ``device``.
+        """First token of each sequence and the end of the last, int32 on ``device``."""
+        return self._send("offsets", device, torch.int32)
 
-        Sent when the first layer asks, from pinned memory, so that the host never waits for the device.
+    def key_offsets(self, device: torch.device) -> Tensor:
+        """The same of what :meth:`with_prefixes` gives."""
+        return self._send("offsets" if self._prefixes is None else "key_offsets", device, torch.int32)
+
+    def with_prefixes(self, x_TGD: Tensor) -> Tensor:
+        """Keys or values with those of each sequence's prefix laid before its own; they themselves where none has one.
+
+        Those of a prefix get the gradients of both sequences: of two numbers the sum has the same bits in any order.
         """
-        if device not in self._offsets:
-            offsets = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
-            self._offsets[device] = offsets.to(device, non_blocking=True)
-        return self._offsets[device]
+        if self._prefixes is None:
+            return x_TGD
+        return x_TGD.index_select(0, self._send("key_tokens", x_TGD.device, torch.int64))
+
+    def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Sent when the first layer asks, from pinned memory, so that the host never waits for the device."""
+        if (name, device) not in self._sent:
+            numbers = torch.tensor(list(getattr(self, f"_{name}")()), dtype=dtype, pin_memory=device.type == "cuda")
+            self._sent[name, device] = numbers.to(device, non_blocking=True)
+        return self._sent[name, device]
+
+    def _offsets(self) -> Iterator[int]:
+        return accumulate(self.lengths, initial=0)
+
+    def _key_offsets(self) -> Iterator[int]:
+        return accumulate(self.key_lengths, initial=0)
+
+    def _key_tokens(self) -> Iterator[int]:
+        assert self._prefixes is not None
+        starts = list(self._offsets())
+        for index, (prefix, start) in enumerate(zip(self._prefixes, starts[:-1], strict=True)):
+            yield from range(starts[index - 1], starts[index - 1] + prefix)
+            yield from range(start, starts[index + 1])

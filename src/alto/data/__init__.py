@@ -1,8 +1,16 @@
 """From files to padding-free batches."""
 
 from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
-from alto.data.conversation import Conversation, Message
-from alto.data.encode import EncodedDataset, EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.conversation import Conversation, Message, Pair
+from alto.data.encode import (
+    EncodedDataset,
+    EncodedRow,
+    Span,
+    digest_of,
+    encode_conversation,
+    encode_dataset,
+    encode_prompt,
+)
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
 from alto.data.task_data import HeldoutRows, TaskData, TaskRows, read_heldout_rows, read_task_rows
@@ -15,10 +23,13 @@ __all__ = [
     "HeldoutRows",
     "JobRows",
     "Message",
+    "Pair",
+    "Span",
     "TaskData",
     "TaskRows",
     "TokenBatch",
     "collate",
+    "digest_of",
     "encode_conversation",
     "encode_dataset",
     "encode_prompt",

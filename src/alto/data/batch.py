@@ -1,6 +1,6 @@
 """Padding-free batches: the rows of many jobs end to end in one row of tokens.
 
-Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs of the batch.
+Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs of the batch, ``Q`` pairs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class JobRows:
     Attributes:
         slot: Where the job's adapter lies.
         first_token: Tokens of the job's batch that come before these rows: in other passes, or on other ranks.
-        num_trained: Trained tokens of the job's whole batch; None where ``rows`` are all of it.
+        weight: What the rows of the job's whole batch count for; None where ``rows`` are all of it.
     """
 
     slot: int
     rows: tuple[int, ...]
     first_token: int = 0
-    num_trained: int | None = None
+    weight: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,49 +38,63 @@ class TokenBatch:
 
     Attributes:
         slots: Slot of every job, ``J`` of them, in token order.
-        input_ids_T, position_ids_T: Token ids, and positions that start at 0 for every row.
-        sequence_lengths: Tokens of every row.
+        input_ids_T, position_ids_T: Token ids, and positions that start at 0 for every sequence.
+        sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
+        sequence_prefixes: Tokens of the sequence before it that each goes on behind: 0, or the prompt of a pair.
         job_tokens: Tokens of every job.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
         loss_targets_S: What they have to predict.
-        job_targets: How many of the ``S`` positions are each job's.
-        job_trained: How many the job's whole batch has, whose rows may be spread over passes.
+        sequence_targets: How many of the ``S`` positions are each sequence's.
+        job_targets: How many are each job's.
+        job_rows: Rows of every job.
+        job_weights: What the rows of the job's whole batch count for, which may be spread over passes: its trained
+            tokens, or its pairs.
         job_first_tokens: How many tokens of it come before these.
+        references_Q2: Of every pair, what the frozen base gives the chosen and the rejected reply, float64 nats; None
+            where nobody has asked it.
     """
 
     slots: tuple[int, ...]
     input_ids_T: Tensor
     position_ids_T: Tensor
     sequence_lengths: tuple[int, ...]
+    sequence_prefixes: tuple[int, ...]
     job_tokens: tuple[int, ...]
     loss_positions_S: Tensor
     loss_targets_S: Tensor
+    sequence_targets: tuple[int, ...]
     job_targets: tuple[int, ...]
-    job_trained: tuple[int, ...]
+    job_rows: tuple[int, ...]
+    job_weights: tuple[int, ...]
     job_first_tokens: tuple[int, ...]
+    references_Q2: Tensor | None = None
 
 
 def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
     """Lay the rows of ``jobs`` end to end."""
     rows = [row for job in jobs for row in job.rows]
-    lengths = [dataset.input_ids[row].numel() for row in rows]
+    spans = [span for row in rows for span in dataset.spans[row]]
+    lengths = [span.length for span in spans]
     targets_T = torch.cat([dataset.targets[row] for row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
-    job_tokens = tuple(_num_tokens(dataset, job.rows) for job in jobs)
-    counts = [sum(dataset.num_trained[row] for row in job.rows) for job in jobs]
+    references = dataset.references
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
         input_ids_T=_send(torch.cat([dataset.input_ids[row] for row in rows]), device),
-        position_ids_T=_send(torch.cat([torch.arange(length) for length in lengths]), device),
+        position_ids_T=_send(
+            torch.cat([torch.arange(span.prefix, span.prefix + span.length) for span in spans]), device
+        ),
         sequence_lengths=tuple(lengths),
-        job_tokens=job_tokens,
+        sequence_prefixes=tuple(span.prefix for span in spans),
+        job_tokens=tuple(_num_tokens(dataset, job.rows) for job in jobs),
         loss_positions_S=_send(loss_positions_S, device),
         loss_targets_S=_send(targets_T[loss_positions_S], device),
-        job_targets=tuple(counts),
-        job_trained=tuple(
-            count if job.num_trained is None else job.num_trained for job, count in zip(jobs, counts, strict=True)
-        ),
+        sequence_targets=tuple(int((part >= 0).sum()) for part in targets_T.split(lengths)),
+        job_targets=tuple(sum(dataset.num_trained[row] for row in job.rows) for job in jobs),
+        job_rows=tuple(len(job.rows) for job in jobs),
+        job_weights=tuple(_weight(dataset, job) for job in jobs),
         job_first_tokens=tuple(job.first_token for job in jobs),
+        references_Q2=None if references is None else _send(references[list(rows)], device),
     )
 
 
@@ -93,11 +107,14 @@ def idle_batch(device: torch.device | str = "cpu") -> TokenBatch:
         input_ids_T=_send(token, device),
         position_ids_T=_send(token, device),
         sequence_lengths=(1,),
+        sequence_prefixes=(0,),
         job_tokens=(),
         loss_positions_S=_send(token, device),
         loss_targets_S=_send(token, device),
+        sequence_targets=(1,),
         job_targets=(1,),
-        job_trained=(1,),
+        job_rows=(1,),
+        job_weights=(1,),
         job_first_tokens=(),
     )
 
@@ -149,11 +166,14 @@ def split_into_passes(
 
 
 def _single_rows(dataset: EncodedDataset, job: JobRows) -> Iterator[JobRows]:
-    num_trained = sum(dataset.num_trained[row] for row in job.rows) if job.num_trained is None else job.num_trained
-    first_token = job.first_token
+    weight, first_token = _weight(dataset, job), job.first_token
     for row in job.rows:
-        yield JobRows(job.slot, (row,), first_token, num_trained)
+        yield JobRows(job.slot, (row,), first_token, weight)
         first_token += _num_tokens(dataset, (row,))
+
+
+def _weight(dataset: EncodedDataset, job: JobRows) -> int:
+    return sum(dataset.weights[row] for row in job.rows) if job.weight is None else job.weight
 
 
 def _num_tokens(dataset: EncodedDataset, rows: Sequence[int]) -> int:

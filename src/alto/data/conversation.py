@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Conversation", "Message"]
+__all__ = ["Conversation", "Message", "Pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +27,11 @@ class Message:
 
 Conversation = tuple[Message, ...]
 """Turns in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two talks that begin alike, of which the first ends better."""
+
+    chosen: Conversation
+    rejected: Conversation

@@ -9,7 +9,9 @@ form                          columns (optional ones in brackets)
                               text or a list of messages; [``system``]
 ``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
 ``text``                      ``text``; only where no other form fits
-``preference``                ``chosen``, ``rejected``; [``prompt``]; recognised, and refused
+``preference``                ``chosen`` and ``rejected``, each a text or a list of messages, and ``prompt``, which
+                              lists of messages may hold themselves; [``system``]
+``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ============================  ================================================================================
 """
 
@@ -20,11 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import Conversation, Message
+from alto.data.conversation import Conversation, Message, Pair
 from alto.data.rows import RawRow, listed, quoted
 from alto.errors import DataFormatError
 
-__all__ = ["Layout", "find_layout", "to_conversation"]
+__all__ = ["PAIR_FORMS", "Layout", "find_layout", "to_conversation", "to_pair"]
+
+PAIR_FORMS = ("preference", "openai_preference")
+"""Forms of preference pairs."""
 
 _Columns = tuple[tuple[str, str], ...]
 
@@ -37,6 +42,14 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("alpaca", (("instruction", "instruction"), ("output", "output"))),
     ("text", (("text", "text"),)),
     ("preference", (("chosen", "chosen"), ("rejected", "rejected"))),
+    (
+        "openai_preference",
+        (
+            ("input", "input"),
+            ("preferred_output", "preferred_output"),
+            ("non_preferred_output", "non_preferred_output"),
+        ),
+    ),
 )
 """Every way to write a form: its roles, and the columns that play them where the task does not say otherwise."""
 
@@ -45,7 +58,8 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "prompt_completion": ("system",),
     "alpaca": ("input", "system", "history"),
     "text": (),
-    "preference": ("prompt",),
+    "preference": ("prompt", "system"),
+    "openai_preference": (),
 }
 
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
@@ -75,7 +89,7 @@ def find_layout(rows: Sequence[RawRow], form: str, columns: Mapping[str, str]) -
         columns: Roles to columns, where they are not the usual ones.
 
     Raises:
-        DataFormatError: No layout fits a row, rows need different ones, several fit all, or the rows are preferences.
+        DataFormatError: No layout fits a row, rows need different ones, or several fit all.
     """
     candidates = _candidates(form, columns)
     if not candidates:
@@ -115,10 +129,24 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     Raises:
         DataFormatError: A column does not hold what the form says; names file and line.
     """
-    turns = _CONVERTERS[layout.form](_Fields(row, layout))
-    system = layout.column("system")
-    if system is not None and turns[0].role != "system":
-        text = _Fields(row, layout).text("system", optional=True)
+    fields = _Fields(row, layout)
+    return _with_system(_CONVERTERS[layout.form](fields), fields)
+
+
+def to_pair(row: RawRow, layout: Layout) -> Pair:
+    """The two talks of one row; what both begin with is context, whoever says it.
+
+    Raises:
+        DataFormatError: A column does not hold what the form says; names file and line.
+    """
+    fields = _Fields(row, layout)
+    chosen, rejected = (_with_system(turns, fields) for turns in _PAIR_CONVERTERS[layout.form](fields))
+    return Pair(chosen=chosen, rejected=rejected)
+
+
+def _with_system(turns: list[Message], fields: _Fields) -> Conversation:
+    if fields.layout.column("system") is not None and turns[0].role != "system":
+        text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
     return tuple(turns)
 
@@ -152,13 +180,6 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
 def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str, columns: Mapping[str, str]) -> Layout:
     """``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
     optional = [(role, columns.get(role, role)) for role in _OPTIONAL[layout.form]]
-    if layout.form == "preference":
-        chosen = layout.column("chosen")
-        raise DataFormatError(
-            f"{rows[0].where}: expected rows for supervised fine-tuning, found preference pairs "
-            f"({listed(sorted(seen))}); learning from pairs (method dpo) is not there yet; to train on the chosen "
-            f"replies, write columns: {{completion: {chosen}}}, or {{messages: {chosen}}} where there is no prompt"
-        )
     name = layout.form
     if name == "messages":
         name = form if form != "auto" else _shape(rows, dict(layout.columns)["messages"])
@@ -223,8 +244,12 @@ class _Fields:
 
     def turns(self, role: str, *, is_sharegpt: bool = False) -> list[Message]:
         """A list of messages."""
-        value, column = self.get(role), quoted(self.layout.column(role))[1:-1]
+        return self.listed_turns(self.get(role), role, is_sharegpt=is_sharegpt)
+
+    def listed_turns(self, value: object, role: str, *, is_sharegpt: bool = False) -> list[Message]:
+        """``value``, which was found in the column of ``role``, as a list of messages."""
         if not isinstance(value, list) or not value:
+            column = quoted(self.layout.column(role))[1:-1]
             raise self.wrong(f"{column} to be a list with at least one message", value)
         return [self._turn(message, is_sharegpt=is_sharegpt) for message in value]
 
@@ -253,13 +278,36 @@ def _messages(fields: _Fields) -> list[Message]:
 def _prompt_completion(fields: _Fields) -> list[Message]:
     """Only the completion is trained, as in TRL: what the assistant says in a prompt of messages is context."""
     prompt = _turns_or_text(fields, "prompt", "user")
-    completion = _turns_or_text(fields, "completion", "assistant")
-    if [(turn.role, turn.content) for turn in completion[: len(prompt)]] == [(t.role, t.content) for t in prompt]:
-        completion = completion[len(prompt) :]  # a completion that repeats the prompt, as chosen replies often do
-    if not any(turn.role == "assistant" for turn in completion):
-        column = str(fields.layout.column("completion"))
-        raise fields.wrong(f"{quoted(column)[1:-1]} to hold an assistant message", fields.get("completion"))
-    return [*(replace(turn, is_context=turn.role == "assistant") for turn in prompt), *completion]
+    return _behind(prompt, _turns_or_text(fields, "completion", "assistant"), fields, "completion")
+
+
+def _preference(fields: _Fields) -> tuple[list[Message], list[Message]]:
+    prompt = _turns_or_text(fields, "prompt", "user") if fields.layout.column("prompt") is not None else []
+    if not prompt and not isinstance(fields.get("chosen"), list):
+        raise fields.wrong("a prompt beside a chosen reply that is a text", list(fields.row.values))
+    chosen, rejected = (_turns_or_text(fields, role, "assistant") for role in ("chosen", "rejected"))
+    if not prompt:
+        while len(prompt) < min(len(chosen), len(rejected)) - 1 and chosen[len(prompt)] == rejected[len(prompt)]:
+            prompt.append(chosen[len(prompt)])
+    return _behind(prompt, chosen, fields, "chosen"), _behind(prompt, rejected, fields, "rejected")
+
+
+def _openai_preference(fields: _Fields) -> tuple[list[Message], list[Message]]:
+    given = fields.get("input")
+    messages = given.get("messages") if isinstance(given, Mapping) else given
+    prompt = fields.listed_turns(messages, "input")
+    replies = [(role, fields.turns(role)) for role in ("preferred_output", "non_preferred_output")]
+    chosen, rejected = (_behind(prompt, reply, fields, role) for role, reply in replies)
+    return chosen, rejected
+
+
+def _behind(prompt: Sequence[Message], reply: list[Message], fields: _Fields, role: str) -> list[Message]:
+    """``prompt``, of which nothing is trained, and ``reply`` behind it, which may repeat it."""
+    if [(turn.role, turn.content) for turn in reply[: len(prompt)]] == [(turn.role, turn.content) for turn in prompt]:
+        reply = reply[len(prompt) :]
+    if not any(turn.role == "assistant" for turn in reply):
+        raise fields.wrong(f"{quoted(fields.layout.column(role))[1:-1]} to hold an assistant message", fields.get(role))
+    return [*(replace(turn, is_context=turn.role == "assistant") for turn in prompt), *reply]
 
 
 def _turns_or_text(fields: _Fields, role: str, speaker: str) -> list[Message]:
@@ -293,4 +341,9 @@ _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
+}
+
+_PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], tuple[list[Message], list[Message]]]] = {
+    "preference": _preference,
+    "openai_preference": _openai_preference,
 }

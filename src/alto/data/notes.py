@@ -19,17 +19,17 @@ MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
 
 
-def reading_notes(train: Sequence[Conversation], validation: Sequence[Conversation], num_shared: int) -> list[str]:
-    """On the rows as they were read."""
+def reading_notes(train: Sequence[Conversation], num_validation: int, num_shared: int) -> list[str]:
+    """On the rows as they were read; ``train`` has both talks of a pair."""
     notes = []
     if num_shared:
         notes.append(
-            f"{_rows(num_shared, 'validation')} of {len(validation)} also in the training data: the validation loss "
+            f"{_rows(num_shared, 'validation')} of {num_validation} also in the training data: the validation loss "
             "looks better than it is, and overfitting is seen late."
         )
-    if len(validation) < FEW_ROWS:
+    if num_validation < FEW_ROWS:
         notes.append(
-            f"The validation data is only {_rows(len(validation))}: configurations are ranked by little more than "
+            f"The validation data is only {_rows(num_validation)}: configurations are ranked by little more than "
             "chance; raise validation_split or name a validation_dataset."
         )
     num_empty = sum(any(turn.is_trained and not turn.content.strip() for turn in row) for row in train)
@@ -83,7 +83,9 @@ def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[
         notes.append(
             f"{_rows(dataset.num_truncated, what)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
         )
-    num_cut_off = dataset.num_skipped - dataset.num_masked
+    if dataset.num_alike:
+        notes.append(f"{_rows(dataset.num_alike, what)} of {total} left out: chosen and rejected are the same.")
+    num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
     if num_cut_off:
         notes.append(
             f"{_rows(num_cut_off, what)} of {total} left out: no trained token within max_length {max_length}."

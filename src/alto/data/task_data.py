@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from alto.data.conversation import Conversation
-from alto.data.encode import EncodedDataset, encode_dataset
-from alto.data.formats import Layout, find_layout, to_conversation
+from alto.data.conversation import Conversation, Pair
+from alto.data.encode import EncodedDataset, encode_dataset, encode_pairs
+from alto.data.formats import PAIR_FORMS, Layout, find_layout, to_conversation, to_pair
 from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes
 from alto.data.rows import RawRow
 from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
+from alto.errors import DataFormatError
 from alto.spec import Task
 
 __all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskData", "TaskRows", "read_heldout_rows", "read_task_rows"]
+
+Row: TypeAlias = Conversation | Pair
 
 DEFAULT_VALIDATION_SHARE = 0.1
 """Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
@@ -48,6 +51,7 @@ class TaskData:
                 ("skipped_rows", split.num_skipped),
                 ("masked_rows", split.num_masked),
                 ("unrolled_rows", split.num_unrolled),
+                ("alike_rows", split.num_alike),
             )
         }
         return {**counts, "shared_rows": self.num_shared}
@@ -62,8 +66,8 @@ class TaskRows:
         max_length: Tokens at which a row is cut.
     """
 
-    train: list[Conversation]
-    validation: list[Conversation]
+    train: list[Row]
+    validation: list[Row]
     layout: Layout
     max_length: int
 
@@ -73,9 +77,9 @@ class TaskRows:
         Raises:
             DataError: See :func:`encode_dataset`; or the tokenizer leaves replies without an end.
         """
-        about_tokenizer = tokenizer_notes(tokenizer, self.train)
-        train = encode_dataset(self.train, tokenizer, self.max_length, "training")
-        validation = encode_dataset(self.validation, tokenizer, self.max_length, "validation")
+        about_tokenizer = tokenizer_notes(tokenizer, talks(self.train))
+        train = encode_rows(self.train, tokenizer, self.max_length, "training")
+        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation")
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         return TaskData(
@@ -83,7 +87,7 @@ class TaskRows:
             validation=validation,
             num_shared=num_shared,
             notes=(
-                *reading_notes(self.train, self.validation, num_shared),
+                *reading_notes(talks(self.train), len(self.validation), num_shared),
                 *about_tokenizer,
                 *encoding_notes(train, "training", self.max_length),
                 *encoding_notes(validation, "validation", self.max_length),
@@ -96,7 +100,7 @@ class HeldoutRows:
     """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut."""
 
     name: str
-    conversations: Sequence[Conversation]
+    rows: Sequence[Row]
     max_length: int
 
 
@@ -108,15 +112,16 @@ def read_task_rows(task: Task) -> TaskRows:
     """
     source = open_source(task.dataset, "dataset", task)
     rows = sample_rows(source.train, task.max_samples, task.data_seed)
-    train, layout = _conversations(rows, source.form, task)
+    train, layout = _converted(rows, source.form, task)
     if task.validation_dataset is not None:
         other = open_source(task.validation_dataset, "validation_dataset", task)
         own = other.train if other.validation is None else other.validation
-        validation = _conversations(own, other.form, task)[0]
+        validation = _converted(own, other.form, task)[0]
     elif source.validation is not None and task.validation_split is None:
-        validation = _conversations(source.validation, source.form, task)[0]
+        validation = _converted(source.validation, source.form, task)[0]
     else:
         train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
+    _check_kind(task.method, layout)
     return TaskRows(train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length)
 
 
@@ -133,17 +138,51 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     name = dataset or task.dataset
     source = open_source(name, "dataset", task)
     if source.test is not None:
-        name, conversations = f"{name} (test split)", _conversations(source.test, source.form, task)[0]
+        name, rows = f"{name} (test split)", _converted(source.test, source.form, task)[0]
     elif dataset is None:
-        name, conversations = f"{name} (validation rows)", read_task_rows(task).validation
+        name, rows = f"{name} (validation rows)", read_task_rows(task).validation
     else:
-        conversations = _conversations(source.train, source.form, task)[0]
-    return HeldoutRows(name=name, conversations=conversations, max_length=task.max_length or source.max_length)
+        rows = _converted(source.train, source.form, task)[0]
+    return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
 
 
-def _conversations(rows: Sequence[RawRow], known_form: str, task: Task) -> tuple[list[Conversation], Layout]:
+def _check_kind(method: str, layout: Layout) -> None:
+    """Say before a model is loaded what the method's objective would say after; of a method of the user's own it alone
+    knows what it learns from."""
+    is_paired = layout.form in PAIR_FORMS
+    if method == "sft" and is_paired:
+        chosen = layout.column("chosen") or layout.column("preferred_output")
+        raise DataFormatError(
+            f"dataset: expected rows for supervised fine-tuning, found preference pairs ({layout}); to learn from the "
+            f"pairs, write method: dpo; to train on the chosen replies, write columns: {{completion: {chosen}}}, or "
+            f"{{messages: {chosen}}} where there is no prompt"
+        )
+    if method in ("dpo", "orpo") and not is_paired:
+        raise DataFormatError(
+            f"dataset: expected preference pairs for method {method} (columns prompt, chosen and rejected), found rows "
+            f"with one reply ({layout}); write method: sft, or say with columns which one holds what: "
+            "{prompt: …, chosen: …, rejected: …}"
+        )
+
+
+def talks(rows: Sequence[Row]) -> list[Conversation]:
+    """All talks of ``rows``; a pair is two."""
+    return [talk for row in rows for talk in ((row.chosen, row.rejected) if isinstance(row, Pair) else (row,))]
+
+
+def encode_rows(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
+    """Tokenise rows of either kind; see :func:`encode_dataset` and :func:`encode_pairs`."""
+    pairs = [row for row in rows if isinstance(row, Pair)]
+    if pairs:
+        assert len(pairs) == len(rows), "all rows have one layout"
+        return encode_pairs(pairs, tokenizer, max_length, what)
+    return encode_dataset([row for row in rows if not isinstance(row, Pair)], tokenizer, max_length, what)
+
+
+def _converted(rows: Sequence[RawRow], known_form: str, task: Task) -> tuple[list[Row], Layout]:
     """Rows in the task's form; where it leaves that open, in the form that is known of the dataset."""
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
     listed = list(rows)
     layout = find_layout(listed, form, task.columns)
-    return [to_conversation(row, layout) for row in listed], layout
+    convert = to_pair if layout.form in PAIR_FORMS else to_conversation
+    return [convert(row, layout) for row in listed], layout

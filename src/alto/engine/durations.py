@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from alto.cluster import Cluster
-from alto.executor.profiling import cache, weights_of
+from alto.executor import cache
 from alto.spec import Task
 
 __all__ = ["known_duration_s", "remember_duration_s"]
@@ -37,7 +37,7 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
     return {
         "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},
         "files": [_state_of(Path(path).expanduser()) for path in files],
-        "weights": weights_of(task.model),
+        "weights": cache.weights_of(task.model),
         "nodes": [len(node.gpus) for node in cluster.nodes],
         "has_gpus": cluster.has_gpus,
         "ranks": num_ranks,

@@ -20,6 +20,7 @@ from alto.errors import AltoError, DeviceMemoryError
 from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
+from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
 from alto.spec import Task, load_task
@@ -79,6 +80,9 @@ class TaskRunner:
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
         data = rows.encode(backbone.tokenizer)
+        objective = find_objective(task.method)
+        for split in (data.train, data.validation):
+            objective.check(split, [job.config for job in task.jobs])
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
             trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks)

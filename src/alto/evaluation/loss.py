@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, collate, split_into_passes
 from alto.errors import NoResultError
-from alto.objectives import sft_sums
+from alto.objectives import find_objective, pass_terms
 
 __all__ = ["heldout_loss", "padding_free"]
 
@@ -44,9 +44,9 @@ def heldout_loss(
     Raises:
         NoResultError: The loss is not a finite number.
     """
-    rows, total = JobRows(0, tuple(range(len(dataset)))), 0.0
+    objective, rows, total = find_objective("sft"), JobRows(0, tuple(range(len(dataset)))), 0.0
     for jobs in split_into_passes(dataset, [rows], max_tokens_per_pass, split_jobs=True):
-        total += float(sft_sums(backbone, collate(dataset, jobs, backbone.device)))
+        total += float(pass_terms(objective, backbone, collate(dataset, jobs, backbone.device)).sums_J)
         on_done(sum(len(job.rows) for job in jobs))
     loss = total / dataset.num_trained_tokens
     if not math.isfinite(loss):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from alto.backbone import load_network, load_tokenizer
-from alto.data import EncodedDataset, HeldoutRows, encode_dataset
+from alto.data import EncodedDataset, HeldoutRows, Pair, encode_dataset
 from alto.errors import DataError
 from alto.evaluation.adapter import SavedAdapter, in_effect
 from alto.evaluation.answers import has_final_answers
@@ -62,7 +62,7 @@ def measure(
         ModelError: The base model cannot be used, or the adapter does not fit it.
         NoResultError: The loss is not finite.
     """
-    conversations = list(rows.conversations[: settings.limit])
+    conversations = [row for row in rows.rows[: settings.limit] if not isinstance(row, Pair)]
     if not conversations:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     wants_loss = settings.metric != "exact_match"

@@ -10,11 +10,12 @@ from alto.executor.job_run import JobRun
 from alto.spec import Job, JobConfig
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.method import method_defaults
 
 __all__ = ["clone_job", "describe_changes"]
 
 
-def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobRun], *, warm: bool) -> Job:
+def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobRun], *, warm: bool, method: str) -> Job:
     """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys).
 
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
@@ -29,7 +30,8 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobRun
         values["lora_alpha"] *= changes["r"] / values["r"]
     if "num_train_epochs" in changes:
         values["max_steps"] = None
-    config = JobConfig(**(values | changes))
+    values |= changes
+    config = JobConfig(**(values | method_defaults(method, values)))
     twin = next((run.id for run in others if run.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(

@@ -98,7 +98,8 @@ class Control:
         return f"{run.id} goes on after {run.step} of {run.total_steps} steps"
 
     def _clone(self, origin: JobRun, command: Command) -> str:
-        job = clone_job(origin.job, command.changes, self._state.runs.values(), warm=command.warm)
+        others, method = self._state.runs.values(), self._state.task.method
+        job = clone_job(origin.job, command.changes, others, warm=command.warm, method=method)
         clone = self._state.plan_clone(job)
         if command.warm:
             self._check_warm_start(origin, clone)

@@ -15,6 +15,7 @@ from alto.executor.memory_errors import RowTooLargeError, is_out_of_memory
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
+from alto.executor.trainer import Evaluated
 from alto.records import ExitReason, TaskPlan
 from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
@@ -157,9 +158,9 @@ class Executor:
 
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
         race = self._state.race
-        runs, losses = self._evaluated(runs)
-        for run, loss in zip(runs, losses, strict=True):
-            decision = race.observe(run.id, run.step, loss)
+        runs, found = self._evaluated(runs)
+        for run, worth in zip(runs, found, strict=True):
+            decision = race.observe(run.id, run.step, worth.loss)
             best = race.best(run.id)
             is_best = best is not None and best.step == run.step
             if is_best:
@@ -171,14 +172,15 @@ class Executor:
                 step=run.step,
                 total_steps=run.total_steps,
                 train_ema=race.history(run.id)[-1].train_ema,
-                validation_loss=loss,
+                validation_loss=worth.loss,
+                **({"metrics": dict(worth.metrics)} if worth.metrics else {}),
                 is_best=is_best,
             )
             if not race.is_training(run.id):
                 self._state.end(run, decision)
 
-    def _evaluated(self, runs: Sequence[JobRun]) -> tuple[Sequence[JobRun], Sequence[float]]:
-        """Validation losses, of those who can be evaluated; the others end."""
+    def _evaluated(self, runs: Sequence[JobRun]) -> tuple[Sequence[JobRun], Sequence[Evaluated]]:
+        """What they are worth, of those who can be evaluated; the others end."""
         while runs:
             try:
                 return runs, self._state.roster.trainer.evaluate(runs)

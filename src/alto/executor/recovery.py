@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.data import TaskData
+from alto.data import TaskData, digest_of
 from alto.errors import RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
 from alto.runs import Event, RunDir, cut_journal, read_intact_events, replace_file, writing
@@ -100,13 +99,7 @@ def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
 
 def data_fingerprint(data: TaskData) -> str:
     """A digest of every token and every target of a task's data."""
-    digest = hashlib.sha256()
-    for split in (data.train, data.validation):
-        for rows in (split.input_ids, split.targets):
-            for row in rows:
-                digest.update(row.numel().to_bytes(8, "little"))
-                digest.update(row.numpy().tobytes())
-    return digest.hexdigest()
+    return digest_of(data.train, data.validation)
 
 
 def check_data(started: Event, data: TaskData) -> None:

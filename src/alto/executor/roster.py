@@ -27,6 +27,7 @@ from alto.lora import (
     read_adapter,
     write_adapter,
 )
+from alto.objectives import find_objective
 from alto.runs import RunDir
 from alto.spec import Task
 from alto.spec.job_config import OptimizerName
@@ -244,6 +245,7 @@ class Roster:
             num_slots=size.num_slots,
             max_tokens_per_pass=max_tokens,
             optims=size.optims,
+            objective=find_objective(self._task.method),
             adapter_dtype=self._task.adapter_dtype,
             on_memory_event=self._on_memory_event,
             ranks=self._ranks,

@@ -15,9 +15,12 @@ from alto.data import TaskData
 from alto.early_exit import Race, policy_from, race_of, rung_notes
 from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
+from alto.executor.passes import Passes
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
+from alto.executor.references import References, find_references
 from alto.executor.roster import Roster
+from alto.objectives import find_objective
 from alto.records import ExitDecision, ExitReason, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
@@ -62,19 +65,25 @@ class TaskRun:
         self._ranks = ranks
         self._run_dir = run_dir
         self._backbone = backbone
-        self._data = data
         self._planner = JobPlanner(task, backbone.model, len(data.train))
         self.runs = {run.id: run for run in [*runs, *self._clones(past)]}
         self.race = self._race_after(past)
         self._untold: list[MemoryEvent] = []
         self._has_begun = False
+        max_tokens = min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize)
+        self._references: References | None = None
+        if find_objective(task.method).asks_base:
+            passes = Passes(max_tokens, self._on_memory_event, can_retry=ranks.is_alone)
+            self._references = find_references(task, backbone, data, passes, ranks)
+            data, max_tokens = self._references.data, passes.max_tokens
+        self._data = data
         self.roster = Roster(
             task,
             self.runs.values(),
             backbone,
             data,
             run_dir=run_dir,
-            max_tokens_per_pass=min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize),
+            max_tokens_per_pass=max_tokens,
             on_memory_event=self._on_memory_event,
             ranks=ranks,
         )
@@ -97,6 +106,7 @@ class TaskRun:
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
             notes=[*past.notes, *self._data.notes, *self._rung_notes()],
+            **self._reference_facts(),
             max_slots=self.roster.num_slots,
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
             device=str(self._backbone.device),
@@ -343,6 +353,11 @@ class TaskRun:
         settings = self.task.early_exit
         total_steps = {job: run.total_steps for job, run in self.runs.items()}
         return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
+
+    def _reference_facts(self) -> dict[str, Any]:
+        if self._references is None:
+            return {}
+        return {"references": {"is_cached": self._references.is_cached, "duration_s": self._references.duration_s}}
 
     def _rung_notes(self) -> tuple[str, ...]:
         rungs = policy_from(self.task.early_exit).rungs

@@ -6,7 +6,8 @@ many passes as the rank that needs most: a pass gathers the base from all of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,12 +32,20 @@ from alto.lora import (
     find_shared_inputs,
     inject,
 )
-from alto.objectives import sft_losses, sft_sums
+from alto.objectives import Objective, find_objective, job_losses, pass_terms
 from alto.scheduler import RankSlots
 from alto.spec import AdapterDtype
 from alto.spec.job_config import OptimizerName
 
-__all__ = ["Trainer"]
+__all__ = ["Evaluated", "Trainer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What a job is worth on the validation split: its loss, and the metrics of its objective."""
+
+    loss: float
+    metrics: Mapping[str, float]
 
 
 class Trainer:
@@ -52,6 +61,7 @@ class Trainer:
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs, and
             between the rows of a job that is larger.
         optims: What its jobs are trained with.
+        objective: What they learn; None is ``sft``.
         adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
         on_memory_event: Is told whenever memory ran out.
         ranks: This process among those that train the task.
@@ -71,12 +81,14 @@ class Trainer:
         num_slots: int,
         max_tokens_per_pass: int,
         optims: Collection[OptimizerName],
+        objective: Objective | None = None,
         adapter_dtype: AdapterDtype = "float32",
         on_memory_event: OnMemoryEvent = lambda event: None,
         ranks: Ranks | None = None,
     ) -> None:
         self._backbone = backbone
         self._data = data
+        self._objective = objective or find_objective("sft")
         self._ranks = ranks or Ranks()
         self.slots = RankSlots(num_ranks=self._ranks.size, per_rank=num_slots)
         self.passes = Passes(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
@@ -150,11 +162,12 @@ class Trainer:
             with watching("forward"):
                 losses = torch.zeros(len(runs), device=self._backbone.device) if losses is None else losses
                 batch = self._collate(self._data.train, jobs)
+                configs = [here[place].config for place in batch.slots]
                 indices_J = upload([index_of[place] for place in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
             with self._context.use(schedule):
                 with watching("forward"):
-                    losses_J = sft_losses(self._backbone, batch)
+                    losses_J = job_losses(self._objective, self._backbone, batch, configs)
                 with watching("backward"):
                     losses_J.sum().backward()
                     if jobs:
@@ -220,8 +233,8 @@ class Trainer:
         return place is None or self.optimizer.steps[place] > run.step
 
     @torch.no_grad()
-    def evaluate(self, runs: Sequence[JobRun]) -> list[float]:
-        """Validation loss of every seated job in ``runs``: nats per trained token over the whole validation split.
+    def evaluate(self, runs: Sequence[JobRun]) -> list[Evaluated]:
+        """What every seated job in ``runs`` is worth on the whole validation split; the loss as in training.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -231,23 +244,31 @@ class Trainer:
         validation = self._data.validation
         rows = tuple(range(len(validation)))
         work, num_passes = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
-        sums = dict.fromkeys(here, 0.0)
+        names = self._objective.metrics
+        nothing = [0.0] * (1 + len(names))
+        sums = dict.fromkeys(here, nothing)
 
         def add_up(jobs: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(validation, jobs)
+                configs = [here[place].config for place in batch.slots]
                 with self._context.use(_schedule(batch, here, training=False)):
-                    sums_J = sft_sums(self._backbone, batch).tolist()
-            for place, total in zip(batch.slots, sums_J[: len(batch.slots)], strict=True):
-                sums[place] += total
+                    terms = pass_terms(self._objective, self._backbone, batch, configs)
+                metrics = [terms.metrics[name] for name in names] if jobs else []
+                found_J = torch.stack([terms.sums_J, *metrics], 1).tolist()
+            for place, found in zip(batch.slots, found_J[: len(batch.slots)], strict=True):
+                sums[place] = [total + part for total, part in zip(sums[place], found, strict=True)]
 
         def forget() -> None:
-            sums.update(dict.fromkeys(sums, 0.0))
+            sums.update(dict.fromkeys(sums, nothing))
 
         self.passes.run(validation, work, add_up, forget=forget, split_jobs=True, num_passes=num_passes)
-        places = map(self.place, runs)
-        totals = self._ranks.sum([0.0 if place is None else sums[place] for place in places])
-        return [total / validation.num_trained_tokens for total in totals]
+        found = [nothing if place is None else sums[place] for place in map(self.place, runs)]
+        totals = iter(self._ranks.sum([value for values in found for value in values]))
+        weight = sum(validation.weights)
+        return [
+            Evaluated(loss=next(totals) / weight, metrics={name: next(totals) / weight for name in names}) for _ in runs
+        ]
 
     def _here(self, runs: Sequence[JobRun]) -> dict[int, JobRun]:
         """Those of ``runs`` that lie in this rank's bank, by place."""

@@ -46,7 +46,9 @@ class JobConfig(SpecModel):
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
     sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
-    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several.
+    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``beta``,
+    ``loss_type`` and ``label_smoothing`` are None where the task's method has no such thing; a task fills in the
+    defaults of its method.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.
@@ -79,6 +81,13 @@ class JobConfig(SpecModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
+    beta: float | None = Field(
+        default=None, gt=0, description="DPO: how dearly leaving the base is paid; ORPO: weight of the odds"
+    )
+    loss_type: str | None = Field(default=None, min_length=1, description="form of a preference loss")
+    label_smoothing: float | None = Field(
+        default=None, ge=0, lt=0.5, description="DPO: share of pairs thought to be the wrong way round"
+    )
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**canonical_keys(values, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the job"))

@@ -29,6 +29,10 @@ JOB_ALIASES: Mapping[str, str] = {
     "lr_scheduler": "lr_scheduler_type",
     "gradient_clipping": "max_grad_norm",
     "optimizer": "optim",
+    "pref_beta": "beta",
+    "rl_beta": "beta",
+    "pref_loss": "loss_type",
+    "dpo_label_smoothing": "label_smoothing",
 }
 """Other spellings of a job's fields: the paper's, LLaMA-Factory's and Axolotl's."""
 
@@ -41,6 +45,7 @@ TASK_ALIASES: Mapping[str, str] = {
     "val_size": "validation_split",
     "val_set_size": "validation_split",
     "stage": "method",
+    "rl": "method",
     "cutoff_len": "max_length",
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
@@ -94,7 +99,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "task_type": "Every job trains a causal language model; remove the key.",
     "exclude_modules": "Name the modules to train in 'target_modules' instead.",
     "layers_to_transform": "Adapters are trained in every layer; remove the key.",
-    "beta": "It belongs to DPO, which is not there yet; remove the key.",
     "lr_scheduler_kwargs": "Schedules have no further settings; remove the key.",
     "gradient_accumulation_steps": (
         "'per_device_train_batch_size' is the whole batch of one step, however it is split; multiply the two."

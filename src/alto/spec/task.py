@@ -12,10 +12,11 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
-from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
+from alto.spec.method import check_method, method_defaults
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
@@ -25,12 +26,17 @@ __all__ = ["AdapterDtype", "Dtype", "Job", "RowFormName", "Task"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-RowFormName = Literal["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference"]
+RowFormName = Literal[
+    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference"
+]
 
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 """Experiment trackers that a task can report to."""
 
-_COLUMN_ROLES = ("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text")
+_COLUMN_ROLES = (
+    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
+)
 """What a column of a dataset can be to ALTO: the names on the left of ``columns``."""
 
 _MAX_NAME_CHARS = 100
@@ -66,6 +72,8 @@ class Task(SpecModel):
         validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset with
             validation rows of its own brings them, and any other gives a tenth of its rows.
         max_samples: Use only this many rows of the dataset.
+        method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
+            register others (:class:`alto.objectives.Objective`).
         data_seed: Decides the split and the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: Of tasks that wait, one of a lower priority never delays one of a higher.
@@ -94,7 +102,7 @@ class Task(SpecModel):
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
             too many of them.
         UnknownKeyError, ConflictingKeysError: A key nobody knows, a field given twice.
-        UnsupportedError: A method or PEFT option this version cannot honour.
+        UnsupportedError: A PEFT option this version cannot honour.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -113,7 +121,7 @@ class Task(SpecModel):
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
-    method: Literal["sft"] = Field(default="sft", description="what is learned from a row")
+    method: str = Field(default="sft", description="what is learned from a row")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
@@ -156,7 +164,7 @@ class Task(SpecModel):
         super().__init__(**given)
         JobConfig(**fixed)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
-        self._jobs = _expand(fixed, self.search_space, self.data_seed)
+        self._jobs = _expand(fixed, self.search_space, self.data_seed, self.method)
         _check_size(self)
 
     @field_validator("name")
@@ -215,12 +223,10 @@ class Task(SpecModel):
             )
         return tuple(names)
 
-    @field_validator("method", mode="before")
+    @field_validator("method")
     @classmethod
-    def _check_method(cls, method: object) -> object:
-        if method == "dpo":
-            raise UnsupportedError("method 'dpo' is not there yet: expected 'sft', found 'dpo'. Use 'sft' for now.")
-        return method
+    def _check_method(cls, method: str) -> str:
+        return check_method(method)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -358,14 +364,16 @@ def _check_size(task: Task) -> None:
         )
 
 
-def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int) -> tuple[Job, ...]:
+def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: str) -> tuple[Job, ...]:
     digits = max(3, len(str(len(space) - 1)))
     first_with: dict[JobConfig, str] = {}
     jobs = []
     for index, varied in enumerate(space.expand(seed)):
         job_id = f"job-{index:0{digits}d}"
         try:
-            config = JobConfig(**fixed, **varied)
+            config = JobConfig(**{**fixed, **varied, **method_defaults(method, {**fixed, **varied})})
+        except UnknownKeyError:
+            raise  # says itself what is wrong, and it is so with every job
         except SpecError as error:
             raise SpecError(f"In {job_id} ({_shown(varied)}): {error}") from None
         other = first_with.setdefault(config, job_id)

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from alto.backbone import Backbone, resolve_model
+from alto.backbone import Backbone
 from alto.errors import DeviceMemoryError, ProfileError
-from alto.executor.profiling import cache
+from alto.executor import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
 from alto.executor.profiling.sketch import RowLength
 from alto.executor.ranks import Ranks
@@ -24,7 +23,7 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
 
-__all__ = ["Profile", "find_profile", "profile_task", "weights_of"]
+__all__ = ["Profile", "find_profile", "profile_task"]
 
 CHILD_TIMEOUT_S = 1800.0
 
@@ -139,7 +138,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
-        "weights": weights_of(task.model),
+        "weights": cache.weights_of(task.model),
         "jobs": sorted(
             {
                 (
@@ -158,15 +157,6 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "ranks": num_ranks,
         "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
     }
-
-
-def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
-    folder = Path(resolve_model(model))
-    if not folder.is_dir():
-        return []
-    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors", ".bin"})
-    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
 
 
 def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:

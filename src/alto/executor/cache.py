@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Kind", "load", "save"]
+from alto.backbone import resolve_model
 
-Kind: TypeAlias = Literal["profiles", "durations"]
-"""Of what is kept, each in a folder of its own: profiles of steps, durations of tasks."""
+__all__ = ["Kind", "load", "save", "weights_of"]
+
+Kind: TypeAlias = Literal["profiles", "durations", "references"]
+"""Of what is kept, each in a folder of its own: profiles of steps, durations of tasks, what bases give replies."""
 
 
 def load(kind: Kind, key: Mapping[str, Any]) -> Any:
@@ -32,6 +34,15 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps({"key": key, "measured": measured}, indent=2), encoding="utf-8")
         draft.replace(file)
+
+
+def weights_of(model: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
+    folder = Path(resolve_model(model))
+    if not folder.is_dir():
+        return []
+    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors", ".bin"})
+    return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
 
 
 def _file(kind: Kind, key: Mapping[str, Any]) -> Path:

@@ -1,0 +1,111 @@
+"""What the frozen base gives every reply of the data: found once, shared by all jobs, and kept for later tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alto.backbone import Backbone
+from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, idle_batch, share_rows
+from alto.executor import cache
+from alto.executor.memory_errors import watching
+from alto.executor.passes import Passes
+from alto.executor.ranks import Ranks
+from alto.objectives import reference_log_probs
+from alto.spec import Task
+
+__all__ = ["References", "find_references"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """The data with them.
+
+    Attributes:
+        is_cached: An earlier task has found them.
+        duration_s: What it took now.
+    """
+
+    data: TaskData
+    is_cached: bool
+    duration_s: float
+
+
+def find_references(task: Task, backbone: Backbone, data: TaskData, passes: Passes, ranks: Ranks) -> References:
+    """Log-probabilities of every reply in ``data`` under ``backbone``, before any adapter is injected or outside of
+    their passes; each rank asks about its share of the rows.
+
+    Raises:
+        RowTooLargeError: A row does not fit into memory by itself.
+        DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+    """
+    began = time.perf_counter()
+    found = [_found(task, backbone, split, passes, ranks) for split in (data.train, data.validation)]
+    train, validation = (
+        replace(split, references=references)
+        for split, (references, _) in zip((data.train, data.validation), found, strict=True)
+    )
+    return References(
+        data=replace(data, train=train, validation=validation),
+        is_cached=all(is_cached for _, is_cached in found),
+        duration_s=time.perf_counter() - began,
+    )
+
+
+def _found(
+    task: Task, backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks
+) -> tuple[Tensor, bool]:
+    key = _key(task, backbone, dataset)
+    known = ranks.from_first(_known(key, len(dataset)) if ranks.is_first else None)
+    if known is not None:
+        return known, True
+    references = _asked(backbone, dataset, passes, ranks)
+    if ranks.is_first:
+        cache.save("references", key, references.tolist())
+    return references, False
+
+
+def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
+    try:
+        known = torch.tensor(cache.load("references", key), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):  # nothing, or nothing that could be it
+        return None
+    return known if known.shape == (num_rows, 2) else None
+
+
+@torch.no_grad()
+def _asked(backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks) -> Tensor:
+    everything = JobRows(0, tuple(range(len(dataset))))
+    shares = share_rows(dataset, everything, ranks.size)
+    work = [[] if share is None else [share] for share in shares]
+    num_passes = max(passes.count(dataset, rows, split_jobs=True) for rows in work)
+    found: dict[int, Sequence[float]] = {}
+
+    def ask(jobs: Sequence[JobRows]) -> None:
+        with watching("evaluation"):
+            batch = collate(dataset, jobs, backbone.device) if jobs else idle_batch(backbone.device)
+            log_probs = reference_log_probs(backbone, batch).tolist()
+        found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=False))
+
+    passes.run(dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_passes=num_passes)
+    numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0, 0.0))]
+    return torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
+
+
+def _key(task: Task, backbone: Backbone, dataset: EncodedDataset) -> dict[str, Any]:
+    """Everything that they depend on."""
+    return {
+        "model": backbone.path,
+        "commit": getattr(backbone.model.config, "_commit_hash", None),
+        "weights": cache.weights_of(task.model),
+        "dtype": str(backbone.dtype),
+        "load_in_4bit": task.load_in_4bit,
+        "load_in_8bit": task.load_in_8bit,
+        "device": backbone.device.type,
+        "data": digest_of(dataset),
+    }

@@ -1,0 +1,45 @@
+"""Odds-ratio preference optimisation (arXiv:2403.07691): learn the chosen reply, and make its odds exceed those of the
+rejected one. Needs no reference.
+
+Both terms are means over pairs of what a reply's tokens have on average, as in the paper; replies alone are learned,
+where TRL's trainer also learns the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from alto.data import EncodedDataset, TokenBatch
+from alto.objectives.base import Terms
+from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
+from alto.spec import JobConfig
+
+__all__ = ["Orpo"]
+
+
+class Orpo:
+    """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
+
+    metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "chosen_loss")
+    gains: tuple[str, ...] = PREFERENCE_GAINS
+    asks_base = False
+
+    def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
+        check_pairs(dataset, "orpo")
+
+    def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
+        pairs = Pairs.of(losses_S, batch)
+        log_p_Q2 = pairs.log_probs_Q2 / pairs.lengths_Q2
+        log_odds_Q2 = log_p_Q2 - torch.log1p(-torch.exp(log_p_Q2))
+        betas = [config.beta for config in configs if config.beta is not None]
+        beta_Q = pairs.of_jobs(betas)
+        odds_Q = -F.logsigmoid(log_odds_Q2[:, 0] - log_odds_Q2[:, 1])
+        rewards_Q2 = log_p_Q2.detach() * beta_Q[:, None]
+        return pairs.terms(
+            beta_Q * odds_Q - log_p_Q2[:, 0],
+            {**preference_metrics(rewards_Q2), "chosen_loss": -log_p_Q2[:, 0]},
+        )

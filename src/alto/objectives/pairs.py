@@ -1,0 +1,83 @@
+"""What objectives on preference pairs share.
+
+Shapes: ``Q`` pairs, ``J`` jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alto.data import EncodedDataset, TokenBatch
+from alto.errors import DataError
+from alto.objectives.base import Terms
+from alto.objectives.sums import run_sums, to_device
+
+__all__ = ["PREFERENCE_GAINS", "PREFERENCE_METRICS", "Pairs", "check_pairs", "preference_metrics"]
+
+PREFERENCE_GAINS = ("reward_accuracy", "reward_margin")
+PREFERENCE_METRICS = (*PREFERENCE_GAINS, "chosen_reward", "rejected_reward")
+"""What :func:`preference_metrics` gives; of the gains more is better."""
+
+
+def check_pairs(dataset: EncodedDataset, method: str) -> None:
+    """Make sure that ``dataset`` holds pairs.
+
+    Raises:
+        DataError: It does not.
+    """
+    if not dataset.is_paired:
+        raise DataError(
+            f"method {method}: expected preference pairs (columns prompt, chosen and rejected), found rows with one "
+            "reply; write method: sft, or name a dataset of pairs"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """The pairs of one pass.
+
+    Attributes:
+        log_probs_Q2: What the adapter gives the chosen and the rejected reply, float64 nats.
+        lengths_Q2: Trained tokens of both.
+        counts: Pairs of every job.
+    """
+
+    log_probs_Q2: Tensor
+    lengths_Q2: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, losses_S: Tensor, batch: TokenBatch) -> Pairs:
+        """The pairs of ``batch``, whose trained tokens have ``losses_S``."""
+        return cls(
+            log_probs_Q2=-run_sums(losses_S, batch.sequence_targets).view(-1, 2),
+            lengths_Q2=to_device(batch.sequence_targets, losses_S.device, torch.float64).view(-1, 2),
+            counts=batch.job_rows,
+        )
+
+    def of_jobs(self, values: Sequence[float]) -> Tensor:
+        """One value per job, said of each of its pairs: ``[Q]`` float64."""
+        repeated = [value for value, count in zip(values, self.counts, strict=True) for _ in range(count)]
+        return to_device(repeated, self.log_probs_Q2.device, torch.float64)
+
+    def terms(self, losses_Q: Tensor, metrics: Mapping[str, Tensor]) -> Terms:
+        """The sums of every job's pairs."""
+        return Terms(
+            sums_J=run_sums(losses_Q, self.counts),
+            metrics={name: run_sums(values_Q.detach(), self.counts) for name, values_Q in metrics.items()},
+        )
+
+
+def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
+    """How often, and by how much, the chosen reply earns more than the rejected one."""
+    chosen_Q, rejected_Q = rewards_Q2.detach().unbind(1)
+    return {
+        "reward_accuracy": (chosen_Q > rejected_Q).double(),
+        "reward_margin": chosen_Q - rejected_Q,
+        "chosen_reward": chosen_Q,
+        "rejected_reward": rejected_Q,
+    }

@@ -1,0 +1,50 @@
+"""One pass through base and objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from alto.backbone import Backbone
+from alto.data import TokenBatch
+from alto.objectives.base import Objective, Terms
+from alto.objectives.sums import run_sums, to_device
+from alto.spec import JobConfig
+
+__all__ = ["job_losses", "pass_terms", "reference_log_probs", "token_losses"]
+
+
+def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
+    """Cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
+    hidden_TH = backbone.hidden_states(
+        batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
+    )
+    return backbone.token_losses(hidden_TH.index_select(0, batch.loss_positions_S), batch.loss_targets_S)
+
+
+def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()) -> Terms:
+    """What ``batch`` adds to the loss of every job in it; of a batch that is nobody's, one number that counts nowhere.
+
+    Args:
+        configs: One per job.
+    """
+    losses_S = token_losses(backbone, batch)
+    if not batch.slots:
+        return Terms(sums_J=run_sums(losses_S, batch.job_targets))
+    return objective.terms(losses_S, batch, configs)
+
+
+def job_losses(
+    objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
+) -> Tensor:
+    """Loss of every job, ``[J]`` float32; of one whose batch is spread over passes, what this pass adds to it."""
+    sums_J = pass_terms(objective, backbone, batch, configs).sums_J
+    return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
+
+
+def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
+    """What ``backbone`` alone gives the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats; where a
+    batch is nobody's, numbers that are nobody's."""
+    sums = -run_sums(token_losses(backbone, batch), batch.sequence_targets)
+    return sums.view(-1, 2) if batch.slots else sums.expand(2)[None]
