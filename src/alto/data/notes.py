@@ -88,13 +88,13 @@ def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[
             f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
         )
     num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
-    reasons = (
+    reasons: tuple[tuple[int, str], ...] = (
         (num_cut_off, f"no trained token within max_length {max_length}"),
         (dataset.num_masked, "nothing in them is to be trained"),
     )
     if dataset.is_paired:
         reasons = (
-            (num_cut_off, f"nothing in which the replies differ within max_length {max_length}"),
+            (num_cut_off, f"no part in which the replies differ is within max_length {max_length}"),
             (dataset.num_masked, "a reply is empty, or only shown"),
             (dataset.num_alike, "chosen and rejected are the same"),
         )
