@@ -362,8 +362,8 @@ Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of
 token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
 
 **Pairs**, the last two forms, are for `method: dpo` and `orpo`, the others for `sft`; where a dataset has columns of
-both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` stands in the
-first of {", ".join(prompts)} that the dataset
+both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` stands in
+the first of {", ".join(prompts)} that the dataset
 has (an `input` goes below its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […]}}`. Nothing of a prompt is trained, and the talks part where the assistant
 answers. A pair is left out, and counted, where both replies are the same, where one is empty, and where `max_length`
