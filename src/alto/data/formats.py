@@ -181,12 +181,12 @@ def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Co
     """The optional columns of ``layout`` that the dataset has: those that are named, and the usual ones."""
     roles = _OPTIONAL[layout.form]
     free = seen.difference(columns.values())
-    usual: Mapping[str, str] = {role: role for role in roles if role in free}
+    usual: Mapping[str, str] = {role: role for role in roles}
     if layout.form == "preference":
-        prompt = next((way for way in _PROMPTS if free.issuperset(way.values())), {})
-        usual = {**({} if "prompt" in columns else prompt), "system": "system"}
-    found = {role: columns.get(role, usual.get(role)) for role in roles}
-    return tuple((role, column) for role, column in found.items() if column in seen)
+        ways = () if "prompt" in columns else _PROMPTS
+        usual = {"system": "system", **next((way for way in ways if free.issuperset(way.values())), {})}
+    found = {**{role: column for role, column in usual.items() if column in free}, **columns}
+    return tuple((role, found[role]) for role in roles if role in found)
 
 
 def _shape(rows: Sequence[RawRow], column: str) -> str:
