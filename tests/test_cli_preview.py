@@ -92,7 +92,7 @@ def test_a_pair_is_its_prompt_and_then_both_replies(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "form:        preference (chosen from chosen, rejected from rejected, prompt from prompt)\n" in done.stdout
     assert done.stdout.endswith(
-        "<|user|>0 plus 1?<|end|><|assistant|>\n--- chosen\n⟦It is 1.<|end|>⟧\n--- rejected\n⟦Who knows?<|end|>⟧\n"
+        "<|user|>1 plus 1?<|end|><|assistant|>\n--- chosen\n⟦It is 2.<|end|>⟧\n--- rejected\n⟦Who knows?<|end|>⟧\n"
     )
 
 

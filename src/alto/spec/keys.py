@@ -147,7 +147,7 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "finetuning_type": ("lora",),
     "fp16": (False,),
     "gradient_accumulation_steps": (1,),
-    "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
+    "label_smoothing_factor": (0,),
     "f_divergence_type": ("reverse_kl",),
     "packing": (False,),
     "peft_type": ("LORA",),
