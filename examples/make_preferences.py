@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=default_output, help="folder for the two files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=row_count, default=240, metavar="PAIRS")
-    parser.add_argument("--validation", type=row_count, default=60, metavar="PAIRS")
+    parser.add_argument("--validation", type=row_count, default=45, metavar="PAIRS")
     options = parser.parse_args(arguments)
     sizes = {"train": options.train, "validation": options.validation}
     try:
