@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
     "DataPreview",
@@ -29,6 +29,7 @@ __all__ = [
     "PreviewExample",
     "Rung",
     "Schedule",
+    "Segments",
     "Selection",
     "SimulationOutcome",
     "Standing",
@@ -184,17 +185,24 @@ class TaskResult:
         return 1.0 - self.samples_trained / self.samples_budgeted
 
 
+Segments: TypeAlias = tuple[tuple[str, bool], ...]
+"""A text in order, special tokens written out, each part with whether its tokens are trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewExample:
     """One training row as the model sees it.
 
     Attributes:
         num_tokens: After it was cut.
-        segments: Its text in order, special tokens written out, each part with whether its tokens are trained.
+        segments: Its text; of a pair, what both talks begin with.
+        chosen, rejected: How the talks of a pair go on; nothing elsewhere.
     """
 
     num_tokens: int
-    segments: tuple[tuple[str, bool], ...]
+    segments: Segments
+    chosen: Segments = ()
+    rejected: Segments = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +215,8 @@ class DataPreview:
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
-        row_tokens: Tokens of the training rows after cutting: smallest, median, largest.
+        row_tokens: Tokens of the training rows after cutting, of a pair those of either talk: smallest, median,
+            largest.
         notes: What a user should know about the data, in sentences.
         examples: The first training rows.
     """

@@ -163,6 +163,7 @@ class Task(SpecModel):
         _check_given_once(given, fixed)
         super().__init__(**given)
         JobConfig(**fixed)
+        method_defaults(self.method, fixed)  # what is wrong with every job is not blamed on the first
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         self._jobs = _expand(fixed, self.search_space, self.data_seed, self.method)
         _check_size(self)
