@@ -106,7 +106,8 @@ def _asked(backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: R
     if num_broken:
         raise ModelError(
             f"expected finite log-probabilities of every reply under the base model, found others in {num_broken} of "
-            f"{len(dataset)} pairs; its weights are broken, or {backbone.dtype} is too narrow for it (set dtype: float32)"
+            f"{len(dataset)} pairs; its weights are broken, or {backbone.dtype} is too narrow for it "
+            "(dtype: float32)"
         )
     return references
 
