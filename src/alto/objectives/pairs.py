@@ -25,7 +25,7 @@ PREFERENCE_METRICS = (*PREFERENCE_GAINS, "chosen_reward", "rejected_reward")
 
 _LANES = 16
 """PyTorch's CPU kernels compute whole vectors of so many float64 in one way, and those that are left over in another,
-which rounds an exponential differently."""
+which rounds a sigmoid differently."""
 
 
 def check_pairs(dataset: EncodedDataset, method: str) -> None:
