@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import SoloPairs, as_trl_has_it, flat, make_dpo_trainer, padded_batch, reference_model, relative_distance
+from preference_pairs import make_pairs
 from seated_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
 
@@ -44,8 +45,9 @@ JOBS = [
     {"loss_type": "robust", "beta": 0.2, "label_smoothing": 0.1, "lr": 5e-4, "r": 16, "batch_size": 8, "seed": 8},
     {"loss_type": "apo_zero", "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 3, "seed": 9},
     {"loss_type": "apo_down", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "max_grad_norm": 0.05, "seed": 10},
-    {"loss_type": "sigmoid_norm", "beta": 2.0, "lr": 1e-3, "r": 8, "batch_size": 2, "warmup_steps": 4, "seed": 11},
+    {"loss_type": "sigmoid_norm", "beta": 2.0, "lr": 1e-3, "r": 8, "batch_size": 2, "seed": 11},
 ]
+FEW = [JOBS[index] for index in (1, 4, 7)]
 SLOTS = [5, 2, 8, 0, 9, 4, 11, 7, 1, 10, 3]
 METRICS = {
     "reward_accuracy": "rewards/accuracies",
@@ -64,25 +66,24 @@ def dpo_task(configs: list[dict[str, object]], **settings: object) -> Task:
     return make_task(configs, method="dpo", **settings)
 
 
-def solo_of(run: JobRun, base: PreTrainedModel, trl: Any, **settings: Any) -> SoloPairs:
-    return SoloPairs(base, PAIRS.train, run.config, trl=trl, reference=reference_model(base), **settings)
+def solo_of(run: JobRun, base: PreTrainedModel, trl: Any) -> SoloPairs:
+    return SoloPairs(base, PAIRS.train, run.config, trl=trl, reference=reference_model(base))
 
 
 def state_of(bank: Bank, run: JobRun) -> tuple[Any, Any]:
     return bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(name: str, trl: Any) -> None:
-    base, bank = make_model(name), Bank(make_model(name), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
+def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+    base, bank = make_model("qwen3"), Bank(make_model("qwen3"), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
     solos = [solo_of(run, base, trl) for run in bank.runs]
-    for step in range(6):
-        states = [state_of(bank, run) for run in bank.runs]
-        found = bank.step()
-        if step in (0, 1, 5):
-            for run, solo, state in zip(bank.runs, solos, states, strict=True):
-                solo.load(*state)
-                assert_same_step(found[run.id], solo.train_step())
+    for _ in range(3):
+        bank.step()
+    states, found = [state_of(bank, run) for run in bank.runs], bank.step()
+    for run, solo, state in zip(bank.runs, solos, states, strict=True):
+        solo.load(*state)
+        assert_same_step(found[run.id], solo.train_step())
+    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
     for run, solo, worth in zip(bank.runs, solos, bank.trainer.evaluate(bank.runs), strict=True):
         solo.load(*state_of(bank, run))
         expected = solo.evaluate(PAIRS.validation)
@@ -91,7 +92,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
             assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
         kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / run.config.beta
         assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert worth.metrics["reward_margin"] > 1e-3, "nothing has been learned, so nothing was compared"
+        assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
 
 
 def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl: Any) -> None:
@@ -103,26 +104,27 @@ def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl:
 
 
 def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the executor, with half as many slots as jobs: these are parked, and come back to other slots."""
+    """Through the executor, with fewer slots than jobs: these are parked, and come back to other slots."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    data = replace(PAIRS, train=make_pairs(16, seed=3))
     task = dpo_task(
-        JOBS,
-        max_slots=6,
+        FEW,
+        max_slots=2,
         eval_steps=0.5,
         early_exit={"rungs": [[0.3, 1.0], [0.6, 1.0]], "detect_divergence": False, "detect_overfitting": False},
     )
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        Executor(task, plan_jobs(task, backbone, PAIRS), backbone, PAIRS, run_dir=run_dir, journal=journal).run()
+        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]
     told = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
 
-    base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=PAIRS), read_history(run_dir.root)
+    base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=data), read_history(run_dir.root)
     for run in fresh.runs:
-        solo = solo_of(run, base, trl)
+        solo = SoloPairs(base, data.train, run.config, trl=trl, reference=reference_model(base))
         solo.load(fresh.trainer.bank.read(run.slot))
         expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[run.id].train_losses))
         assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, run.config
@@ -134,10 +136,10 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> None:
-    clean_bank, poisoned_bank = (Bank(make_model("llama"), dpo_task(JOBS), data=PAIRS) for _ in range(2))
+    clean_bank, poisoned_bank = (Bank(make_model("llama"), dpo_task(FEW), data=PAIRS) for _ in range(2))
     for bank in (clean_bank, poisoned_bank):
         bank.step()
-    victim = poisoned_bank.runs[4]
+    victim = poisoned_bank.runs[1]
     if poison == "weights":
         poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
     else:
@@ -158,8 +160,8 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> Non
 
 
 def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step() -> None:
-    whole, parted = (Bank(make_model("llama"), dpo_task(JOBS, max_tokens_per_pass=n), data=PAIRS) for n in (10_000, 60))
-    batch = whole.runs[7].order.rows_of_step(0)
+    whole, parted = (Bank(make_model("llama"), dpo_task(FEW, max_tokens_per_pass=n), data=PAIRS) for n in (10_000, 60))
+    batch = whole.runs[2].order.rows_of_step(0)
     assert sum(PAIRS.train.input_ids[row].numel() for row in batch) > 2 * 60
     for _ in range(2):
         expected, found = whole.step(), parted.step()
@@ -187,35 +189,36 @@ def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
         assert_same_step(list(together.values())[index], alone)
 
 
+@pytest.fixture(scope="module")
+def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
+    """After three steps: the states before the last, and what it did."""
+    bank = Bank(make_model("llama"), dpo_task(FEW), data=PAIRS)
+    for _ in range(2):
+        bank.step()
+    states = [state_of(bank, run) for run in bank.runs]
+    return bank, states, bank.step()
+
+
 class TestTheOracleBites:
     """The comparison of one step fails for each mistake that a preference loss invites."""
 
-    @pytest.fixture(scope="class")
-    def stepped(self) -> tuple[Bank, list[Any], dict[str, Any]]:
-        """After three steps: the states before the last, and what it did."""
-        bank = Bank(make_model("llama"), dpo_task(JOBS), data=PAIRS)
-        for _ in range(2):
-            bank.step()
-        states = [state_of(bank, run) for run in bank.runs]
-        return bank, states, bank.step()
-
-    def compare(self, stepped: Any, trl: Any, index: int, *, data: Any = PAIRS.train, **changes: Any) -> None:
+    def compare(self, stepped: Any, trl: Any, *, data: Any = PAIRS.train, **changes: Any) -> None:
         (bank, states, found), base = stepped, make_model("llama")
-        run = bank.runs[index]
+        run = bank.runs[0]
         config = run.config.replace(**changes)
         solo = SoloPairs(base, data, config, trl=trl, reference=reference_model(base))
-        solo.load(*states[index])
+        solo.load(*states[0])
         assert_same_step(found[run.id], solo.train_step())
 
     def test_control(self, stepped: Any, trl: Any) -> None:
-        self.compare(stepped, trl, 1)
+        self.compare(stepped, trl)
 
     @pytest.mark.parametrize("changes", [{"beta": 0.505}, {"loss_type": "hinge"}, {"loss_type": "ipo"}])
     def test_a_setting_of_another_job(self, stepped: Any, trl: Any, changes: dict[str, Any]) -> None:
         with pytest.raises(AssertionError):
-            self.compare(stepped, trl, 1, **changes)
+            self.compare(stepped, trl, **changes)
 
     def test_a_rejected_reply_behind_another_prompt(self, stepped: Any, trl: Any) -> None:
         spans = tuple((first, Span(second.length, max(0, second.prefix - 1))) for first, second in PAIRS.train.spans)
         with pytest.raises(AssertionError):
-            self.compare(stepped, trl, 1, data=replace(PAIRS.train, spans=spans))
+            self.compare(stepped, trl, data=replace(PAIRS.train, spans=spans))
