@@ -102,6 +102,7 @@ class TaskRun:
             base_model=self._backbone.path,
             dataset=self.task.dataset,
             method=self.task.method,
+            metric=self.task.metric,
             num_train=len(self._data.train),
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
