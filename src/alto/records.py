@@ -176,7 +176,13 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """How one task ended: its best job, every job, and where the run lies on disk."""
+    """How one task ended: its best job, every job, and where the run lies on disk.
+
+    Attributes:
+        best_validation_loss: Of the adapter that was chosen.
+        metric: What it was chosen by: ``loss``, or something the task's method measures.
+        best_metrics: What the method measured of it beside the loss.
+    """
 
     task: str
     run_dir: str
@@ -185,6 +191,7 @@ class TaskResult:
     best_validation_loss: float
     jobs: tuple[JobResult, ...]
     duration_s: float
+    metric: str = "loss"
     best_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -237,8 +237,7 @@ class Race:
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
         better = [
-            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=False)
-            for job in sorted(coming)
+            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=False) for job in sorted(coming)
         ]
         kept = self.policy.select(self._rungs_held, [*present, *better]).kept
         return frozenset(

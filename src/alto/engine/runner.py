@@ -162,7 +162,9 @@ class TaskRunner:
     def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
         if not run_dir.best.is_dir():
-            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+            export_best(
+                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+            )
         write_report(run_dir.root)
         return result
 
