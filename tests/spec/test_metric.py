@@ -10,7 +10,7 @@ from alto.errors import SpecError
 from alto.objectives import find_objective
 from alto.spec import Task
 from alto.spec.method import OWN_METHODS
-from alto.spec.metric import LOSS, OWN_GAINS, check_metric, gain_of
+from alto.spec.metric import LOSS, OWN_GAINS, check_metric, gain_of, metric_notes
 
 ROWS = {"model": "alto-tiny", "dataset": "pairs.jsonl"}
 
@@ -59,6 +59,22 @@ def test_a_method_of_a_package_has_gains_of_its_own() -> None:
     check_metric("win_rate", "my_method", ("win_rate",))
     with pytest.raises(SpecError, match="loss or win_rate with method 'my_method', found 'reward_accuracy'"):
         check_metric("reward_accuracy", "my_method", ("win_rate",))
+
+
+@pytest.mark.parametrize(
+    ("metric", "space", "said"),
+    [
+        (LOSS, {"beta": [0.1, 0.2]}, "Jobs differ in beta, "),
+        (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in loss_type and beta, "),
+        (LOSS, {"lr": [1e-4, 2e-4]}, ""),
+        ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
+    ],
+)
+def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[str, list[object]], said: str) -> None:
+    task = Task(**ROWS, method="dpo", metric=metric, search_space=space)
+    notes = metric_notes(task.metric, [job.config for job in task.jobs])
+    assert "".join(notes).startswith(said)
+    assert bool(notes) is bool(said)
 
 
 def test_what_an_evaluation_is_worth() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alto.errors import SpecError
+from alto.spec.job_config import JobConfig
 from alto.spec.quoting import quoted
 
-__all__ = ["LOSS", "OWN_GAINS", "check_metric", "gain_of"]
+__all__ = ["LOSS", "OWN_GAINS", "check_metric", "gain_of", "metric_notes"]
 
 LOSS = "loss"
 
@@ -35,6 +36,19 @@ def check_metric(metric: str, method: str, gains: tuple[str, ...]) -> None:
     raise SpecError(
         f"metric should be {' or '.join((LOSS, *gains))} with method {quoted(method)}, found {quoted(metric)}. "
         f"Remove the key to choose by the validation loss, or {remedy}."
+    )
+
+
+def metric_notes(metric: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
+    configs = list(configs)
+    differing = [key for key in ("loss_type", "beta") if len({getattr(config, key) for config in configs}) > 1]
+    if metric != LOSS or not differing:
+        return ()
+    keys = " and ".join(differing)
+    return (
+        f"Jobs differ in {keys}, and with that in the scale of the losses by which they are compared; "
+        f"metric: {_PREFERENCE_GAINS[0]} compares them by how often they are right.",
     )
 
 
