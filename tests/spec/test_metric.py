@@ -72,7 +72,7 @@ def test_a_method_of_a_package_has_gains_of_its_own() -> None:
 )
 def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[str, list[object]], said: str) -> None:
     task = Task(**ROWS, method="dpo", metric=metric, search_space=space)
-    notes = metric_notes(task.metric, [job.config for job in task.jobs])
+    notes = metric_notes(task.metric, task.method, [job.config for job in task.jobs])
     assert "".join(notes).startswith(said)
     assert bool(notes) is bool(said)
 

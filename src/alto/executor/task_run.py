@@ -96,7 +96,7 @@ class TaskRun:
 
     def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
         """Say what is about to be trained, and what is expected of it."""
-        metric_note = metric_notes(self.task.metric, [run.config for run in self.runs.values()])
+        metric_note = metric_notes(self.task.metric, self.task.method, [run.config for run in self.runs.values()])
         self.journal.append(
             "task_started",
             task=self.task.name,

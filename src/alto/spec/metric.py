@@ -39,16 +39,17 @@ def check_metric(metric: str, method: str, gains: tuple[str, ...]) -> None:
     )
 
 
-def metric_notes(metric: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
     """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
     configs = list(configs)
+    gains = OWN_GAINS.get(method, ())
     differing = [key for key in ("loss_type", "beta") if len({getattr(config, key) for config in configs}) > 1]
-    if metric != LOSS or not differing:
+    if metric != LOSS or not gains or not differing:
         return ()
     keys = " and ".join(differing)
     return (
         f"Jobs differ in {keys}, and with that in the scale of the losses by which they are compared; "
-        f"metric: {_PREFERENCE_GAINS[0]} compares them by how often they are right.",
+        f"metric: {gains[0]} compares them by how often they are right.",
     )
 
 
