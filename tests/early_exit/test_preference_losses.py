@@ -55,11 +55,13 @@ OVERFITTING, DIVERGING = ExitReason.OVERFITTING, ExitReason.DIVERGING
         ("a hinge at 0, then above", [0.0] * 20, [0.0] * 10 + [0.2] * 10, (OVERFITTING, 120), (OVERFITTING, 120)),
         ("ipo learns", falling(25.0, 21.0), falling(25.0, 21.5), None, None),
         ("ipo, beta 0.01, learns", falling(2500.0, 2400.0), falling(2500.0, 2410.0), None, None),
-        ("ipo diverges", rising(25.0, 400.0), rising(25.0, 500.0), (DIVERGING, 30), (DIVERGING, 30)),
-        ("ipo turns upward", falling(25.0, 15.0), turning(25.0, 22.0, 27.0), (OVERFITTING, 120), (OVERFITTING, 50)),
+        ("ipo diverges", rising(25.0, 400.0), rising(25.0, 410.0), (DIVERGING, 30), (DIVERGING, 30)),
+        ("ipo turns upward", falling(25.0, 15.0), turning(25.0, 22.0, 27.0), (OVERFITTING, 120), (OVERFITTING, 40)),
         ("orpo learns", falling(2.1, 1.6), falling(2.1, 1.65), None, None),
-        ("negative, falls on", falling(LOG_2, -0.5), falling(LOG_2, -0.49), None, None),
-        ("negative, turns", falling(LOG_2, -2.0), turning(LOG_2, -0.4, 0.6), (OVERFITTING, 120), (OVERFITTING, 40)),
+        ("negative, far from 0", falling(-0.5, -1.0), falling(-0.5, -0.98), None, None),
+        # Where a loss goes through 0, the ratio that Algorithm 1 asks about is as large as one likes.
+        ("through 0", falling(LOG_2, -0.5), falling(LOG_2, -0.49), None, (OVERFITTING, 50)),
+        ("negative, turns", falling(LOG_2, -2.0), turning(LOG_2, -0.4, 0.6), (OVERFITTING, 120), (OVERFITTING, 20)),
         ("breaks", [LOG_2] * 19 + [math.nan], falling(LOG_2, 0.4), (DIVERGING, 200), (DIVERGING, 200)),
     ],
 )  # fmt: skip

@@ -45,7 +45,7 @@ def test_preferences_have_two_columns_of_their_own(preference_run):
 
 
 def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_longest(preference_run):
-    lines = lines_of(preference_run, width=66)
+    lines = lines_of(preference_run, width=58)
     assert lines[-1] == "no room for: best val, margin"
 
 
