@@ -126,7 +126,7 @@ def test_events_and_their_fields_are_those_of_a_real_journal(run: Run) -> None:
     found: dict[str, set[str]] = {}
     for event in run.events:
         found.setdefault(event["event"], set()).update(event.keys() - {"seq", "time", "event"})
-    others = set(reference.OF_SEVERAL_RANKS)
+    others = {*reference.OF_SEVERAL_RANKS, *reference.OF_PREFERENCES}
     expected = {name: set(fields) - others for name, (_, fields) in reference.EVENTS.items() if name not in others}
     assert found == expected
 

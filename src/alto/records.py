@@ -62,8 +62,9 @@ class LossPoint:
         job: Job id.
         step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
         total_steps: Optimizer steps of the job if nothing ends it early.
-        train_ema: Exponentially smoothed training loss after ``step`` steps, nats per token.
-        validation_loss: Loss on the validation set, nats per token, not smoothed.
+        train_ema: Exponentially smoothed training loss after ``step`` steps.
+        validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
+        gain: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
     """
 
     job: str
@@ -71,11 +72,17 @@ class LossPoint:
     total_steps: int
     train_ema: float
     validation_loss: float
+    gain: float = 0.0
 
     @property
     def progress(self) -> float:
         """Share of the job's own steps done, in (0, 1]."""
         return self.step / self.total_steps
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Orders evaluations, the least first: by gain, and where gains are equal by validation loss."""
+        return (-self.gain, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +116,9 @@ class Standing:
     Attributes:
         job: Job id.
         step: Steps the job has done.
-        validation_loss: The value it competes with: of its latest evaluation while it still trains,
-            of its best checkpoint when it has ended. NaN or infinity ranks last.
+        validation_loss: Of the evaluation it competes with: its latest while it still trains, that of its best
+            checkpoint when it has ended. NaN or infinity ranks last.
+        gain: Of the same evaluation, see :class:`LossPoint`.
         is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
@@ -118,7 +126,13 @@ class Standing:
     job: str
     step: int
     validation_loss: float
+    gain: float = 0.0
     is_training: bool = True
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Orders jobs, the least first: by gain, and where gains are equal by validation loss."""
+        return (-self.gain, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +155,11 @@ class JobResult:
         config: The job's resolved configuration, canonical keys.
         steps: Steps done; ``total_steps`` if nothing ended it early.
         exit_reason: None when the job did all its steps.
-        best_step: Step of the best validation loss; 0 if it was never evaluated.
-        best_validation_loss: Nats per token; infinity if it was never evaluated with a finite loss.
+        best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
+        best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
         samples_trained: Rows seen in training, counting repeats over epochs.
         samples_budgeted: Rows the job would have seen without early exit.
+        best_metrics: What its method measured there beside the loss.
     """
 
     job: str
@@ -157,11 +172,18 @@ class JobResult:
     best_validation_loss: float
     samples_trained: int
     samples_budgeted: int
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """How one task ended: its best job, every job, and where the run lies on disk."""
+    """How one task ended: its best job, every job, and where the run lies on disk.
+
+    Attributes:
+        best_validation_loss: Of the adapter that was chosen.
+        metric: What it was chosen by: ``loss``, or something the task's method measures.
+        best_metrics: What the method measured of it beside the loss.
+    """
 
     task: str
     run_dir: str
@@ -170,6 +192,8 @@ class TaskResult:
     best_validation_loss: float
     jobs: tuple[JobResult, ...]
     duration_s: float
+    metric: str = "loss"
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_trained(self) -> int:

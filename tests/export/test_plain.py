@@ -37,6 +37,17 @@ def test_one_line_per_noteworthy_event(small_run):
     ]
 
 
+def test_what_the_task_chooses_by_is_what_is_told(preference_run):
+    told = [line[14:] for line in lines_of(preference_run)]
+    assert [line for line in told if line.startswith("best so far")] == [
+        "best so far reward accuracy 60 %: a (lr 1e-4) at step 10 of 100",
+        "best so far reward accuracy 75 %: b (lr 2e-4) at step 10 of 100",
+    ]
+    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in told
+    assert told[-1].startswith("done in ")
+    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in told[-1]
+
+
 def test_sixty_jobs_with_twenty_evaluations_do_not_flood(sweep):
     lines = lines_of(sweep)
     assert len(lines) < 150

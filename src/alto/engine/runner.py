@@ -24,6 +24,7 @@ from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
 from alto.spec import Task, load_task
+from alto.spec.metric import check_metric
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
@@ -77,10 +78,11 @@ class TaskRunner:
     def _prepare(self, task: Task) -> _Prepared:
         """Read everything that can be wrong with a task before its run has a folder."""
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
+        objective = find_objective(task.method)
+        check_metric(task.metric, task.method, objective.gains)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
         data = rows.encode(backbone.tokenizer)
-        objective = find_objective(task.method)
         for split in (data.train, data.validation):
             objective.check(split, [job.config for job in task.jobs])
         runs = plan_jobs(task, backbone, data)
@@ -160,7 +162,9 @@ class TaskRunner:
     def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
         if not run_dir.best.is_dir():
-            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+            export_best(
+                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+            )
         write_report(run_dir.root)
         return result
 

@@ -19,6 +19,7 @@ from alto.executor.trainer import Evaluated
 from alto.records import ExitReason, TaskPlan
 from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
+from alto.spec.metric import gain_of
 
 __all__ = ["Executor"]
 
@@ -160,7 +161,7 @@ class Executor:
         race = self._state.race
         runs, found = self._evaluated(runs)
         for run, worth in zip(runs, found, strict=True):
-            decision = race.observe(run.id, run.step, worth.loss)
+            decision = race.observe(run.id, run.step, worth.loss, gain_of(self._state.task.metric, worth.metrics))
             best = race.best(run.id)
             is_best = best is not None and best.step == run.step
             if is_best:

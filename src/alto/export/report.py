@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.export.figures import LossFigure, OccupancyFigure, loss_figure, occupancy_figure
+from alto.export.figures import (
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    CurveFigure,
+    OccupancyFigure,
+    curve_figure,
+    metric_quantity,
+    occupancy_figure,
+)
 from alto.export.importance import MIN_JOBS, importance_of_settings
+from alto.export.metrics import describe_metrics, loss_unit, metric_meaning, metric_name
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
 from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
@@ -49,10 +59,13 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     table = job_table(history)
-    validation = loss_figure(history, table.rows, lambda point: point.validation_loss)
-    train = loss_figure(history, table.rows, lambda point: point.train_ema)
+    validation = curve_figure(history, table.rows, VALIDATION_LOSS)
+    train = curve_figure(history, table.rows, TRAINING_LOSS)
+    quantities = {name: metric_quantity(name) for name in table.metrics}
+    metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
     parallel = parallel_figure(history)
     slots = occupancy_figure(history, table.rows)
+    unit = loss_unit(str(history.settings.get("method", "sft")))
     return {
         "history": history,
         "table": table,
@@ -72,13 +85,28 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "adapter_dir": str(run_dir / "best"),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
+        "loss_unit": unit,
+        "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "validation": validation,
         "train": train,
+        "metric_sections": [
+            {
+                "id": f"metric-{index}",
+                "name": metric_name(name),
+                "meaning": metric_meaning(name),
+                "view": figure.view,
+            }
+            for index, (name, figure) in enumerate(metrics.items())
+        ],
         "parallel": parallel,
         "figures": {
             "parallel": parallel,
-            "validation": _loss_data(validation, "validation loss, nats per token"),
-            "train": _loss_data(train, "smoothed training loss, nats per token"),
+            "validation": _curve_data(validation, f"validation loss, {unit}"),
+            "train": _curve_data(train, f"smoothed training loss, {unit}"),
+            **{
+                f"metric-{index}": _curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
+                for index, name in enumerate(metrics)
+            },
             "slots": _slots_data(slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
@@ -86,9 +114,9 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _loss_data(figure: LossFigure, title: str) -> dict[str, Any]:
+def _curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
     view = [figure.view.low, figure.view.high] if figure.view is not None else None
-    return {"traces": figure.traces, "yTitle": title, "view": view}
+    return {"traces": figure.traces, "yTitle": html.escape(title), "yTickFormat": tick_format, "view": view}
 
 
 def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:

@@ -153,14 +153,16 @@ def format_setting(value: Any) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss in nats per token: four decimals, three significant digits from 1000 on, a dash when there is none."""
+    """A loss: four decimals, three significant digits from 1000 on and near zero, a dash when there is none."""
     if loss is None:
         return "–"
     if math.isnan(loss):
         return "not a number"
     if math.isinf(loss):
         return "infinite"
-    return f"{loss:.4f}" if abs(loss) < 1000 else _format_float(float(f"{loss:.3g}"))
+    if loss == 0 or 0.001 <= abs(loss) < 1000:
+        return f"{loss:.4f}"
+    return _format_float(float(f"{loss:.3g}"))
 
 
 def format_share(share: float) -> str:

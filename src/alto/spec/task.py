@@ -17,6 +17,7 @@ from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import check_method, method_defaults
+from alto.spec.metric import LOSS, OWN_GAINS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
@@ -74,6 +75,9 @@ class Task(SpecModel):
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
             register others (:class:`alto.objectives.Objective`).
+        metric: What decides which checkpoint of a job is its best, who goes on at rungs, and who wins: the validation
+            loss, or something the method measures of which more is better; where that is equal, the loss. Divergence
+            and overfitting are told by losses in any case.
         data_seed: Decides the split and the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: Of tasks that wait, one of a lower priority never delays one of a higher.
@@ -122,6 +126,7 @@ class Task(SpecModel):
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: str = Field(default="sft", description="what is learned from a row")
+    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is chosen by")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
@@ -162,6 +167,8 @@ class Task(SpecModel):
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
         super().__init__(**given)
+        if self.method in OWN_GAINS:
+            check_metric(self.metric, self.method, OWN_GAINS[self.method])
         JobConfig(**fixed)
         method_defaults(self.method, fixed)  # what is wrong with every job is not blamed on the first
         self._fixed = {key: plain(value) for key, value in fixed.items()}
