@@ -23,6 +23,7 @@ from alto.export.plain import PlainView
 from alto.export.tables import JobTable, exit_totals, job_table, run_notes
 from alto.export.wording import (
     clean,
+    describe_finalists,
     describe_memory_event,
     describe_profile,
     describe_task,
@@ -231,11 +232,13 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", no_wrap=True, overflow="ellipsis")
     label = "best" if history.result is not None else "best so far"
+    chosen = f"; chosen by answers: {describe_finalists(history.finalists)}" if history.finalists else ""
     return Text.assemble(
         f"{label}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
         (f" ({best.label})", "dim"),
+        chosen,
         no_wrap=True,
         overflow="ellipsis",
     )

@@ -31,6 +31,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         best_validation_loss=best.best_validation_loss,
         jobs=tuple(_job_result(job) for job in history.jobs.values()),
         duration_s=history.duration_s,
+        finalists=history.finalists,
     )
 
 
