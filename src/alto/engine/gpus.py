@@ -35,5 +35,6 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
     if task.select_by == "eval_accuracy":
         raise UnsupportedError(
             f"select_by: expected 'metric' with num_gpus {task.num_gpus}, found 'eval_accuracy' for {task.name!r}: "
-            "answers are written by one process on a base model that it holds whole; remove the key, or set num_gpus to 1"
+            "answers are written by one process on a base model that it holds whole; remove the key, or set "
+            "num_gpus to 1"
         )

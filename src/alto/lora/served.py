@@ -56,7 +56,7 @@ def serving(
             for module in linear_modules(model)
             if any(adapter and module.name in adapter[0] for adapter in adapters)
         ),
-        max_rank=max(_rank(adapter[0]) for adapter in adapters if adapter is not None),
+        max_rank=max((_rank(adapter[0]) for adapter in adapters if adapter is not None), default=0),
         shared_inputs=find_shared_inputs(model, forward),
     )
     bank = AdapterBank(layout, len(adapters), device=model.device, has_grads=False)

@@ -82,8 +82,8 @@ class Task(SpecModel):
             preset says of its rows, and 1024 for any other dataset.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
-        select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows that
-            end in ``#### N``, and most right answers win, ties by validation loss. On one GPU, rows with one reply.
+        select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
+            that end in ``#### N``, and most right answers win, ties by validation loss; on one GPU alone.
         num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
