@@ -152,7 +152,7 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
         (Message("text", "#### 3"),),
     ]
     assert len(FinalistJudge(rows, backbone, "tiny")._prompts) == 1
-    with pytest.raises(DataError, match="select_by eval_accuracy: expected validation rows .* found none of 2"):
+    with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):
         FinalistJudge(rows[1:], backbone, "tiny")
 
 

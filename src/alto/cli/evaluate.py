@@ -40,7 +40,7 @@ def evaluate(
     ],
     jobs: Annotated[
         list[str] | None,
-        typer.Option("--job", help="Evaluate this job of the run instead of its best; may be repeated."),
+        typer.Option("--job", help="Evaluate this job of the run instead of its best."),
     ] = None,
     all_jobs: Annotated[bool, typer.Option("--all-jobs", help="Evaluate all jobs of the run.")] = False,
     dataset: Annotated[
