@@ -43,6 +43,8 @@ class _RoomyLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows alone."""
+        if not self._rooms:
+            return
         self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
         self._see(self.get_seq_length())
 

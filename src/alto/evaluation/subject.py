@@ -57,15 +57,15 @@ def find_subject(
             f"job: expected one run directory to look for jobs in, found {found} ({', '.join(map(str, targets))}); "
             "give the run, or adapters without --job and --all-jobs"
         )
+    if jobs or all_jobs:
+        folders = _best_of_jobs(runs[0], jobs)
+    else:
+        folders = {_name(target, targets): _folder(target) for target in targets}
     if dataset is None and (len(targets) > 1 or not runs):
         raise SpecError(
             f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no one run "
             "that would know them; name them with --dataset"
         )
-    if jobs or all_jobs:
-        folders = _best_of_jobs(runs[0], jobs)
-    else:
-        folders = {_name(target, targets): _folder(target) for target in targets}
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
     base_model = _base_model(adapters, base)
     if runs:
