@@ -30,7 +30,7 @@ ADAPTERS: tuple[dict[str, Any], ...] = (
     {"r": 2, "lora_alpha": 16},
     {"r": 8, "lora_alpha": 4, "use_rslora": True},
     {"r": 3, "target_modules": ["q_proj", "down_proj"]},
-    {"r": 5, "target_modules": ["o_proj"]},
+    {"r": 5, "lora_alpha": 40, "target_modules": ["o_proj"]},
 )
 
 
@@ -65,7 +65,7 @@ def argmax_by_hand(model: Any, prompt: Sequence[int], limit: int, ends: Sequence
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
 def test_batches_give_what_every_prompt_gives_alone(tiny_model: ModelFactory, architecture: str) -> None:
     expected = [argmax_by_hand(tiny_model(architecture), prompt, 12) for prompt in PROMPTS]
     assert len({tuple(completion) for completion in expected}) > 3  # prompts matter to this model
@@ -74,7 +74,7 @@ def test_batches_give_what_every_prompt_gives_alone(tiny_model: ModelFactory, ar
         assert completions(backbone, PROMPTS, batch_size=batch_size) == [expected]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_every_adapter_writes_what_peft_writes_with_it_alone(
     tiny_model: ModelFactory, tmp_path: Path, architecture: str
 ) -> None:
@@ -104,7 +104,8 @@ def test_a_broken_adapter_changes_no_word_of_the_others(tiny_model: ModelFactory
     adapters = [read_saved_adapter(folder) for folder in folders]
     backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
     expected = completions(backbone, PROMPTS, adapters, batch_size=21)
-    broken = [adapters[0], dataclasses.replace(adapters[1], scale=float("nan")), adapters[2]]
+    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapters[1].weights.items()}
+    broken = [adapters[0], dataclasses.replace(adapters[1], weights=weights), adapters[2]]
     found = completions(backbone, PROMPTS, broken, batch_size=21)
     assert (found[0], found[2]) == (expected[0], expected[2])
     assert found[1] != expected[1]

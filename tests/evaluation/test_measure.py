@@ -200,8 +200,9 @@ def test_an_adapter_of_another_base_is_an_error(adapter: SavedAdapter, rows: Hel
 
 
 def test_broken_weights_are_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapter.weights.items()}
     with pytest.raises(NoResultError, match="expected a finite held-out loss, found nan"):
-        run(dataclasses.replace(adapter, scale=float("nan")), rows, metric="loss")
+        run(dataclasses.replace(adapter, weights=weights), rows, metric="loss")
 
 
 @pytest.mark.parametrize(
