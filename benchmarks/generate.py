@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -205,8 +206,9 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # where its dataclasses look for themselves
     spec.loader.exec_module(script)
-    return [encode_prompt((Message("user", row["prompt"]),), tokenizer) for row in script.make_rows(count, 0)]
+    return [encode_prompt((Message("user", row["question"]),), tokenizer) for row in script.make_rows(count, 0)]
 
 
 def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:
