@@ -142,6 +142,10 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
     "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
+    "finalists_judged": (
+        "`select_by: eval_accuracy`: how many questions each finalist answered right, best by the metric first",
+        ("scores",),
+    ),
     "task_completed": (
         "the last event: the winner and the savings",
         ("best_job", "best_validation_loss", "samples_trained", "samples_budgeted"),
