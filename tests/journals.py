@@ -114,6 +114,15 @@ def small_run() -> list[Event]:
 
 
 @pytest.fixture
+def judged_run(small_run: list[Event]) -> list[Event]:
+    """The same four jobs, of which answers have chosen ``c``."""
+    *earlier, completed = small_run
+    scores = [{"job": job, "num_correct": right, "num_questions": 8} for job, right in (("d", 1), ("c", 5))]
+    judged = {"event": "finalists_judged", "time": completed["time"], "scores": scores}
+    return [*earlier, judged, {**completed, "best_job": "c", "best_validation_loss": 2.2}]
+
+
+@pytest.fixture
 def interrupted_run() -> list[Event]:
     """Two jobs in two slots, an hour without work after step 10; then a clone of ``b`` joins and ``a`` is reopened."""
     journal = Journal()

@@ -86,8 +86,12 @@ def memory_for_one_slot() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three jobs and a clone of the tiny model: planned, short of memory, told what to do, interrupted and resumed."""
     folder = tmp_path_factory.mktemp("reference")
+    answers = folder / "answers.jsonl"
+    answers.write_text('{"prompt": "1 plus 1?", "completion": "#### 2"}\n' * 6, encoding="utf-8")
     task = make_task(
         folder,
+        validation_dataset=str(answers),
+        select_by="eval_accuracy",
         model=str(save_model(folder / "model")),
         search_space={"lr": [1e-3, 3e-3, 1e-2]},
         early_exit={"rungs": [[0.4, 0.5]]},

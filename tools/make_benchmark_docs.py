@@ -19,11 +19,13 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 TOPICS = {
     "sweep": ("The main job: 60 LoRA configurations on GSM8K", ("cpu",)),
+    "dpo": ("Preference tuning: 40 LoRA configurations with DPO", ("cpu",)),
     "kernels": ("One training step of many adapters", ("cpu", "gpu")),
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
     "scheduler": ("Which task runs where and when", ("cpu",)),
     "makespan": ("Eleven tasks, four ways", ("cpu",)),
     "adapter_parallel": ("Adapters on several ranks, four ways", ("cpu", "gpu")),
+    "generate": ("Answers of eight adapters", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
 

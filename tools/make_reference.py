@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from alto.cli import app
 from alto.data.files import FILE_ENDINGS
-from alto.data.formats import _OPTIONAL, _REQUIRED
+from alto.data.formats import _OPTIONAL, _PROMPTS, _REQUIRED
 from alto.data.presets import PRESETS
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.nonfinite import judge_point
@@ -142,6 +142,10 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
     "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
+    "finalists_judged": (
+        "`select_by: eval_accuracy`: how many questions each finalist answered right, best by the metric first",
+        ("scores",),
+    ),
     "task_completed": (
         "the last event: the winner and the savings",
         ("best_job", "best_validation_loss", "samples_trained", "samples_budgeted"),
@@ -349,8 +353,8 @@ def datasets_section() -> str:
         ]
         for preset in PRESETS
     ]
-    trained = [(form, required) for form, required in _REQUIRED if form != "preference"]
-    roles = dict.fromkeys(role for form, required in trained for role in (*dict(required), *_OPTIONAL[form]))
+    roles = dict.fromkeys(role for form, required in _REQUIRED for role in (*dict(required), *_OPTIONAL[form]))
+    prompts = [" with ".join(_code(column) for column in way.values()) for way in _PROMPTS]
     return f"""## Datasets
 
 `dataset` and `validation_dataset` name a file that exists, a preset, or a dataset of the hub (`owner/name`); the
@@ -364,8 +368,15 @@ first of these that fits is meant.
 {_table(("form", "columns", "optional columns"), forms)}
 
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
-token that ends them; of `text`, everything. `preference` is recognised and refused. A message with `weight: 0` is shown
-and not trained.
+token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
+
+**Pairs**, the last two forms, are for `method: dpo` and `orpo`, the others for `sft`; where a dataset has columns of
+both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` stands in
+the first of {", ".join(prompts)} that the dataset
+has (an `input` goes below its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
+`openai_preference` is `{{messages: […]}}`. Nothing of a prompt is trained, and the talks part where the assistant
+answers. A pair is left out, and counted, where both replies are the same, where one is empty, and where `max_length`
+leaves no part in which they differ.
 
 **Columns** with other names: `columns` maps a role to the column that plays it. Roles are
 {_codes(roles)}.

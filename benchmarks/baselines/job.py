@@ -28,6 +28,7 @@ __all__ = [
     "Order",
     "Prepared",
     "check_eval_steps",
+    "common_prefix",
     "epoch_order",
     "prepare",
 ]
@@ -41,7 +42,10 @@ Order = Callable[[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """One configuration, canonical keys; the meaning of each is that of Transformers, PEFT and TRL."""
+    """One configuration, canonical keys; the meaning of each is that of Transformers, PEFT and TRL.
+
+    Settings of a preference loss are None in supervised fine-tuning.
+    """
 
     learning_rate: float
     per_device_train_batch_size: int
@@ -55,6 +59,9 @@ class JobSettings:
     warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    beta: float | None = None
+    loss_type: str | None = None
+    label_smoothing: float | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> JobSettings:
@@ -113,10 +120,16 @@ FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Validation loss after ``step`` optimizer steps, nats per trained token of the whole validation set."""
+    """What a job was worth after ``step`` optimizer steps on the whole validation set.
+
+    Attributes:
+        loss: Nats per trained token; of pairs, the mean over them.
+        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply earns more; None where there are none.
+    """
 
     step: int
     loss: float
+    reward_accuracy: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +233,7 @@ def _tokenize(
         whole = [*prompt, {"role": "assistant", "content": row["answer"]}]
         prompt_ids: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         ids: Any = tokenizer.apply_chat_template(whole, return_dict=False)
-        num_prompt = _common_prefix(prompt_ids, ids)
+        num_prompt = common_prefix(prompt_ids, ids)
         labels = [IGNORED] * num_prompt + ids[num_prompt:]
         # The first token is nobody's target, so a row needs a trained token after it.
         if any(label != IGNORED for label in labels[1:max_length]):
@@ -228,7 +241,8 @@ def _tokenize(
     return examples
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items both begin with."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index

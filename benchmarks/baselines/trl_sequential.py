@@ -16,8 +16,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +30,10 @@ from baselines.job import (
     check_eval_steps,
     epoch_order,
 )
+from baselines.trl_parts import EvaluateAt, OrderedSampler, training_arguments
 from datasets import Dataset
 from torch.utils.data import Sampler
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 __all__ = ["train_one"]
@@ -66,7 +66,7 @@ def train_one(
             eval_dataset=Dataset.from_list(list(prepared.validation)),
             processing_class=prepared.tokenizer,
             peft_config=settings.lora(),
-            callbacks=[_EvaluateAt(steps)],
+            callbacks=[EvaluateAt(steps)],
             order=order,
         )
         trainer.remove_callback(PrinterCallback)
@@ -84,28 +84,8 @@ def train_one(
 
 
 def _arguments(settings: JobSettings, folder: str, eval_batch_size: int) -> SFTConfig:
-    # Transformers renamed the option within its versions 5; the old name warns where the new one exists.
-    names = {item.name for item in fields(SFTConfig)}
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    memory_savers: dict[str, Any] = {checkpointing: False, "bf16": False}
-    return SFTConfig(
-        output_dir=folder,
-        learning_rate=settings.learning_rate,
-        per_device_train_batch_size=settings.per_device_train_batch_size,
-        per_device_eval_batch_size=eval_batch_size,
-        num_train_epochs=settings.num_train_epochs,
-        lr_scheduler_type=settings.scheduler,
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm or 0.0,
-        seed=settings.seed,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **memory_savers,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    shared = training_arguments(SFTConfig, settings, folder, eval_batch_size)
+    return SFTConfig(**shared, dataset_kwargs={"skip_prepare_dataset": True})
 
 
 class _Trainer(SFTTrainer):
@@ -125,7 +105,7 @@ class _Trainer(SFTTrainer):
         super().__init__(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int]:
-        return _OrderedSampler(self._order, self._num_rows)
+        return OrderedSampler(self._order, self._num_rows)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *args: Any) -> torch.Tensor:
         self.num_samples += len(inputs["input_ids"])
@@ -150,32 +130,3 @@ class _Trainer(SFTTrainer):
         self.evaluations.append(Evaluation(self.state.global_step, float(self._eval_loss_sum / self._eval_tokens)))
         self.eval_s += time.perf_counter() - start
         return metrics
-
-
-class _OrderedSampler(Sampler[int]):
-    def __init__(self, order: Order, num_rows: int) -> None:
-        self._order = order
-        self._num_rows = num_rows
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order(self._epoch))
-
-
-class _EvaluateAt(TrainerCallback):
-    """Evaluation at given steps: fractions of a job's own steps are no fixed interval."""
-
-    def __init__(self, steps: frozenset[int]) -> None:
-        self._steps = steps
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        control.should_evaluate = state.global_step in self._steps
-        return control

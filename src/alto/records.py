@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
+    "AdapterEvaluation",
     "DataPreview",
     "Evaluation",
     "EvaluationResult",
     "ExitDecision",
     "ExitReason",
+    "FinalistScore",
+    "GenerationBackend",
     "Gpu",
     "JobResult",
     "LossPoint",
@@ -29,6 +32,7 @@ __all__ = [
     "PreviewExample",
     "Rung",
     "Schedule",
+    "Segments",
     "Selection",
     "SimulationOutcome",
     "Standing",
@@ -39,8 +43,11 @@ __all__ = [
 ]
 
 
-Metric = Literal["auto", "loss", "exact_match"]
-"""What is measured of an adapter; ``auto`` is the loss, and exact match too where the rows allow it."""
+Metric = Literal["auto", "loss", "exact_match", "preference"]
+"""What is measured of an adapter; ``auto`` is what the rows allow."""
+
+GenerationBackend = Literal["alto", "vllm"]
+"""Who writes the answers that are judged."""
 
 
 class ExitReason(StrEnum):
@@ -175,6 +182,20 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinalistScore:
+    """How many of the validation questions a finalist answered right."""
+
+    job: str
+    num_correct: int
+    num_questions: int
+
+    @property
+    def exact_match(self) -> float:
+        """Their share, in [0, 1]."""
+        return self.num_correct / self.num_questions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
     """How one task ended: its best job, every job, and where the run lies on disk.
 
@@ -182,6 +203,8 @@ class TaskResult:
         best_validation_loss: Of the adapter that was chosen.
         metric: What it was chosen by: ``loss``, or something the task's method measures.
         best_metrics: What the method measured of it beside the loss.
+        finalists: How those answered among whom ``select_by: eval_accuracy`` chose, best by the metric first; empty
+            where it did not.
     """
 
     task: str
@@ -193,6 +216,7 @@ class TaskResult:
     duration_s: float
     metric: str = "loss"
     best_metrics: Mapping[str, float] = field(default_factory=dict)
+    finalists: tuple[FinalistScore, ...] = ()
 
     @property
     def samples_trained(self) -> int:
@@ -208,17 +232,24 @@ class TaskResult:
         return 1.0 - self.samples_trained / self.samples_budgeted
 
 
+Segments: TypeAlias = tuple[tuple[str, bool], ...]
+"""A text in order, special tokens written out, each part with whether its tokens are trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewExample:
     """One training row as the model sees it.
 
     Attributes:
         num_tokens: After it was cut.
-        segments: Its text in order, special tokens written out, each part with whether its tokens are trained.
+        segments: Its text; of a pair, what both talks begin with.
+        chosen, rejected: How the talks of a pair go on; nothing elsewhere.
     """
 
     num_tokens: int
-    segments: tuple[tuple[str, bool], ...]
+    segments: Segments
+    chosen: Segments = ()
+    rejected: Segments = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +262,8 @@ class DataPreview:
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
-        row_tokens: Tokens of the training rows after cutting: smallest, median, largest.
+        row_tokens: Tokens of the training rows after cutting, of a pair those of either talk: smallest, median,
+            largest.
         notes: What a user should know about the data, in sentences.
         examples: The first training rows.
     """
@@ -257,6 +289,8 @@ class Evaluation:
         loss: Nats per trained token.
         exact_match: Share of the rows, in [0, 1], whose final answer was right.
         num_correct: How many rows that is.
+        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply gained more on the base than the other.
+        reward_margin: By how many nats more, in the mean: rewards at beta 1.
         settings: All else that decides the numbers: which weights, on which base, measured how.
         date: When, ISO 8601 in UTC.
     """
@@ -268,6 +302,8 @@ class Evaluation:
     num_correct: int | None
     settings: Mapping[str, Any]
     date: str
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +311,7 @@ class Prediction:
     """What a model wrote for one held-out row.
 
     Attributes:
-        weights: ``adapter``, or ``base`` for the base model alone.
+        weights: The adapter's name, or ``base`` for the base model alone.
         prompt: The text as the model saw it.
         reference: What the row wants.
         generated: What the model wrote, without the token that ended it.
@@ -292,18 +328,26 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
-    """An adapter's numbers, those of its base model alone where they were asked for, and every text that was judged."""
+class AdapterEvaluation:
+    """The numbers of one adapter.
 
+    Attributes:
+        name: A job of its run, ``best`` for the run's best, or the folder as it was given.
+    """
+
+    name: str
     adapter_dir: str
-    adapter: Evaluation
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """The numbers of adapters, those of their base model alone where they were asked for, and every text that was
+    judged."""
+
+    adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
-
-    @property
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """The base model's numbers first, where there are any."""
-        return (self.adapter,) if self.baseline is None else (self.baseline, self.adapter)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -66,6 +66,12 @@ def test_time_is_counted_from_the_start(small_run):
     assert lines[-1].startswith(f"[{len(small_run) - 1:>9} s] ")
 
 
+def test_answers_of_finalists_are_told(judged_run):
+    told, done = lines_of(judged_run)[-2:]
+    assert told[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
+    assert "best 2.2000: c (lr 2e-4 · r 4)" in done
+
+
 def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
     assert [line[14:] for line in lines_of(interrupted_run)] == [
         "task maths: 2 jobs (sft) on alto-tiny, dataset train.jsonl, 500 rows to train and 50 to validate",

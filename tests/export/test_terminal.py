@@ -65,6 +65,13 @@ def test_live_screen_tells_the_state(small_run):
     assert "smoothed training loss became infinite" in text
 
 
+def test_a_winner_by_answers_is_told_with_the_answers(judged_run):
+    text = "\n".join(screen(judged_run, width=200))
+    assert (
+        "best: c with validation loss 2.2000 (lr 2e-4 · r 4); chosen by answers: d 1 of 8 right, c 5 of 8 right" in text
+    )
+
+
 def test_before_any_progress_no_time_is_promised(small_run):
     text = "\n".join(screen(small_run[:3]))
     assert "time left: after the first evaluations" in text

@@ -291,9 +291,13 @@ class Race:
         return self._runners[job].best
 
     def winner(self) -> LossPoint | None:
-        """The best evaluation of all jobs, however they ended; ties go to the lower job id. None if there is none."""
-        bests = (runner.best for runner in self._runners.values() if runner.best is not None)
-        return min(bests, key=lambda point: (point.score, point.job), default=None)
+        """The best evaluation of all jobs, however they ended; None if there is none."""
+        return next(iter(self.leaders(1)), None)
+
+    def leaders(self, count: int) -> list[LossPoint]:
+        """The best evaluations of the best ``count`` jobs, however they ended; ties go to the lower job id."""
+        bests = [runner.best for runner in self._runners.values() if runner.best is not None]
+        return sorted(bests, key=lambda point: (point.score, point.job))[:count]
 
     def _stop(self, job: str, rung_index: int) -> int:
         rungs, total_steps = self.policy.rungs, self._runners[job].total_steps

@@ -17,6 +17,7 @@ import torch
 from alto.backbone import SHIPPED_MODELS, Backbone, load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.errors import AltoError, DeviceMemoryError
+from alto.evaluation import FinalistJudge
 from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
@@ -85,9 +86,12 @@ class TaskRunner:
         data = rows.encode(backbone.tokenizer)
         for split in (data.train, data.validation):
             objective.check(split, [job.config for job in task.jobs])
+        judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
-            trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks)
+            trackers=trackers,
+            subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
+            judge=judge,
         )
 
     def _load(self, task: Task) -> Backbone:
@@ -138,6 +142,7 @@ class TaskRunner:
                         past=past,
                         is_interrupted=self._is_interrupted,
                         ranks=self.ranks,
+                        judge=prepared.judge,
                     ).run()
             except BaseException:
                 # The report of a broken run is a courtesy; what broke it is the news.
@@ -171,10 +176,12 @@ class TaskRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task that is ready to run; ``forecast`` is None where nothing was measured for it."""
+    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``forecast`` where nothing was
+    measured for it."""
 
     trackers: Mapping[str, Tracker]
     subject: Subject
+    judge: FinalistJudge | None
     forecast: TaskPlan | None = None
 
 

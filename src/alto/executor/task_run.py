@@ -21,7 +21,7 @@ from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprin
 from alto.executor.references import References, find_references
 from alto.executor.roster import Roster
 from alto.objectives import find_objective
-from alto.records import ExitDecision, ExitReason, TaskPlan, Throughput, ThroughputPoint
+from alto.records import ExitDecision, ExitReason, LossPoint, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
 from alto.spec import Job, JobConfig, Task
@@ -286,10 +286,8 @@ class TaskRun:
         self._ranks.wait()  # until the journal is, too
         self.roster.commit()
 
-    def complete(self) -> None:
+    def complete(self, winner: LossPoint) -> None:
         """Say who won, and what it took."""
-        winner = self.race.winner()
-        assert winner is not None
         runs = self.runs.values()
         self.journal.append(
             "task_completed",

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
         "samples_budgeted": result.samples_budgeted,
         "samples_saved": round(result.samples_saved, 6),
         "duration_s": round(result.duration_s, 3),
+        **_finalists(result),
+    }
+
+
+def _finalists(result: TaskResult) -> dict[str, Any]:
+    """By whose answers the winner was chosen; nothing where it was not."""
+    if not result.finalists:
+        return {}
+    return {
+        "eval_accuracy": next(score.exact_match for score in result.finalists if score.job == result.best_job),
+        "finalists": [asdict(score) for score in result.finalists],
     }
 
 

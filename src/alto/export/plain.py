@@ -14,6 +14,7 @@ from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
     describe_config,
+    describe_finalists,
     describe_memory_event,
     describe_profile,
     describe_rungs,
@@ -102,6 +103,8 @@ class PlainView:
                 self._say(describe_profile(event))
             case "oom":
                 self._say(describe_memory_event(event))
+            case "finalists_judged":
+                self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
             case "task_completed":
                 self._on_completed()
 

@@ -23,6 +23,7 @@ from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
 from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
 from alto.export.wording import (
+    describe_finalists,
     describe_rungs,
     describe_task,
     tidy_config,
@@ -44,7 +45,7 @@ def write_report(run_dir: str | Path) -> Path:
         RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
     """
     run_dir = Path(run_dir)
-    page = render_report(read_history(run_dir), run_dir, _read_evaluations(run_dir / "best" / "metrics.json"))
+    page = render_report(read_history(run_dir), run_dir, _evaluations(run_dir))
     return write_page(run_dir / REPORT_NAME, page)
 
 
@@ -52,7 +53,7 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
     """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
 
     Args:
-        evaluations: What ``alto eval`` found of the best adapter, as it is written in its metrics.
+        evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
     """
     return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations)
 
@@ -70,6 +71,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "history": history,
         "table": table,
         "best": next((row for row in table.rows if row.is_best), None),
+        "finalists": describe_finalists(history.finalists),
         "is_finished": history.result is not None,
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
@@ -124,12 +126,24 @@ def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
     return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}
 
 
+def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Of the best adapter and of every job's; of the base model, which lie beside each, once."""
+    folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
+    found: list[dict[str, Any]] = []
+    for name, folder in folders.items():
+        for entry in _read_evaluations(folder / "metrics.json"):
+            is_base = (entry.get("settings") or {}).get("weights") == "base"
+            line = {**entry, "adapter": "base" if is_base else name}
+            found += [line] if line not in found else []
+    return found
+
+
 def _read_evaluations(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return list(json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ())
-    except (ValueError, AttributeError) as error:
+        return [dict(entry) for entry in json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ()]
+    except (ValueError, AttributeError, TypeError) as error:
         raise RunError(
             f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
             "the run again to have its evaluations in the report."

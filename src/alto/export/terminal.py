@@ -24,6 +24,7 @@ from alto.export.plain import PlainView
 from alto.export.tables import JobTable, exit_totals, job_table, run_notes
 from alto.export.wording import (
     clean,
+    describe_finalists,
     describe_memory_event,
     describe_profile,
     describe_task,
@@ -237,12 +238,14 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
+    chosen = f"; chosen by answers: {describe_finalists(history.finalists)}" if history.finalists else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
         f", {metrics}" if metrics else "",
         (f" ({best.label})", "dim"),
+        chosen,
         no_wrap=True,
         overflow="ellipsis",
     )

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from alto.records import Rung
+from alto.records import FinalistScore, Rung
 
 __all__ = [
     "clean",
     "describe_config",
+    "describe_finalists",
     "describe_memory_event",
     "describe_profile",
     "describe_rungs",
@@ -111,6 +112,11 @@ def short_path(name: object) -> str:
 def describe_rungs(rungs: Sequence[Rung]) -> str:
     """``at 2.5 % keep 50 %, at 5 % keep 20 %``; empty without rungs."""
     return ", ".join(f"at {format_share(rung.progress)} keep {format_share(rung.keep)}" for rung in rungs)
+
+
+def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
+    """How many answers each got right."""
+    return ", ".join(f"{clean(score.job)} {score.num_correct} of {score.num_questions} right" for score in finalists)
 
 
 def describe_memory_event(event: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.records import LossPoint, Rung
+from alto.records import FinalistScore, LossPoint, Rung
 from alto.runs.fold import JournalFold
 from alto.runs.journal import Event
 from alto.runs.run_dir import RunDir
@@ -170,6 +170,7 @@ class RunHistory(JournalFold):
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first, as the journal tells it.
+        finalists: How those answered among whom answers choose the winner, best by the metric first.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
@@ -180,6 +181,7 @@ class RunHistory(JournalFold):
         self.rungs: list[RungOutcome] = []
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[Event] = []
+        self.finalists: tuple[FinalistScore, ...] = ()
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
         self._handlers = {
@@ -196,6 +198,7 @@ class RunHistory(JournalFold):
             "job_completed": self._on_completed,
             "warmup_ended": self._on_warmup_ended,
             "oom": self.memory_events.append,
+            "finalists_judged": self._on_finalists_judged,
             "task_completed": self._on_task_completed,
         }
 
@@ -365,6 +368,9 @@ class RunHistory(JournalFold):
                 dropped=tuple(map(str, event.get("dropped") or ())),
             )
         )
+
+    def _on_finalists_judged(self, event: Event) -> None:
+        self.finalists = tuple(FinalistScore(**score) for score in event["scores"])
 
     def _on_task_completed(self, event: Event) -> None:
         self.result = dict(event)

@@ -33,6 +33,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         duration_s=history.duration_s,
         metric=history.metric,
         best_metrics=best.best_metrics,
+        finalists=history.finalists,
     )
 
 

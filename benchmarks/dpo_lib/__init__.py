@@ -1,0 +1,1 @@
+"""What ``benchmarks/dpo.py`` is made of."""

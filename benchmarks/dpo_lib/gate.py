@@ -1,0 +1,66 @@
+"""Whether the three systems did the same thing, so that their times may be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dpo_lib.measured import Measured, Tuned
+
+__all__ = ["gate_failures"]
+
+CURVE_STEPS = 5
+"""First steps of every job in which TRL and ALTO, from one adapter, have one loss. The first of them is log 2 whatever
+is trained; later, rounding grows with the learning rate."""
+
+TOLERANCE = 1e-4
+
+
+def gate_failures(measured: Measured) -> list[str]:
+    """What is wrong, a sentence each.
+
+    Every job of ``batched`` did all its steps, on as many pairs as TRL's; its first losses are TRL's; and what ALTO
+    says its best adapters are worth is what PEFT finds on the model's own forward pass.
+    """
+    failures = [*_unfinished(measured)]
+    if not failures:
+        failures += _curves(measured)
+    for name, runs in (("batched", measured.batched), ("early exit", measured.early_exit)):
+        for seed, tuned in runs.items():
+            failures += _worth(f"best adapter of {name}, seed {seed}", tuned, measured.num_validation)
+    return failures
+
+
+def _unfinished(measured: Measured) -> list[str]:
+    jobs = [(seed, job) for seed, tuned in measured.batched.items() for job in tuned.result.jobs]
+    failures = [
+        f"batched, seed {seed}: expected {job.total_steps} steps of {job.job}, found {job.steps} ({job.exit_reason})"
+        for seed, job in jobs
+        if job.steps != job.total_steps
+    ]
+    for seed, job in jobs:
+        theirs = measured.sequential[job.job].samples if seed == measured.first_seed else job.samples_trained
+        if theirs != job.samples_trained:
+            failures.append(f"{job.job}: expected the {theirs} pairs that TRL trained, found {job.samples_trained}")
+    return failures
+
+
+def _curves(measured: Measured) -> list[str]:
+    failures = []
+    for job in measured.recording.jobs:
+        theirs = measured.sequential[job.job].train_losses[:CURVE_STEPS]
+        failures += _differences(f"ALTO, first steps of {job.job}", theirs, job.train_losses[:CURVE_STEPS])
+    return failures
+
+
+def _worth(name: str, tuned: Tuned, num_pairs: int) -> list[str]:
+    failures = _differences(name, [tuned.validation.loss], [tuned.result.best_validation_loss])
+    # A pair whose margin is rounding may fall on either side.
+    if abs(tuned.validation.accuracy - tuned.told_accuracy) > 1.5 / num_pairs:
+        failures.append(f"{name}: expected an accuracy of {tuned.validation.accuracy}, found {tuned.told_accuracy}")
+    return failures
+
+
+def _differences(name: str, expected: Sequence[float], found: Sequence[float]) -> list[str]:
+    close = (math.isclose(one, other, rel_tol=TOLERANCE) for one, other in zip(expected, found, strict=True))
+    return [] if all(close) else [f"{name}: expected {list(expected)} within {TOLERANCE}, found {list(found)}"]

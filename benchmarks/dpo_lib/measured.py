@@ -1,0 +1,88 @@
+"""What the three systems did, as it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from baselines.job import BaselineJob
+
+from alto import EarlyExit, TaskResult
+from alto.early_exit import Recording, ReplayResult, policy_from, replay
+from alto.records import ExitReason
+from alto.runs import read_events
+from dpo_lib.judge import Worth
+
+__all__ = ["Measured", "Tuned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """One ``alto tune``, and what PEFT finds its best adapter to be worth.
+
+    Attributes:
+        duration_s: From the call to the exported adapter and report: loading, tokenising, asking the base, training,
+            evaluating, checkpoints.
+        validation: The adapter on the validation pairs, which chose it.
+        heldout: The adapter on pairs that nothing was trained or chosen on.
+    """
+
+    result: TaskResult
+    duration_s: float
+    validation: Worth
+    heldout: Worth
+
+    @cached_property
+    def told_accuracy(self) -> float:
+        """Reward accuracy on the validation pairs, as ALTO tells it of the adapter it exported."""
+        events = read_events(Path(self.result.run_dir) / "journal.jsonl")
+        of_winner = [event for event in events if event["event"] == "eval" and event["job"] == self.result.best_job]
+        accuracy: float = [event for event in of_winner if event["is_best"]][-1]["metrics"]["reward_accuracy"]
+        return accuracy
+
+    @property
+    def saved_by(self) -> Mapping[ExitReason, float]:
+        """Share of the budgeted samples not trained, by the reason of the exit."""
+        saved: dict[ExitReason, float] = {}
+        for job in self.result.jobs:
+            if job.exit_reason is not None:
+                share = (job.samples_budgeted - job.samples_trained) / self.result.samples_budgeted
+                saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + share
+        return saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All of it.
+
+    Attributes:
+        sequential: TRL's jobs by job id, of the first seed.
+        sequential_s: Loading and tokenising once, and all of its jobs.
+        batched, early_exit: ALTO by seed: to the end of every job, and with the default policy.
+        num_train, num_validation, num_heldout: Pairs.
+    """
+
+    sequential: Mapping[str, BaselineJob]
+    sequential_s: float
+    batched: Mapping[int, Tuned]
+    early_exit: Mapping[int, Tuned]
+    num_train: int
+    num_validation: int
+    num_heldout: int
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of which all three systems trained the jobs."""
+        return next(iter(self.batched))
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The curves of ``batched`` of the first seed."""
+        run_dir = Path(self.batched[self.first_seed].result.run_dir)
+        return Recording.from_journal(read_events(run_dir / "journal.jsonl"))
+
+    def replayed(self, settings: EarlyExit) -> ReplayResult:
+        """What a policy would have done on that recording."""
+        return replay(self.recording, policy_from(settings), settings.ema_alpha)

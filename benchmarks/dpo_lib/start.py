@@ -1,0 +1,31 @@
+"""The adapter that ALTO begins a job with."""
+
+from __future__ import annotations
+
+from alto.backbone import Backbone
+from alto.lora import (
+    AdapterBank,
+    AdapterShape,
+    AdapterWeights,
+    BankLayout,
+    find_shared_inputs,
+    find_targets,
+    linear_modules,
+)
+from alto.spec import JobConfig
+
+__all__ = ["first_adapter"]
+
+
+def first_adapter(backbone: Backbone, config: JobConfig) -> AdapterWeights:
+    """What ALTO draws for a job of ``config`` on ``backbone``, into which nothing has been injected."""
+    layout = BankLayout(
+        modules=linear_modules(backbone.model),
+        max_rank=config.r,
+        shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
+    )
+    targets = find_targets(backbone.model, config.target_modules, config.r)
+    bank = AdapterBank(layout, 1)
+    bank.occupy(0, AdapterShape(rank=config.r, targets=targets))
+    bank.initialise(0, config.seed, config.init_lora_weights)
+    return bank.read(0)

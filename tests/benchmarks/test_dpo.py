@@ -1,0 +1,202 @@
+"""Preference tuning at its smallest scale: all three systems, the gate that compares them, the result file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("trl", reason="the baseline needs the extra 'bench'")
+
+import dpo
+import torch
+from baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
+from baselines.trl_pairs import train_on_pairs
+from common import ROOT
+from datasets import Dataset
+from dpo_lib.gate import gate_failures
+from dpo_lib.judge import Worth
+from dpo_lib.measured import Measured, Tuned
+from dpo_lib.start import first_adapter
+from dpo_lib.tell import best_accuracy, figures
+from transformers import AutoTokenizer
+from trl import DPOTrainer
+
+from alto.backbone import load_backbone, resolve_model
+from alto.data import read_task_rows
+from alto.spec import JobConfig
+
+PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
+ROWS = [
+    {"prompt": f"What is {a} plus {b}?", "chosen": f"It is {a + b}, thank you.", "rejected": f"{a + b}, obviously."}
+    for a in range(1, 4)
+    for b in range(1, 5)
+]
+
+# Three libraries warn about each other here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> tuple[dict, Measured]:
+    """The result file of the smallest scale, and what it was made from."""
+    if not PAIRS.exists():
+        pytest.skip(f"needs preference pairs at {PAIRS}")
+    folder, kept = tmp_path_factory.mktemp("smoke"), []
+
+    def measure(size: dpo.Size, model: str, data: Path, _: Path) -> Measured:
+        kept.append(unpatched(size, model, data, folder))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        unpatched = dpo.measure
+        patch.setattr(dpo, "measure", measure)  # its runs outlive main
+        recording = folder / "recording.json.gz"
+        arguments = ["--scale", "smoke", "--output", str(folder), "--recording", str(recording), "--threads", "1"]
+        assert dpo.main(arguments) == 0
+    assert recording.exists()
+    return json.loads((folder / "dpo-smoke.json").read_text(encoding="utf-8")), kept[0]
+
+
+@pytest.mark.slow
+def test_the_smallest_scale_passes_its_gate(smoke):
+    result, measured = smoke
+    assert result["gate"] == "passed"
+    assert set(dpo.GOALS) <= set(result["figures"])
+    # The adapters that the systems begin with are one, and so are the curves of a stable job.
+    theirs = [item.loss for item in measured.sequential["job-000"].evaluations]
+    ours = [loss for _, loss in measured.recording.jobs[0].evaluations]
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    tuned = measured.batched[measured.first_seed]
+    assert tuned.told_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
+    assert [row["exit"] for row in result["rows"] if "saved" in row] == ["overfitting", "diverging", "underperforming"]
+    assert len([row for row in result["rows"] if "heldout_accuracy" in row]) == 4
+
+
+def of_first_seed(measured: Measured, change: Callable[[Tuned], Tuned]) -> Measured:
+    seed = measured.first_seed
+    return dataclasses.replace(measured, batched={**measured.batched, seed: change(measured.batched[seed])})
+
+
+def with_job(measured: Measured, **changes: object) -> Measured:
+    job = dataclasses.replace(measured.sequential["job-000"], **changes)
+    return dataclasses.replace(measured, sequential={**measured.sequential, "job-000": job})
+
+
+def cut_short(tuned: Tuned) -> Tuned:
+    first, *others = tuned.result.jobs
+    shorter = dataclasses.replace(first, steps=first.steps - 1)
+    return dataclasses.replace(tuned, result=dataclasses.replace(tuned.result, jobs=(shorter, *others)))
+
+
+def judged(**changes: float) -> Callable[[Tuned], Tuned]:
+    return lambda tuned: dataclasses.replace(tuned, validation=dataclasses.replace(tuned.validation, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (lambda found: with_job(found, train_losses=(0.6931472, 0.5, 0.5, 0.5, 0.5, 0.5)), "first steps of job-000"),
+        (lambda found: with_job(found, samples=23), "the 23 pairs that TRL trained"),
+        (lambda found: of_first_seed(found, cut_short), "seed 1: expected 6 steps of job-000, found 5"),
+        (lambda found: of_first_seed(found, judged(loss=0.1)), "best adapter of batched, seed 1: expected [0.1]"),
+        (lambda found: of_first_seed(found, judged(accuracy=0.0)), "expected an accuracy of 0.0"),
+    ],
+)
+def test_the_gate_bites(smoke, tamper, message):
+    assert gate_failures(smoke[1]) == []
+    assert any(message in failure for failure in gate_failures(tamper(smoke[1])))
+
+
+@pytest.mark.slow
+def test_accuracies_are_compared_on_held_out_pairs_over_all_seeds(smoke):
+    def with_accuracies(runs: dict[int, Tuned], *accuracies: float) -> dict[int, Tuned]:
+        return {
+            seed: dataclasses.replace(tuned, heldout=Worth(loss=0.5, accuracy=accuracy))
+            for (seed, tuned), accuracy in zip(runs.items(), accuracies, strict=True)
+        }
+
+    _, measured = smoke
+    changed = dataclasses.replace(
+        measured,
+        batched=with_accuracies(measured.batched, 0.7, 0.8),
+        early_exit=with_accuracies(measured.early_exit, 0.72, 0.75),
+    )
+    found = figures(changed)
+    assert found["accuracy_delta_points"] == pytest.approx(1.5)
+    assert found["accuracy_delta_worst_points"] == pytest.approx(5)
+    assert (found["batched_accuracy"], found["early_exit_accuracy"]) == pytest.approx((0.75, 0.735))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> PreparedPairs:
+    folder = tmp_path_factory.mktemp("pairs")
+    return prepare_pairs(resolve_model("alto-tiny"), ROWS[:8], ROWS[8:], folder, max_length=64)
+
+
+def losses(prepared: PreparedPairs, config: JobConfig, start: JobConfig) -> tuple[float, ...]:
+    adapter = first_adapter(load_backbone("alto-tiny"), start)
+    return train_on_pairs(prepared, config.model_dump(), start=adapter, eval_at_steps=[]).train_losses
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"beta": 0.11}, {"learning_rate": 1.1e-3}, {"seed": 4}, {"lora_alpha": 9}], ids=str
+)
+def test_every_setting_of_a_job_reaches_trl(prepared, change):
+    settings = {"learning_rate": 1e-3, "batch_size": 4, "r": 4, "lora_alpha": 8, "seed": 3, "num_train_epochs": 2}
+    config = JobConfig(**settings, beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
+    expected = losses(prepared, config, start=config)
+    found = losses(prepared, config.replace(**change), start=config)
+    assert expected[0] == pytest.approx(0.693147, rel=1e-5)
+    assert (found == pytest.approx(expected, rel=1e-4)) == (not change)
+
+
+def test_the_systems_see_the_same_tokens(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
+    ours = tokenize_pairs(tokenizer, ROWS, max_length=64)
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    talks = [
+        {
+            "prompt": said("user", row["prompt"]),
+            "chosen": said("assistant", row["chosen"]),
+            "rejected": said("assistant", row["rejected"]),
+        }
+        for row in ROWS
+    ]
+    trainer, arguments = (
+        SimpleNamespace(_tokenizer=tokenizer),
+        SimpleNamespace(dataset_num_proc=None, max_length=64, truncation_mode="keep_start"),
+    )
+    theirs = DPOTrainer._prepare_dataset(trainer, Dataset.from_list(talks), tokenizer, arguments, "train")
+    assert ours == theirs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).to_list()
+
+    size = dataclasses.replace(dpo.SIZES["smoke"], max_length=64)
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    encoded = read_task_rows(dpo.make_task(size, "alto-tiny", tmp_path, seed=1)).encode(tokenizer).train
+    assert len(encoded) == len(ours)
+    for ids, (chosen, rejected), pair in zip(encoded.input_ids, encoded.spans, ours, strict=True):
+        row = ids.tolist()
+        assert row[: chosen.length] == pair["prompt_ids"] + pair["chosen_ids"]
+        assert row[: rejected.prefix] + row[chosen.length :] == pair["prompt_ids"] + pair["rejected_ids"]
+
+
+def test_a_pair_that_would_be_cut_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        tokenize_pairs(tokenizer, ROWS, max_length=8)
