@@ -55,6 +55,20 @@ def test_shares_that_all_are_alike_have_a_view():
     assert view.low < 0.5 < view.high
 
 
+def test_the_curve_of_the_job_that_was_chosen_is_in_view_whatever_its_loss():
+    curves = {**SANE, "chosen": [30.0, 20.0, 25.0]}
+    assert choose_view(curves).high < 20.0
+    assert 20.0 < choose_view(curves, best="chosen").high < 25.0
+
+
+def test_nothing_is_cut_off_of_shares():
+    view = choose_view(
+        {**{f"{job}": [0.7, 0.71] for job in range(9)}, "bad": [0.1]}, more_is_better=True, is_bounded=True
+    )
+    assert view.low < 0.1 < 0.71 < view.high
+    assert view.note == ""
+
+
 def test_no_finite_loss_no_view():
     assert choose_view({"a": [math.nan], "b": []}) is None
 

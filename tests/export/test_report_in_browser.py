@@ -88,7 +88,8 @@ def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
     page = open_report(preference_run)
     for figure in ("validation", "metric-0", "metric-1", "train"):
         assert page.locator(CURVES.format(figure)).count() == 3
-    ticks = page.locator("#metric-0 .ytick").all_text_contents()
+    ticks = page.locator("#metric-0 .ytick text").all_text_contents()
+    assert ticks
     assert all(tick.endswith("%") for tick in ticks)
     page.get_by_role("button", name="linear").click()
     assert page.evaluate("document.getElementById('metric-1').layout.xaxis.type") == "linear"

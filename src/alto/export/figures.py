@@ -44,12 +44,14 @@ class Quantity:
         hover: Name and value in plotly's template, as they are read off a curve.
         tick_format: Of the axis, in d3's words; empty for plotly's own.
         more_is_better: Whether the best curves lie at the top.
+        is_bounded: Whether no curve can lie so far from the others that it would flatten them.
     """
 
     values_of: Callable[[JobHistory], Sequence[float]]
     hover: str = "loss %{y:.4f}"
     tick_format: str = ""
     more_is_better: bool = False
+    is_bounded: bool = False
 
 
 VALIDATION_LOSS = Quantity(values_of=lambda job: [point.validation_loss for point in job.evaluations])
@@ -63,6 +65,7 @@ def metric_quantity(metric: str) -> Quantity:
         hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
         tick_format=".0%" if is_share(metric) else "",
         more_is_better=True,
+        is_bounded=is_share(metric),
     )
 
 
@@ -111,12 +114,15 @@ class CurveFigure:
     view: View | None
 
 
-def choose_view(curves: Mapping[str, Sequence[float]], *, more_is_better: bool = False) -> View | None:
+def choose_view(
+    curves: Mapping[str, Sequence[float]], *, more_is_better: bool = False, is_bounded: bool = False, best: str = ""
+) -> View | None:
     """The range that shows the jobs worth comparing, however far others diverge.
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
     curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
-    jobs may diverge without flattening the rest. Where more is better, all of this is upside down.
+    jobs may diverge without flattening the rest. Where more is better, all of this is upside down. The lowest point of
+    the curve ``best`` is in view in any case, and where values are bounded everything is.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = {name: kept for name, curve in curves.items() if (kept := [sign * x for x in curve if math.isfinite(x)])}
@@ -127,7 +133,7 @@ def choose_view(curves: Mapping[str, Sequence[float]], *, more_is_better: bool =
     low = min(core[0])
     began = statistics.median(curve[0] for curve in core)
     extent = max(began - low, min(core[-1]) - low, 0.02 * abs(low), 1e-6)
-    limit = low + 4 * extent
+    limit = math.inf if is_bounded else max(low + 4 * extent, min(finite.get(best, [low])))
     high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
     margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
@@ -144,10 +150,15 @@ def choose_view(curves: Mapping[str, Sequence[float]], *, more_is_better: bool =
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
     """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
     evaluated = [job for job in history.jobs.values() if job.evaluations]
-    curves = {job.job: quantity.values_of(job) for job in evaluated}
-    view = choose_view(curves, more_is_better=quantity.more_is_better)
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     best = history.best
+    curves = {job.job: quantity.values_of(job) for job in evaluated}
+    view = choose_view(
+        curves,
+        more_is_better=quantity.more_is_better,
+        is_bounded=quantity.is_bounded,
+        best=best.job if best is not None else "",
+    )
+    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     if view is None:
         return CurveFigure(traces=[], view=None)
     counts: dict[str, int] = {}
