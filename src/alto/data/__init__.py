@@ -7,7 +7,7 @@ from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, en
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
-from alto.data.task_data import HeldoutRows, TaskData, TaskRows, read_heldout_rows, read_task_rows
+from alto.data.task_data import HeldoutRows, TaskData, TaskRows, encode_rows, read_heldout_rows, read_task_rows
 
 __all__ = [
     "Conversation",
@@ -28,6 +28,7 @@ __all__ = [
     "encode_dataset",
     "encode_pairs",
     "encode_prompt",
+    "encode_rows",
     "idle_batch",
     "preview_rows",
     "read_heldout_rows",

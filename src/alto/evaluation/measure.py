@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from alto.backbone import Backbone, load_tokenizer
-from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair
-from alto.data.task_data import encode_rows
+from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
 from alto.errors import DataError, SpecError
 from alto.evaluation.adapter import SavedAdapter, seated
 from alto.evaluation.answers import has_final_answers
