@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dpo_lib.measured import Measured, Tuned
 
-__all__ = ["gate_failures"]
+__all__ = ["TOLERANCE", "gate_failures"]
 
 CURVE_STEPS = 5
 """First steps of every job in which TRL and ALTO, from one adapter, have one loss. The first of them is log 2 whatever
