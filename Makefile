@@ -10,6 +10,7 @@ PYTEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
+PREFERENCES := examples/data/preferences/train.jsonl
 BENCHMARKS = $(shell grep -ls '^if __name__' benchmarks/*.py)
 
 .PHONY: help
@@ -21,6 +22,10 @@ help: ## Show the targets
 .PHONY: quickstart
 quickstart: $(VENV)/.base $(WORD_PROBLEMS) ## Set up, then tune 24 LoRA configurations (about two minutes on a CPU)
 	$(BIN)/alto tune examples/quickstart.yaml
+
+.PHONY: preferences
+preferences: $(VENV)/.base $(PREFERENCES) ## Set up, then tune 12 configurations of DPO (about a minute on a CPU)
+	$(BIN)/alto tune examples/preferences.yaml
 
 .PHONY: test
 # One thread a worker: torch would otherwise give every worker all cores.
@@ -94,3 +99,6 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.base
 
 $(WORD_PROBLEMS): examples/make_word_problems.py | $(VENV)/.created
 	$(BIN)/python examples/make_word_problems.py
+
+$(PREFERENCES): examples/make_preferences.py examples/make_word_problems.py | $(VENV)/.created
+	$(BIN)/python examples/make_preferences.py

@@ -5,6 +5,8 @@ They are strict where the real ones are: int32 offsets, the longest sequence as 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +37,8 @@ def flash_attn_varlen_func(
     assert dropout_p == 0.0
     left, right = window_size
     right = 0 if causal else right
-    return _attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, (left, right), softcap)[0]
+    bounds = _Bounds(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend(q, k, v, bounds, softmax_scale, (left, right), softcap)[0]
 
 
 def varlen_attn(
@@ -59,7 +62,8 @@ def varlen_attn(
     assert num_splits == 1, "the keys would be split by the longest sequence of the pass"
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError("Expect query and key/value to have the same number of heads")
-    output, normaliser = _attend(query, key, value, cu_seq_q, max_q, scale, window_size, 0.0)
+    bounds = _Bounds(cu_seq_q, cu_seq_k, max_q, max_k)
+    output, normaliser = _attend(query, key, value, bounds, scale, window_size, 0.0)
     return (output, normaliser) if return_aux is not None and return_aux.lse else output
 
 
@@ -77,7 +81,8 @@ def early_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Any:
     """Of torch.nn.attention.varlen, before it had ``enable_gqa`` and ``num_splits``."""
-    output, normaliser = _attend(query, key, value, cu_seq_q, max_q, scale, window_size, 0.0)
+    bounds = _Bounds(cu_seq_q, cu_seq_k, max_q, max_k)
+    output, normaliser = _attend(query, key, value, bounds, scale, window_size, 0.0)
     return (output, normaliser) if return_aux is not None and return_aux.lse else output
 
 
@@ -108,39 +113,59 @@ def flash_attention_backward(
     assert left is not None
     assert right is not None
     assert is_causal == (left == -1 and window_size_right == 0)
+    bounds = _Bounds(cum_seq_q, cum_seq_k, max_q, max_k)
     with torch.enable_grad():
         operands = [x.detach().requires_grad_() for x in (query, key, value)]
-        output, normaliser = _attend(*operands, cum_seq_q, max_q, scale, (left, right), 0.0)
+        output, normaliser = _attend(*operands, bounds, scale, (left, right), 0.0)
     assert torch.equal(normaliser, logsumexp) or normaliser.isnan().any()
     assert torch.equal(output, out) or output.isnan().any()
     return torch.autograd.grad(output, operands, grad_out)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Where sequences begin and end, and the longest, of queries and of keys."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+    def of(self, q_THD: Tensor, k_TGD: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Queries and keys of every sequence."""
+        slices = []
+        for x, offsets, longest in (
+            (q_THD, self.queries, self.longest_queries),
+            (k_TGD, self.keys, self.longest_keys),
+        ):
+            assert offsets.dtype == torch.int32
+            bounds = offsets.tolist()
+            assert (bounds[0], bounds[-1]) == (0, x.shape[0])
+            assert longest == max(end - start for start, end in pairwise(bounds))
+            slices.append([slice(start, end) for start, end in pairwise(bounds)])
+        return zip(*slices, strict=True)
 
 
 def _attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    offsets: Tensor,
-    longest: int,
+    bounds: _Bounds,
     scale: float | None,
     window_size: tuple[int, int],
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[T, H, D]`` and the logarithm ``[H, T]`` of every softmax's sum."""
-    assert offsets.dtype == torch.int32
-    bounds = offsets.tolist()
-    assert bounds[0] == 0
-    assert bounds[-1] == q_THD.shape[0]
-    assert longest == max(end - start for start, end in pairwise(bounds))
     share = q_THD.shape[1] // k_TGD.shape[1]
     outputs, normalisers = [], []
-    for start, end in pairwise(bounds):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (q_THD, k_TGD, v_TGD))
+    for queries, keys in bounds.of(q_THD, k_TGD):
+        q, k, v = (x.transpose(0, 1) for x in (q_THD[queries], k_TGD[keys], v_TGD[keys]))
         scores = (q.shape[-1] ** -0.5 if scale is None else scale) * q @ k.repeat_interleave(share, 0).mT
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        position = torch.arange(end - start)
-        back, (left, right) = position[:, None] - position[None, :], window_size
+        # The last query stands at the last key, as in version 2.1 and later.
+        position, (left, right) = torch.arange(k.shape[1]), window_size
+        back = position[k.shape[1] - q.shape[1] :, None] - position[None, :]
         hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))
         scores = scores.masked_fill(hidden, float("-inf"))
         outputs.append((scores.softmax(-1) @ v.repeat_interleave(share, 0)).transpose(0, 1))

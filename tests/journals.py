@@ -46,11 +46,14 @@ class Journal:
         }
         self.add("task_started", **{**defaults, **fields}, jobs=jobs)
 
-    def train_to(self, job: str, step: int, *, since: int, validation: float, train: float = 2.0) -> None:
+    def train_to(
+        self, job: str, step: int, *, since: int, validation: float, train: float = 2.0, **fields: Any
+    ) -> None:
         self.add("train", job=job, first_step=since + 1, losses=[train] * (step - since))
         self.add(
-            "eval", job=job, step=step, total_steps=100, train_ema=train, validation_loss=validation, is_best=False
-        )
+            "eval", job=job, step=step, total_steps=100, train_ema=train, validation_loss=validation, is_best=False,
+            **fields,
+        )  # fmt: skip
 
     def end(
         self, event: str, job: str, step: int, *, best: tuple[int, float], slot: int | None = 0, **fields: Any
@@ -111,6 +114,15 @@ def small_run() -> list[Event]:
 
 
 @pytest.fixture
+def judged_run(small_run: list[Event]) -> list[Event]:
+    """The same four jobs, of which answers have chosen ``c``."""
+    *earlier, completed = small_run
+    scores = [{"job": job, "num_correct": right, "num_questions": 8} for job, right in (("d", 1), ("c", 5))]
+    judged = {"event": "finalists_judged", "time": completed["time"], "scores": scores}
+    return [*earlier, judged, {**completed, "best_job": "c", "best_validation_loss": 2.2}]
+
+
+@pytest.fixture
 def interrupted_run() -> list[Event]:
     """Two jobs in two slots, an hour without work after step 10; then a clone of ``b`` joins and ``a`` is reopened."""
     journal = Journal()
@@ -131,6 +143,36 @@ def interrupted_run() -> list[Event]:
     journal.add("job_admitted", job="c", slot=0, step=0)
     journal.add("job_reopened", job="a")
     journal.train_to("b", 50, since=10, validation=1.8)
+    return journal.events
+
+
+@pytest.fixture
+def preference_run() -> list[Event]:
+    """Three jobs of DPO judged by reward accuracy: ``c`` is as often right as ``b`` with a lower loss, and ``a`` has
+    the lowest loss of all. Both ``b`` and ``c`` are at their best after ten steps."""
+    journal = Journal()
+    journal.start(
+        {job: config(rate, 8) | {"beta": 0.1} for job, rate in (("a", 1e-4), ("b", 2e-4), ("c", 3e-4))},
+        method="dpo", metric="reward_accuracy", max_slots=3, early_exit={"policy": "alto"},
+    )  # fmt: skip
+    for slot, job in enumerate("abc"):
+        journal.add("job_admitted", job=job, slot=slot, step=0)
+    found = {
+        "a": ((0.5, 0.6), (0.4, 0.61)),
+        "b": ((0.62, 0.75), (0.55, 0.7)),
+        "c": ((0.6, 0.75), (0.45, math.nan)),
+    }
+    for index, step in enumerate((10, 100)):
+        for job, evaluations in found.items():
+            loss, accuracy = evaluations[index]
+            metrics = {
+                "reward_accuracy": accuracy, "reward_margin": 1 - loss, "chosen_reward": 0.1, "rejected_reward": loss,
+                "kl": 0.02,
+            }  # fmt: skip
+            journal.train_to(job, step, since=10 * index, validation=loss, train=0.65, metrics=metrics)
+    for job, best in (("a", (100, 0.4)), ("b", (10, 0.62)), ("c", (10, 0.6))):
+        journal.end("job_completed", job, 100, best=best)
+    journal.add("task_completed", best_job="c", best_validation_loss=0.6, samples_trained=3000, samples_budgeted=3000)
     return journal.events
 
 

@@ -1,5 +1,5 @@
 """The oracle of law 1: one job alone, trained by Hugging Face PEFT and torch's (or bitsandbytes') AdamW on an
-unmodified model.
+unmodified model; on preference pairs with the loss of TRL's ``DPOTrainer``.
 
 Nothing of ALTO's arithmetic is used: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
 optimizer (or bitsandbytes') and clipping, transformers' learning-rate schedule.
@@ -10,11 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from architectures import build_tiny
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
+from preference_pairs import whole_sequences
+from tiny import load_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
@@ -134,7 +138,7 @@ class SoloJob:
     def train_step(self) -> StepFacts:
         before = self.weights()
         rows = self._order.rows_of_step(self.step + self._first_step)
-        loss = self.model(**padded_batch(self._dataset, rows, self._padding)).loss
+        loss = self._loss(padded_batch(self._dataset, rows, self._padding))
         self._optimizer.zero_grad()
         loss.backward()
         gradients = {name: parameter.grad.T.clone() for name, parameter in self._parameters.items()}
@@ -150,19 +154,100 @@ class SoloJob:
         """Losses of all steps to the end of the job."""
         return [self.train_step().loss for _ in range(self.config.total_steps(len(self._dataset)))]
 
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+class SoloPairs(SoloJob):
+    """One job on preference pairs, whose loss TRL computes.
+
+    Args:
+        trl: From :func:`make_dpo_trainer`; many jobs may share it.
+        reference: From :func:`reference_model`.
+    """
+
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        dataset: EncodedDataset,
+        config: JobConfig,
+        *,
+        trl: Any,
+        reference: PreTrainedModel,
+        **settings: Any,
+    ) -> None:
+        from trl.trainer.utils import add_fused_lm_head
+
+        super().__init__(base, dataset, config, **settings)
+        self._trl, self._reference = trl, reference
+        add_fused_lm_head(self.model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+
+    @torch.no_grad()
+    def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
+        """TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
+        self._trl._metrics["eval"].clear()
+        loss = self._loss(padded_batch(dataset, range(len(dataset))))
+        return {"loss": float(loss)} | {name: values[-1] for name, values in self._trl._metrics["eval"].items()}
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        trl = self._trl
+        trl.ref_model, trl.beta, trl.label_smoothing = self._reference, self.config.beta, self.config.label_smoothing
+        trl.loss_types, trl.loss_weights = [self.config.loss_type], [1.0]
+        loss: Tensor = trl._compute_loss(self.model, as_trl_has_it(batch), return_outputs=False)
+        return loss
+
+
+def make_dpo_trainer(folder: Path) -> Any:
+    """TRL's trainer, of which the loss is used; its own model and data are never looked at. Takes seconds."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    model, tokenizer = build_tiny("llama"), load_tokenizer()
+    settings = DPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    trainer = DPOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
+    trainer.model.eval()  # its metrics are those of an evaluation
+    return trainer
+
+
+def reference_model(base: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of ``base`` as TRL's trainer keeps it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    reference = copy.deepcopy(base).requires_grad_(False).eval()
+    add_fused_lm_head(reference)
+    return reference
+
+
+def as_trl_has_it(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch with a mask of the replies' tokens, where Hugging Face's models want labels."""
+    rest = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    return {**rest, "completion_mask": (batch["labels"] >= 0).long()}
+
 
 def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
-    """Rows as Hugging Face's collators give them: padded, masked, labels not yet shifted."""
-    length = max(dataset.input_ids[row].numel() for row in rows) + abs(padding)
+    """Rows as the collators of Hugging Face and TRL give them: padded, masked, labels not yet shifted; of pairs first
+    all chosen sides, then all rejected ones."""
+    of_rows = [whole_sequences(dataset, row) for row in rows]
+    sequences = [sequence for side in zip(*of_rows, strict=True) for sequence in side]
+    length = max(ids.numel() for ids, _ in sequences) + abs(padding)
     first = max(0, -padding)
-    input_ids = torch.zeros(len(rows), length, dtype=torch.long)
-    attention_mask = torch.zeros(len(rows), length, dtype=torch.long)
-    labels = torch.full((len(rows), length), -100, dtype=torch.long)
-    for index, row in enumerate(rows):
-        end = first + dataset.input_ids[row].numel()
-        input_ids[index, first:end] = dataset.input_ids[row]
+    input_ids = torch.zeros(len(sequences), length, dtype=torch.long)
+    attention_mask = torch.zeros(len(sequences), length, dtype=torch.long)
+    labels = torch.full((len(sequences), length), -100, dtype=torch.long)
+    for index, (ids, targets) in enumerate(sequences):
+        end = first + ids.numel()
+        input_ids[index, first:end] = ids
         attention_mask[index, first:end] = 1
-        labels[index, first + 1 : end] = dataset.targets[row][:-1]
+        labels[index, first + 1 : end] = targets[:-1]
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 

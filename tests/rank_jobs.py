@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from oracle import SoloJob, StepFacts, flat
-from seated_jobs import DATA, STABLE, assert_same_step, make_model, make_task
+from seated_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.backbone.sharding import find_roots, shard
+from alto.data import TaskData
 from alto.errors import TaskInterruptedError
 from alto.executor import Executor, JobRun, Past, Ranks, Trainer, plan_jobs, recover
+from alto.executor.passes import Passes
+from alto.executor.references import find_references
 from alto.lora import linear_modules
+from alto.objectives import find_objective
 from alto.runs import Journal, RunDir, SilentJournal
 from alto.spec import Task, load_task
 
 CPU = torch.device("cpu")
+
+PREFERENCES: list[dict[str, object]] = [
+    {"loss_type": "sigmoid", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "seed": 1},
+    {"loss_type": "ipo", "beta": 0.5, "lr": 2e-4, "r": 16, "batch_size": 8, "seed": 2},
+    {"loss_type": "sigmoid", "beta": 1.0, "lr": 2e-4, "r": 8, "batch_size": 1, "seed": 3},
+]
 
 
 def joined() -> Ranks:
@@ -39,19 +52,27 @@ def sharded(name: str, ranks: Ranks) -> PreTrainedModel:
 class Seats:
     """Jobs dealt out over the banks of all ranks, or in the same places of all."""
 
-    def __init__(self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_spread: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_spread: bool = False, data: TaskData = DATA
+    ) -> None:
         backbone = Backbone(model, None, "unused")  # type: ignore[arg-type]
+        objective = find_objective(task.method)
+        if objective.asks_base:
+            passes = Passes(task.max_tokens_per_pass or 300, lambda event: None, can_retry=ranks.is_alone)
+            data = find_references(task, backbone, data, passes, ranks).data
+        self.data = data
         self.ranks = ranks
-        self.runs = plan_jobs(task, backbone, DATA)
+        self.runs = plan_jobs(task, backbone, data)
         per_rank = len(self.runs) if is_spread else -(-len(self.runs) // ranks.size)
         self.trainer = Trainer(
             backbone,
-            DATA,
+            data,
             modules=linear_modules(model),
             max_rank=max(run.config.r for run in self.runs),
             num_slots=per_rank,
             max_tokens_per_pass=task.max_tokens_per_pass or 300,
             optims={run.config.optim for run in self.runs},
+            objective=objective,
             ranks=ranks,
         )
         for index, run in enumerate(self.runs):
@@ -109,6 +130,34 @@ def steps_are_those_of_peft_alone(name: str) -> None:
                     assert_same_step(found[run.id], alone.train_step())
                     checked += 1
         assert checked >= 2 * len(configs) / (1 if is_spread else ranks.size)
+
+
+def steps_on_pairs_are_those_of_one_process(folder: str) -> None:
+    """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found."""
+    ranks = joined()
+    os.environ["ALTO_CACHE"] = folder
+    for is_spread, configs in ((False, PREFERENCES), (True, PREFERENCES[:2])):
+        task = make_task(configs, method="dpo", max_tokens_per_pass=150)
+        alone = Bank(make_model("llama"), task, data=PAIRS)
+        seats = Seats(sharded("llama", ranks), task, ranks, is_spread=is_spread, data=PAIRS)
+        for split in ("train", "validation"):
+            found, expected = (getattr(data, split).references for data in (seats.data, alone.data))
+            assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+        assert not ranks.is_first or len(list(Path(folder).glob("references/*.json"))) == 2
+        for _ in range(2):
+            for run, place in seats.here(seats.runs):
+                mine = next(other for other in alone.runs if other.id == run.id)
+                seats.trainer.bank.write(place, alone.trainer.bank.read(mine.slot))
+                seats.trainer.optimizer.write(place, run.config.optim, alone.trainer.optimizer.read(mine.slot))
+            found, expected = seats.step(), alone.step()
+            assert found
+            for job, facts in found.items():
+                assert_same_step(facts, expected[job])
+        worths = zip(seats.trainer.evaluate(seats.runs), alone.trainer.evaluate(alone.runs), strict=True)
+        for worth, expected_worth in worths:
+            assert math.isclose(worth.loss, expected_worth.loss, rel_tol=1e-4)
+            for name, value in expected_worth.metrics.items():
+                assert math.isclose(worth.metrics[name], value, rel_tol=1e-2, abs_tol=1e-4), name
 
 
 def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:

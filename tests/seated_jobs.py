@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import StepFacts, flat, relative_distance
+from preference_pairs import make_pairs
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -16,10 +19,11 @@ from transformers import (
 )
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, TaskData
+from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.executor import JobRun, Trainer, plan_jobs
 from alto.executor.memory_errors import MemoryEvent
 from alto.lora import linear_modules
+from alto.objectives import find_objective, reference_log_probs
 from alto.spec import Task
 
 VOCABULARY = 160
@@ -79,6 +83,7 @@ def make_dataset(num_rows: int, seed: int) -> EncodedDataset:
 
 
 DATA = TaskData(train=make_dataset(28, seed=1), validation=make_dataset(6, seed=2))
+PAIRS = TaskData(train=make_pairs(28, seed=1), validation=make_pairs(6, seed=2))
 
 
 def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
@@ -94,6 +99,7 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
         "init_lora_weights": "default",
         "loraplus_lr_ratio": 1.0,
         "optim": "adamw_torch",
+        "label_smoothing": 0.0,
     }
     paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
     values = {"model": "unused", "dataset": "unused.jsonl", "num_train_epochs": 2, "max_tokens_per_pass": 300}
@@ -101,26 +107,43 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
     return Task(**fixed, search_space={"paired": paired})
 
 
+@torch.no_grad()
+def with_references(backbone: Backbone, data: TaskData) -> TaskData:
+    """``data`` with what ``backbone`` gives every reply."""
+
+    def answered(pairs: EncodedDataset) -> EncodedDataset:
+        batch = collate(pairs, [JobRows(0, tuple(range(len(pairs))))])
+        return replace(pairs, references=reference_log_probs(backbone, batch))
+
+    return replace(data, train=answered(data.train), validation=answered(data.validation))
+
+
 class Bank:
     """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``.
 
     Attributes:
+        data: What they are trained on; where the objective asks the base, with what it answers.
         memory_events: What the trainer has said of memory that ran out.
     """
 
-    def __init__(self, model: PreTrainedModel, task: Task, slots: list[int] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, task: Task, slots: list[int] | None = None, data: TaskData = DATA
+    ) -> None:
         backbone = Backbone(model, None, "unused")
         modules = linear_modules(model)
-        self.runs: list[JobRun] = plan_jobs(task, backbone, DATA)
+        objective = find_objective(task.method)
+        self.data = with_references(backbone, data) if objective.asks_base else data
+        self.runs: list[JobRun] = plan_jobs(task, backbone, data)
         self.memory_events: list[MemoryEvent] = []
         self.trainer = Trainer(
             backbone,
-            DATA,
+            self.data,
             modules=modules,
             max_rank=max(run.config.r for run in self.runs),
             num_slots=len(self.runs) + 1,
             max_tokens_per_pass=task.max_tokens_per_pass,
             optims={run.config.optim for run in self.runs},
+            objective=objective,
             adapter_dtype=task.adapter_dtype,
             on_memory_event=self.memory_events.append,
         )

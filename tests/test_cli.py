@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_task, read_journal, save_model
@@ -198,6 +200,21 @@ def test_show_tells_a_run_without_touching_it(interrupted: Path) -> None:
     watched = invoke("show", interrupted, "--watch")
     assert watched.stdout.count("job-000") == shown.stdout.count("job-000")
     assert before == {path: path.stat().st_mtime_ns for path in interrupted.rglob("*") if path.name != "run.lock"}
+
+
+def test_show_tells_what_was_measured_beside_the_loss(
+    preference_run: list[dict[str, Any]], write_run: Callable[[list[dict[str, Any]]], Path]
+) -> None:
+    run = write_run(preference_run)
+    (run / "task.yaml").write_text("", encoding="utf-8")
+    facts = json.loads(invoke("show", run, "--json").stdout)
+    assert (facts["metric"], facts["best_job"], facts["best_metrics"]["reward_accuracy"]) == (
+        "reward_accuracy",
+        "c",
+        0.75,
+    )
+    assert [job["best_metrics"]["reward_accuracy"] for job in facts["jobs"]] == [0.61, 0.75, 0.75]
+    assert [job["metrics"]["reward_accuracy"] for job in facts["jobs"]] == [0.61, 0.7, None]
 
 
 def test_commands_to_an_interrupted_run_are_carried_out_when_it_goes_on(interrupted: Path) -> None:

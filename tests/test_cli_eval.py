@@ -82,8 +82,51 @@ def test_a_job_of_the_run_is_measured_by_name(run: Path) -> None:
     for job, loss in losses.items():
         done = invoke(run, "--job", job, "--metric", "loss", "--json")
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["adapter"]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert json.loads(done.stdout)["adapters"][0]["evaluation"]["loss"] == pytest.approx(loss, rel=1e-4)
         assert len(evaluations(run / "jobs" / job / "best")) == 1
+
+
+def test_all_jobs_are_measured_at_once_and_stand_in_the_report(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    done = invoke(run, "--all-jobs", "--baseline", "--save-predictions", path, *FAST)
+    assert done.exit_code == 0, done.output
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for job in ("job-000", "job-001"):
+        base, own = evaluations(run / "jobs" / job / "best")
+        assert (base["settings"]["weights"], own["settings"]["weights"]) == ("base", "adapter")
+        assert f"{own['loss']:.4f}" in done.stdout
+        assert job in done.stdout
+        assert f'<th scope="row">{job}</th>' in page
+    assert page.count('<th scope="row">base</th>') == 1
+    assert "metrics: in metrics.json beside each of the 2 adapters" in done.stdout
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["weights"] for line in lines] == ["job-000"] * 5 + ["job-001"] * 5 + ["base"] * 5
+
+
+def test_jobs_of_one_call_have_the_numbers_of_a_call_each(run: Path) -> None:
+    together = invoke(run, "--job", "job-001", "--job", "job-000", "--json", *FAST)
+    assert together.exit_code == 0, together.output
+    found = {entry["name"]: entry["evaluation"] for entry in json.loads(together.stdout)["adapters"]}
+    assert list(found) == ["job-001", "job-000"]
+    for job, evaluation in found.items():
+        alone = json.loads(invoke(run, "--job", job, "--json", *FAST).stdout)["adapters"][0]["evaluation"]
+        assert evaluation["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert evaluation["num_correct"] == alone["num_correct"]
+
+
+def test_adapters_of_several_folders_are_measured_on_pairs(run: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n} plus 1?", "chosen": f"#### {n + 1}", "rejected": "No idea."} for n in range(4)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    folders = [run / "jobs" / job / "best" for job in ("job-000", "job-001")]
+    done = invoke(*folders, "--dataset", pairs)
+    assert done.exit_code == 0, done.output
+    for folder in folders:
+        (entry,) = evaluations(folder)
+        assert (entry["num_rows"], entry["loss"], entry["exact_match"]) == (4, None, None)
+        assert f"{entry['reward_margin']:.4f}" in done.stdout
+    assert "reward accuracy" in done.stdout
+    assert "loss" not in done.stdout
 
 
 def test_an_adapter_alone_is_measured_on_named_rows(run: Path, tmp_path: Path) -> None:
@@ -103,9 +146,10 @@ def test_json_is_strict_json_and_nothing_else(run: Path) -> None:
     done = invoke(run, "--json", "--limit", "2", "--baseline", *FAST)
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    assert facts["adapter_dir"] == str(run / "best")
-    assert [facts["baseline"], facts["adapter"]] == evaluations(run / "best")
-    assert facts["adapter"]["num_rows"] == 2
+    (best,) = facts["adapters"]
+    assert (best["name"], best["adapter_dir"]) == ("best", str(run / "best"))
+    assert [facts["baseline"], best["evaluation"]] == evaluations(run / "best")
+    assert best["evaluation"]["num_rows"] == 2
     assert "predictions" not in facts
 
 
@@ -119,7 +163,10 @@ def test_predictions_are_saved_one_a_line(run: Path, tmp_path: Path) -> None:
     assert sum(line["correct"] for line in lines) == evaluations(run / "best")[0]["num_correct"]
 
 
-@pytest.mark.parametrize("options", [("--metric", "loss"), ("--save-predictions", "no/such/folder/answers.jsonl")])
+@pytest.mark.parametrize(
+    "options",
+    [("--metric", "loss"), ("--metric", "preference"), ("--save-predictions", "no/such/folder/answers.jsonl")],
+)
 def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(
     run: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -134,7 +181,11 @@ def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(
     [
         (["absent"], "RunNotFoundError: expected a run (task.yaml) or an adapter"),
         (["run", "--job", "job-9"], "RunNotFoundError: job: expected a job of"),
-        (["run/best"], "SpecError: dataset: expected rows to evaluate the adapter in run/best on"),
+        (["run", "run/best", "--all-jobs"], "RunNotFoundError: job: expected one run directory"),
+        (["run", "--metric", "preference"], "DataError: dataset: expected preference pairs"),
+        (["run", "--backend", "vllm"], "UnsupportedError: backend: expected vLLM, found that it cannot be imported"),
+        (["run", "--backend", "vllm", "--metric", "loss"], "SpecError: backend: expected alto for the metric 'loss'"),
+        (["run/best"], "SpecError: dataset: expected rows to evaluate run/best on"),
         (["run", "--dataset", "absent.jsonl"], "DataFileNotFoundError: "),
         (["run", "--dataset", "plain.jsonl", "--metric", "exact_match"], "DataError: exact_match: expected every"),
         (["run", "--base", "absent"], "ModelNotFoundError: "),

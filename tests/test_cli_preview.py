@@ -79,3 +79,35 @@ def test_errors_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argu
     done = invoke(*arguments)
     assert isinstance(done.exception, AltoError)
     assert done.stdout == ""
+
+
+def write_pairs(path: Path) -> Path:
+    pairs = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "Who knows?"} for n in range(20)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return path
+
+
+def test_a_pair_is_its_prompt_and_then_both_replies(tmp_path: Path) -> None:
+    done = invoke(write_pairs(tmp_path / "pairs.jsonl"), "--set", "method=dpo", "--rows", 1)
+    assert done.exit_code == 0, done.output
+    assert "form:        preference (chosen from chosen, rejected from rejected, prompt from prompt)\n" in done.stdout
+    assert done.stdout.endswith(
+        "<|user|>1 plus 1?<|end|><|assistant|>\n--- chosen\n⟦It is 2.<|end|>⟧\n--- rejected\n⟦Who knows?<|end|>⟧\n"
+    )
+
+
+def test_what_is_marked_of_a_pair_is_what_is_trained(tmp_path: Path) -> None:
+    pair = {
+        "chosen": [("user", "q"), ("assistant", "x"), ("user", "r"), ("assistant", "so so")],
+        "rejected": [("user", "q"), ("assistant", "x"), ("user", "r"), ("assistant", "so not")],
+    }
+    row = {side: [{"role": role, "content": text} for role, text in talk] for side, talk in pair.items()}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 12, encoding="utf-8")
+    facts = json.loads(invoke(path, "--set", "method=orpo", "--json").stdout)
+    asked = "<|user|>q<|end|><|assistant|>x<|end|><|user|>r<|end|><|assistant|>"
+    assert facts["examples"][0]["segments"] == [[asked, False]]
+    assert facts["examples"][0]["chosen"] == [["so so<|end|>", True]]
+    assert facts["examples"][0]["rejected"] == [["so not<|end|>", True]]
+    longest = facts["row_tokens"][2]
+    assert longest < facts["examples"][0]["num_tokens"] < 2 * longest

@@ -22,13 +22,14 @@ TENSOR_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizer
 HEAVY_EXTRAS = (
     *("ortools", "ray", "bitsandbytes", "fastapi", "sqlalchemy"),
     *("trl", "peft", "datasets", "accelerate"),
-    *("tensorboard", "mlflow", "wandb", "trackio"),
+    *("tensorboard", "mlflow", "wandb", "trackio", "vllm"),
 )
 
 SEAMS = {
     "data/arrow": "datasets",
     "backbone/quantised": "bitsandbytes",
     "lora/eight_bit": "bitsandbytes",
+    "evaluation/vllm": "vllm",
     "scheduler/inter_task/cp_sat": "ortools",
     "scheduler/inter_task/milp": "ortools",
     "cluster/ray": "ray",
@@ -61,6 +62,7 @@ BREACHES = [
     ("light", "executor", "def save():\n    import peft"),
     ("light", "engine", "import ray"),
     ("light", "engine", "import wandb"),
+    ("light", "evaluation", "import vllm"),
     ("kernels", "data", "import alto.kernels"),
     ("inputs", "lora", "from alto import data"),
     ("inputs", "backbone", "import alto.data"),

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
+from alto.early_exit import audit
 from alto.engine.queues import fitting_gpus, unique_names
 from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
 from alto.records import Gpu, Node, Placement, Schedule
@@ -151,6 +152,31 @@ def test_a_task_on_two_slots_runs_among_tasks_on_one(model: Path, tmp_path: Path
     assert [0] in seats["wide"]
     assert [1] in seats["wide"]
     assert set(map(str, seats["left"] + seats["right"])) == {"None"}
+
+
+def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(model: Path, tmp_path: Path) -> None:
+    wide, next_one = tiny_tasks(tmp_path, model, ["wide", "next"])
+    wide = wide.replace(num_gpus=2, num_train_epochs=300, early_exit={"rungs": [[0.02, 0.5]]})
+    first, second = Gpu(NODE, 0), Gpu(NODE, 1)
+    placements = (
+        Placement(task="wide", gpus=(first, second), start_s=0.0, duration_s=60.0),
+        Placement(task="next", gpus=(first,), start_s=60.0, duration_s=10.0),
+    )
+    schedule = Schedule(method="lpt", status="heuristic", placements=placements, bound_s=70.0)
+    engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
+    result, _ = engine.batched_execution([wide, next_one], schedule)
+    (root,) = (tmp_path / "runs").iterdir()
+    history = read_queue_history(root)
+    before, after = history.tasks["wide"].attempts
+    (beside,) = history.tasks["next"].attempts
+    assert (len(before.gpus), len(after.gpus), len(beside.gpus)) == (2, 1, 1)
+    assert before.end is not None
+    assert after.end is not None
+    assert before.end <= beside.start < after.end
+    events = read_events(Path(result.run_dir) / "journal.jsonl")
+    assert [event["num_ranks"] for event in events if event["event"] in ("task_started", "task_resumed")] == [2, 1]
+    assert audit(events) == ()
+    assert sorted(job.exit_reason is None for job in result.jobs) == [False, True]
 
 
 def test_the_single_strategy_refuses_a_task_on_several_real_gpus(

@@ -86,8 +86,12 @@ def memory_for_one_slot() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three jobs and a clone of the tiny model: planned, short of memory, told what to do, interrupted and resumed."""
     folder = tmp_path_factory.mktemp("reference")
+    answers = folder / "answers.jsonl"
+    answers.write_text('{"prompt": "1 plus 1?", "completion": "#### 2"}\n' * 6, encoding="utf-8")
     task = make_task(
         folder,
+        validation_dataset=str(answers),
+        select_by="eval_accuracy",
         model=str(save_model(folder / "model")),
         search_space={"lr": [1e-3, 3e-3, 1e-2]},
         early_exit={"rungs": [[0.4, 0.5]]},
@@ -126,7 +130,7 @@ def test_events_and_their_fields_are_those_of_a_real_journal(run: Run) -> None:
     found: dict[str, set[str]] = {}
     for event in run.events:
         found.setdefault(event["event"], set()).update(event.keys() - {"seq", "time", "event"})
-    others = set(reference.OF_SEVERAL_RANKS)
+    others = {*reference.OF_SEVERAL_RANKS, *reference.OF_PREFERENCES}
     expected = {name: set(fields) - others for name, (_, fields) in reference.EVENTS.items() if name not in others}
     assert found == expected
 

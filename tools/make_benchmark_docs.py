@@ -25,6 +25,7 @@ TOPICS = {
     "scheduler": ("Which task runs where and when", ("cpu",)),
     "makespan": ("Eleven tasks, four ways", ("cpu",)),
     "adapter_parallel": ("Adapters on several ranks, four ways", ("cpu", "gpu")),
+    "generate": ("Answers of eight adapters", ("cpu",)),
 }
 """Topics in the order of the page: title, and the scales it can be measured at."""
 

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from alto.cli import app
 from alto.data.files import FILE_ENDINGS
-from alto.data.formats import _OPTIONAL, _REQUIRED
+from alto.data.formats import _OPTIONAL, _PROMPTS, _REQUIRED
 from alto.data.presets import PRESETS
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.nonfinite import judge_point
@@ -85,8 +85,8 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "task_started": (
         "the first event: the task as resolved, and all its jobs",
         (
-            *("task", "model", "base_model", "dataset", "method", "num_train", "num_validation", "data", "notes"),
-            *("max_slots", "num_ranks", "early_exit", "device", "versions", "jobs"),
+            *("task", "model", "base_model", "dataset", "method", "metric", "num_train", "num_validation", "data"),
+            *("notes", "references", "max_slots", "num_ranks", "early_exit", "device", "versions", "jobs"),
         ),
     ),
     "profile": (
@@ -108,8 +108,8 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason", "ranks")),
     "train": ("training losses of consecutive steps, nats per token", ("job", "first_step", "losses")),
     "eval": (
-        "an evaluation; `train_ema` is the smoothed training loss",
-        ("job", "step", "total_steps", "train_ema", "validation_loss", "is_best"),
+        "an evaluation; `train_ema` is the smoothed training loss, `metrics` what else the method measured",
+        ("job", "step", "total_steps", "train_ema", "validation_loss", "metrics", "is_best"),
     ),
     "warmup_ended": ("a rung was held: who goes on (best first), who ends", ("rung", "progress", "kept", "dropped")),
     "job_exited": (
@@ -142,12 +142,19 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
     "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
+    "finalists_judged": (
+        "`select_by: eval_accuracy`: how many questions each finalist answered right, best by the metric first",
+        ("scores",),
+    ),
     "task_completed": (
         "the last event: the winner and the savings",
         ("best_job", "best_validation_loss", "samples_trained", "samples_budgeted"),
     ),
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
+
+OF_PREFERENCES = ("references", "metrics")
+"""Fields that there are where the base is asked, or more is measured than the loss."""
 
 OF_SEVERAL_RANKS = ("ranks", "gpus_offered")
 """Fields, and events, that there are only where the task is trained on several ranks."""
@@ -183,16 +190,18 @@ EVIDENCE: Mapping[str, str] = {
     "validation_slope": "slope of the validation loss",
     "tau_slope": "the key: both slopes reached it",
     "in_a_row": "evaluations in a row at which it held: the patience",
-    "gap": "(validation − smoothed training loss) / smoothed training loss",
+    "gap": "(validation − smoothed training loss) / smoothed training loss, that taken for 0.001 at least",
     "tau_gap": "the key: the gap exceeded it",
     "rise": "validation loss over the best before it",
-    "margin": "the larger of `tau_upturn` × best and `tau_noise` × noise: the rise exceeded it",
+    "margin": "the larger of `tau_upturn` × best (0.001 at least) and `tau_noise` × noise: the rise exceeded it",
     "noise": "standard deviation of the job's own validation loss around its trend",
     "best_validation_loss": "the best before it",
     "rank": "place at the rung, 1 is best",
     "num_competing": "jobs that were ranked",
     "num_kept": "places that were given",
     "cutoff_loss": "validation loss of the last job kept",
+    "gain": "value of the `metric` that the task chooses by",
+    "cutoff_gain": "that of the last job kept",
 }
 """Numbers in the ``evidence`` of a ``job_exited``."""
 
@@ -344,8 +353,8 @@ def datasets_section() -> str:
         ]
         for preset in PRESETS
     ]
-    trained = [(form, required) for form, required in _REQUIRED if form != "preference"]
-    roles = dict.fromkeys(role for form, required in trained for role in (*dict(required), *_OPTIONAL[form]))
+    roles = dict.fromkeys(role for form, required in _REQUIRED for role in (*dict(required), *_OPTIONAL[form]))
+    prompts = [" with ".join(_code(column) for column in way.values()) for way in _PROMPTS]
     return f"""## Datasets
 
 `dataset` and `validation_dataset` name a file that exists, a preset, or a dataset of the hub (`owner/name`); the
@@ -359,8 +368,15 @@ first of these that fits is meant.
 {_table(("form", "columns", "optional columns"), forms)}
 
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
-token that ends them; of `text`, everything. `preference` is recognised and refused. A message with `weight: 0` is shown
-and not trained.
+token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
+
+**Pairs**, the last two forms, are for `method: dpo` and `orpo`, the others for `sft`; where a dataset has columns of
+both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` stands in
+the first of {", ".join(prompts)} that the dataset
+has (an `input` goes below its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
+`openai_preference` is `{{messages: […]}}`. Nothing of a prompt is trained, and the talks part where the assistant
+answers. A pair is left out, and counted, where both replies are the same, where one is empty, and where `max_length`
+leaves no part in which they differ.
 
 **Columns** with other names: `columns` maps a role to the column that plays it. Roles are
 {_codes(roles)}.
@@ -459,6 +475,7 @@ def exits() -> list[tuple[str, ExitDecision]]:
     rising, turning = _curve([1.0, 2.0, 3.0, 4.0]), _curve([3.0, 2.0, 1.0, 2.0, 3.0])
     apart = _curve([2.0, 2.0], train=1.0)
     standings = [Standing(job=f"job-{number}", step=1, validation_loss=float(number)) for number in range(2)]
+    gaining = [dataclasses.replace(standing, gain=-standing.validation_loss) for standing in standings]
     decisions = [
         ("both losses rise", Divergence().judge(rising)),
         ("a training loss is not finite", judge_step_loss("job", 1, float("nan"))),
@@ -466,6 +483,7 @@ def exits() -> list[tuple[str, ExitDecision]]:
         ("validation has turned upward (`policy: alto`)", OverfittingUpturn(tau_noise=0).judge(turning)),
         ("validation lies above training (`policy: paper`)", OverfittingGap().judge(apart)),
         ("not kept at a rung", select(Rung(progress=0.5, keep=0.5), standings).dropped[0]),
+        ("not kept at a rung, by a `metric`", select(Rung(progress=0.5, keep=0.5), gaining).dropped[0]),
     ]
     return [(why, decision) for why, decision in decisions if decision is not None]
 

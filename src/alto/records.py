@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
+    "AdapterEvaluation",
     "DataPreview",
     "Evaluation",
     "EvaluationResult",
     "ExitDecision",
     "ExitReason",
+    "FinalistScore",
+    "GenerationBackend",
     "Gpu",
     "JobResult",
     "LossPoint",
@@ -29,6 +32,7 @@ __all__ = [
     "PreviewExample",
     "Rung",
     "Schedule",
+    "Segments",
     "Selection",
     "SimulationOutcome",
     "Standing",
@@ -39,8 +43,11 @@ __all__ = [
 ]
 
 
-Metric = Literal["auto", "loss", "exact_match"]
-"""What is measured of an adapter; ``auto`` is the loss, and exact match too where the rows allow it."""
+Metric = Literal["auto", "loss", "exact_match", "preference"]
+"""What is measured of an adapter; ``auto`` is what the rows allow."""
+
+GenerationBackend = Literal["alto", "vllm"]
+"""Who writes the answers that are judged."""
 
 
 class ExitReason(StrEnum):
@@ -61,8 +68,9 @@ class LossPoint:
         job: Job id.
         step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
         total_steps: Optimizer steps of the job if nothing ends it early.
-        train_ema: Exponentially smoothed training loss after ``step`` steps, nats per token.
-        validation_loss: Loss on the validation set, nats per token, not smoothed.
+        train_ema: Exponentially smoothed training loss after ``step`` steps.
+        validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
+        gain: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
     """
 
     job: str
@@ -70,11 +78,17 @@ class LossPoint:
     total_steps: int
     train_ema: float
     validation_loss: float
+    gain: float = 0.0
 
     @property
     def progress(self) -> float:
         """Share of the job's own steps done, in (0, 1]."""
         return self.step / self.total_steps
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Orders evaluations, the least first: by gain, and where gains are equal by validation loss."""
+        return (-self.gain, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +122,9 @@ class Standing:
     Attributes:
         job: Job id.
         step: Steps the job has done.
-        validation_loss: The value it competes with: of its latest evaluation while it still trains,
-            of its best checkpoint when it has ended. NaN or infinity ranks last.
+        validation_loss: Of the evaluation it competes with: its latest while it still trains, that of its best
+            checkpoint when it has ended. NaN or infinity ranks last.
+        gain: Of the same evaluation, see :class:`LossPoint`.
         is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
@@ -117,7 +132,13 @@ class Standing:
     job: str
     step: int
     validation_loss: float
+    gain: float = 0.0
     is_training: bool = True
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Orders jobs, the least first: by gain, and where gains are equal by validation loss."""
+        return (-self.gain, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +161,11 @@ class JobResult:
         config: The job's resolved configuration, canonical keys.
         steps: Steps done; ``total_steps`` if nothing ended it early.
         exit_reason: None when the job did all its steps.
-        best_step: Step of the best validation loss; 0 if it was never evaluated.
-        best_validation_loss: Nats per token; infinity if it was never evaluated with a finite loss.
+        best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
+        best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
         samples_trained: Rows seen in training, counting repeats over epochs.
         samples_budgeted: Rows the job would have seen without early exit.
+        best_metrics: What its method measured there beside the loss.
     """
 
     job: str
@@ -156,11 +178,34 @@ class JobResult:
     best_validation_loss: float
     samples_trained: int
     samples_budgeted: int
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalistScore:
+    """How many of the validation questions a finalist answered right."""
+
+    job: str
+    num_correct: int
+    num_questions: int
+
+    @property
+    def exact_match(self) -> float:
+        """Their share, in [0, 1]."""
+        return self.num_correct / self.num_questions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """How one task ended: its best job, every job, and where the run lies on disk."""
+    """How one task ended: its best job, every job, and where the run lies on disk.
+
+    Attributes:
+        best_validation_loss: Of the adapter that was chosen.
+        metric: What it was chosen by: ``loss``, or something the task's method measures.
+        best_metrics: What the method measured of it beside the loss.
+        finalists: How those answered among whom ``select_by: eval_accuracy`` chose, best by the metric first; empty
+            where it did not.
+    """
 
     task: str
     run_dir: str
@@ -169,6 +214,9 @@ class TaskResult:
     best_validation_loss: float
     jobs: tuple[JobResult, ...]
     duration_s: float
+    metric: str = "loss"
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    finalists: tuple[FinalistScore, ...] = ()
 
     @property
     def samples_trained(self) -> int:
@@ -184,17 +232,24 @@ class TaskResult:
         return 1.0 - self.samples_trained / self.samples_budgeted
 
 
+Segments: TypeAlias = tuple[tuple[str, bool], ...]
+"""A text in order, special tokens written out, each part with whether its tokens are trained."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewExample:
     """One training row as the model sees it.
 
     Attributes:
         num_tokens: After it was cut.
-        segments: Its text in order, special tokens written out, each part with whether its tokens are trained.
+        segments: Its text; of a pair, what both talks begin with.
+        chosen, rejected: How the talks of a pair go on; nothing elsewhere.
     """
 
     num_tokens: int
-    segments: tuple[tuple[str, bool], ...]
+    segments: Segments
+    chosen: Segments = ()
+    rejected: Segments = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +262,8 @@ class DataPreview:
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
-        row_tokens: Tokens of the training rows after cutting: smallest, median, largest.
+        row_tokens: Tokens of the training rows after cutting, of a pair those of either talk: smallest, median,
+            largest.
         notes: What a user should know about the data, in sentences.
         examples: The first training rows.
     """
@@ -233,6 +289,8 @@ class Evaluation:
         loss: Nats per trained token.
         exact_match: Share of the rows, in [0, 1], whose final answer was right.
         num_correct: How many rows that is.
+        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply gained more on the base than the other.
+        reward_margin: By how many nats more, in the mean: rewards at beta 1.
         settings: All else that decides the numbers: which weights, on which base, measured how.
         date: When, ISO 8601 in UTC.
     """
@@ -244,6 +302,8 @@ class Evaluation:
     num_correct: int | None
     settings: Mapping[str, Any]
     date: str
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +311,7 @@ class Prediction:
     """What a model wrote for one held-out row.
 
     Attributes:
-        weights: ``adapter``, or ``base`` for the base model alone.
+        weights: The adapter's name, or ``base`` for the base model alone.
         prompt: The text as the model saw it.
         reference: What the row wants.
         generated: What the model wrote, without the token that ended it.
@@ -268,18 +328,26 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
-    """An adapter's numbers, those of its base model alone where they were asked for, and every text that was judged."""
+class AdapterEvaluation:
+    """The numbers of one adapter.
 
+    Attributes:
+        name: A job of its run, ``best`` for the run's best, or the folder as it was given.
+    """
+
+    name: str
     adapter_dir: str
-    adapter: Evaluation
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """The numbers of adapters, those of their base model alone where they were asked for, and every text that was
+    judged."""
+
+    adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
-
-    @property
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """The base model's numbers first, where there are any."""
-        return (self.adapter,) if self.baseline is None else (self.baseline, self.adapter)
 
 
 @dataclass(frozen=True, slots=True, order=True)

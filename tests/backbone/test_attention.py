@@ -9,7 +9,7 @@ from typing import Any
 import flash_fakes
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from alto.backbone.sequences import Sequences
 
 HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3
 LENGTHS = [5, 1, 9, 3]
+PREFIXES = [0, 5, 0, 4]
+"""Of pairs: the whole of the sequence before, and a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +32,17 @@ class Implementation:
     tolerance: float = 1e-10
 
     def run(
-        self, operands: Sequence[Tensor], lengths: Sequence[int], upstream: Tensor | None = None, **options: Any
+        self,
+        operands: Sequence[Tensor],
+        lengths: Sequence[int],
+        upstream: Tensor | None = None,
+        prefixes: Sequence[int] | None = None,
+        **options: Any,
     ) -> list[Tensor]:
         """Output and, where there is an upstream gradient, the operands' gradients; in and out on the CPU."""
         leaves = [x.to(self.device, self.dtype).detach().requires_grad_(upstream is not None) for x in operands]
         settings = {"scale": SCALE, "window": None, "softcap": None} | options
-        output = self.attend(*leaves, Sequences(lengths), **settings)
+        output = self.attend(*leaves, Sequences(lengths, prefixes), **settings)
         results = [output]
         if upstream is not None:
             results += torch.autograd.grad(output, leaves, upstream.to(output))
@@ -84,17 +91,22 @@ def dense(
     operands: Sequence[Tensor],
     lengths: Sequence[int],
     upstream: Tensor,
+    prefixes: Sequence[int] | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
 ) -> list[Tensor]:
     """What :meth:`Implementation.run` has to give."""
+    prefixes = prefixes or [0] * len(lengths)
     leaves = [x.clone().requires_grad_() for x in operands]
     q, k, v = (x.transpose(0, 1) for x in leaves)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    position = torch.arange(len(sequence))
+    position = torch.cat([torch.arange(p, p + length) for p, length in zip(prefixes, lengths, strict=True)])
     distance = position[:, None] - position[None, :]
-    seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)
+    is_own = sequence[:, None] == sequence[None, :]
+    lent = torch.tensor(prefixes)[sequence]
+    is_prefix = (sequence[:, None] == sequence[None, :] + 1) & (position[None, :] < lent[:, None])
+    seen = (is_own | is_prefix) & (distance >= 0)
     if window is not None:
         seen &= distance < window
     share = q.shape[0] // k.shape[0]
@@ -111,20 +123,38 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1.0))
 
 
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of a few sequences, and of the prefixes that some of them have in the one before them."""
+    lengths, prefixes = [], []
+    for length in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
+        lends = bool(lengths) and not prefixes[-1]
+        prefixes.append(draw(st.integers(0, lengths[-1])) if lends else 0)
+        lengths.append(length)
+    return lengths, prefixes
+
+
 @every_implementation
+@example(layout=(LENGTHS, PREFIXES), groups=2, window=3, softcap=None)
+@example(layout=([2, 7], [0, 1]), groups=1, window=None, softcap=30.0)
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    layout=layouts(),
     groups=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 3, 20]),
     softcap=st.sampled_from([None, 0.5, 30.0]),
 )
 def test_output_and_gradients(
-    implementation: Implementation, lengths: list[int], groups: int, window: int | None, softcap: float | None
+    implementation: Implementation,
+    layout: tuple[list[int], list[int]],
+    groups: int,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
+    lengths, prefixes = layout
     softcap = softcap if implementation.can_cap else None
     operands, upstream = draw(sum(lengths), groups)
-    found = implementation.run(operands, lengths, upstream, window=window, softcap=softcap)
-    expected = dense(operands, lengths, upstream, window=window, softcap=softcap)
+    found = implementation.run(operands, lengths, upstream, prefixes, window=window, softcap=softcap)
+    expected = dense(operands, lengths, upstream, prefixes, window=window, softcap=softcap)
     assert max(map(relative, found, expected)) <= implementation.tolerance
 
 
@@ -152,11 +182,27 @@ def test_nan_in_one_sequence_leaves_every_bit_of_the_others(implementation: Impl
 
 
 @every_implementation
+def test_nan_in_one_pair_leaves_every_bit_of_the_others(implementation: Implementation) -> None:
+    operands, upstream = draw(sum(LENGTHS))
+    clean = implementation.run(operands, LENGTHS, upstream, PREFIXES)
+    for x in operands:
+        x[6:15] = float("nan")
+    beside = implementation.run(operands, LENGTHS, upstream, PREFIXES)
+    assert beside[0][6:].isnan().all(), "the second of the pair sees the prefix that it has in the first"
+    assert all(torch.equal(left[:6], right[:6]) for left, right in zip(clean, beside, strict=True))
+
+
+@every_implementation
 def test_output_bits_do_not_depend_on_the_company(implementation: Implementation) -> None:
     operands, _ = draw(sum(LENGTHS))
     (together,) = implementation.run(operands, LENGTHS)
     for part, *alone in zip(together.split(LENGTHS), *(x.split(LENGTHS) for x in operands), strict=True):
         assert torch.equal(implementation.run(alone, [part.shape[0]])[0], part)
+    (together,) = implementation.run(operands, LENGTHS, prefixes=PREFIXES)
+    for pair in (slice(0, 2), slice(2, 4)):
+        tokens = slice(sum(LENGTHS[: pair.start]), sum(LENGTHS[: pair.stop]))
+        (alone,) = implementation.run([x[tokens] for x in operands], LENGTHS[pair], prefixes=PREFIXES[pair])
+        assert torch.equal(alone, together[tokens])
 
 
 @every_implementation
@@ -186,4 +232,20 @@ def test_offsets_are_made_once_per_pass_and_device() -> None:
     assert offsets.dtype == torch.int32
     assert sequences.longest == 9
     assert sequences.offsets(torch.device("cpu")) is offsets
+    assert sequences.key_offsets(torch.device("cpu")) is offsets
     assert sequences.offsets(torch.device("meta")).device.type == "meta"
+
+
+def test_what_a_sequence_with_a_prefix_sees() -> None:
+    sequences = Sequences(LENGTHS, PREFIXES)
+    assert sequences.offsets(torch.device("cpu")).tolist() == [0, 5, 6, 15, 18]
+    assert sequences.key_offsets(torch.device("cpu")).tolist() == [0, 5, 11, 20, 27]
+    assert (sequences.longest, sequences.longest_key) == (9, 9)
+    seen = sequences.with_prefixes(torch.arange(18)[:, None, None]).flatten().tolist()
+    assert seen == [*range(5), *range(5), 5, *range(6, 15), *range(6, 10), *range(15, 18)]
+
+
+@pytest.mark.parametrize("prefixes", [[1, 0, 0], [0, 6, 0], [0, 2, 1]])
+def test_a_prefix_is_the_beginning_of_a_sequence_that_has_none(prefixes: list[int]) -> None:
+    with pytest.raises(AssertionError, match="beginning"):
+        Sequences([5, 3, 4], prefixes)

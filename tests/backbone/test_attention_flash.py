@@ -62,10 +62,11 @@ def test_pytorchs_kernel_is_always_there() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_real_functions_take_what_they_are_given(window: int | None) -> None:
+@pytest.mark.parametrize("prefixes", [None, [0, 2]])
+def test_the_real_functions_take_what_they_are_given(window: int | None, prefixes: list[int] | None) -> None:
     kernel = torch_kernel(varlen_attn, torch.ops.aten._flash_attention_backward)
     q, k, v = (torch.empty(8, heads, 16, dtype=BF16, device="meta", requires_grad=True) for heads in (4, 2, 2))
-    output = kernel.attend(q, k, v, Sequences([3, 5]), scale=0.3, window=window, softcap=None)
+    output = kernel.attend(q, k, v, Sequences([3, 5], prefixes), scale=0.3, window=window, softcap=None)
     gradients = torch.autograd.grad(output, (q, k, v), torch.empty_like(output))
     assert [gradient.shape for gradient in (output, *gradients)] == [q.shape, q.shape, k.shape, v.shape]
 

@@ -20,6 +20,7 @@ from alto.data.files import read_file
 from alto.errors import DataError, DataFormatError
 
 ROW = json.dumps({"prompt": "p", "completion": "c"}) + "\n"
+ANSWER = [{"role": "assistant", "content": "a"}]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def hostile(folder: Path) -> Path:
         ("empty.jsonl", "dataset: expected at least one row, found none in"),
         ("escape.jsonl", r"found \x1b[31mprompt\u202e"),
         ("name\x1b[31m\u202e.jsonl", r"name\x1b[31m\u202e.jsonl:1: expected one JSON object"),
-        ("pairs.jsonl", "learning from pairs (method dpo) is not there yet"),
+        ("pairs.jsonl", "dataset: expected rows with one reply for method sft, found preference pairs (preference"),
         ("one.jsonl", "validation_split: expected at least 2 rows to split, found 1"),
         ("silent.jsonl", "silent.jsonl:1: expected at least one assistant message"),
     ],
@@ -74,6 +75,32 @@ def test_no_dataset(refusal: Any, hostile: Path, dataset: str, message: str) -> 
     assert message in said
     (hostile / "task.yaml").write_text(json.dumps({"model": "alto-tiny", "dataset": dataset}), encoding="utf-8")
     assert message in refusal("tune", "task.yaml", "--set", "name=x")
+
+
+PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "p", "completion": "c"}], "dataset: expected preference pairs for method dpo, found rows"),
+        ([{"prompt": "p", "chosen": "c"}], "pairs.jsonl:1: expected the columns of a form: preference (chosen, "),
+        ([PAIR, {"chosen": "c", "rejected": "r"}], "pairs.jsonl:2: expected a prompt beside chosen and rejected"),
+        ([PAIR, {**PAIR, "rejected": None}], "pairs.jsonl:2: expected rejected to be a text, found None"),
+        ([{**PAIR, "rejected": "c"}, {**PAIR, "chosen": "\t"}], "found none of 2 with two different replies in"),
+        ([{**PAIR, "prompt": "long " * 2000}], "found none of 1 with two different replies in max_length 1024; raise"),
+        (
+            [{side: [{"role": "user", "content": side}, *ANSWER] for side in ("chosen", "rejected")}],
+            "pairs.jsonl:1: expected both talks of a pair to begin with the same turn, the prompt, found ['chosen'",
+        ),
+        ([{"prompt": "\x1b[31m\u202e", "chosen": "c", "rejected": 7}], "expected rejected to be a text, found 7"),
+    ],
+)  # fmt: skip
+def test_no_pairs(refusal: Any, folder: Path, rows: list[dict[str, Any]], message: str) -> None:
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    keys = ("--set", "method=dpo", "--set", "validation_dataset=pairs.jsonl")
+    assert message in refusal("preview", "pairs.jsonl", *keys)
+    assert message in refusal("tune", "task.yaml", *keys, "--set", "dataset=pairs.jsonl")
 
 
 def test_nothing_is_left_of_the_rows(refusal: Any) -> None:

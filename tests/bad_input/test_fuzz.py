@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import tempfile
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alto.data.formats import find_layout, to_conversation
+from alto.data.convert import to_conversation, to_pair
+from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import AltoError
 from alto.spec import EarlyExit, JobConfig, Task, build_task, load_task, parse_override
@@ -151,21 +153,53 @@ columns = st.sampled_from(
     [
         *("messages", "conversations", "prompt", "completion", "response", "question", "answer", "instruction"),
         *("input", "output", "text", "chosen", "rejected", "system", "history", "\x1b[31m"),
+        *("chosen", "rejected", "preferred_output", "non_preferred_output"),
     ]
 )
+
+
+FORMS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference")
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(st.dictionaries(columns, messages | values | st.just("text"), max_size=4), min_size=1, max_size=4),
-    form=st.sampled_from(["auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference"]),
-    roles=st.dictionaries(st.sampled_from(["prompt", "completion", "messages", "text", "system"]), columns, max_size=2),
+    form=st.sampled_from(["auto", *FORMS]),
+    roles=st.dictionaries(
+        st.sampled_from(["prompt", "completion", "messages", "text", "system", "chosen"]), columns, max_size=2
+    ),
+    is_paired=st.sampled_from([None, True, False]),
 )
-def test_any_rows(rows: list[dict[str, Any]], form: str, roles: dict[str, str]) -> None:
+def test_any_rows(rows: list[dict[str, Any]], form: str, roles: dict[str, str], is_paired: bool | None) -> None:
     raw = [RawRow(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
     try:
-        layout = find_layout(raw, form, roles)
+        layout = find_layout(raw, form, roles, is_paired=is_paired)
         for row in raw:
-            assert to_conversation(row, layout)
+            assert to_pair(row, layout).talks if layout.is_paired else to_conversation(row, layout)
     except AltoError:
         return
+
+
+turns = st.builds(
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "assistant"]),
+    st.sampled_from(["a", "b"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompt=st.none() | st.just("a") | st.lists(turns, max_size=2),
+    replies=st.lists(st.just("a") | turns | st.lists(turns, max_size=4), min_size=2, max_size=2),
+)
+def test_any_talks_are_a_pair_or_refused(prompt: Any, replies: list[Any]) -> None:
+    row = RawRow("rows.jsonl:1", {"prompt": prompt, "chosen": replies[0], "rejected": replies[1]})
+    try:
+        pair = to_pair(row, find_layout([row], "auto", {}))
+    except AltoError:
+        return
+    both = zip(*pair.talks, strict=False)
+    shared = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1] and not turns[0].is_trained, both))
+    assert shared > 0
+    assert [talk[shared].role for talk in pair.talks] == ["assistant", "assistant"]
+    assert all(turn.is_trained == (turn.role == "assistant") for talk in pair.talks for turn in talk[shared:])

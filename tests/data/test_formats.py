@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tiny import load_tokenizer
 
 from alto.data import Conversation, Message, read_task_rows
-from alto.data.formats import find_layout, to_conversation
+from alto.data.convert import to_conversation
+from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import AltoError, DataFormatError
 from alto.spec import Task
@@ -151,13 +152,71 @@ def test_mixed_forms_are_an_error_that_names_both() -> None:
     )
 
 
-def test_preferences_are_recognised_and_refused_with_both_ways_on() -> None:
-    said = refusal({"prompt": "u", "chosen": "a", "rejected": "b"})
-    assert "found preference pairs" in said
-    assert "method dpo" in said
-    assert "columns: {completion: chosen}" in said
-    assert "preference pairs" in refusal({"chosen": TALK, "rejected": TALK, "score_chosen": 8.0})
-    assert "preference pairs" in refusal({"prompt": "u", "chosen": "a", "rejected": "b"}, form="preference")
+PAIRED = {"chosen": "a", "rejected": "b"}
+OPENAI = {"input": {"messages": TALK[:2]}, "preferred_output": TALK[2:], "non_preferred_output": TALK[2:]}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "u", **PAIRED, "score_chosen": 8.0}, {"prompt": "prompt"}),
+        ({"chosen": TALK, "rejected": TALK}, {}),
+        ({"question": "u", **PAIRED, "system": "s"}, {"prompt": "question", "system": "system"}),
+        ({"instruction": "u", "input": "", **PAIRED}, {"prompt": "instruction", "input": "input"}),
+        ({"instruction": "u", **PAIRED}, {"prompt": "instruction"}),
+        ({"input": "u", **PAIRED, "system": "s"}, {"prompt": "input", "system": "system"}),
+        ({"prompt": "u", "input": "x", **PAIRED}, {"prompt": "prompt"}),
+        ({"chosen": TALK, "rejected": TALK, "prompt": "u", "question": "u"}, {"prompt": "prompt"}),
+    ],
+)
+def test_columns_of_pairs_and_their_prompts(row: dict[str, Any], columns: dict[str, str]) -> None:
+    layout = find_layout([RawRow("rows.jsonl:1", row)], "auto", {})
+    assert (layout.form, layout.is_paired) == ("preference", True)
+    assert dict(layout.columns) == {"chosen": "chosen", "rejected": "rejected", **columns}
+
+
+def test_other_spellings_of_pairs() -> None:
+    row = RawRow("r:1", {"instruction": "u", "chosen_response": "a", "rejected_response": "b"})
+    assert find_layout([row], "auto", {}).column("chosen") == "chosen_response"
+    assert find_layout([RawRow("r:1", OPENAI)], "auto", {}).form == "openai_preference"
+    layout = find_layout(
+        [RawRow("r:1", {"q": "u", "win": "a", "loss": "b"})],
+        "auto",
+        {"chosen": "win", "rejected": "loss", "prompt": "q"},
+    )
+    assert dict(layout.columns) == {"chosen": "win", "rejected": "loss", "prompt": "q"}
+
+
+def test_a_named_column_is_not_taken_for_another_role_too() -> None:
+    row = RawRow("r:1", {"prompt": "s", "question": "u", **PAIRED})
+    layout = find_layout([row], "auto", {"system": "prompt"})
+    assert (layout.column("prompt"), layout.column("system")) == ("question", "prompt")
+
+
+@pytest.mark.parametrize(("is_paired", "form"), [(True, "preference"), (False, "messages")])
+def test_where_both_kinds_fit_the_kind_that_is_meant_is_taken(is_paired: bool, form: str) -> None:
+    both = RawRow("r:1", {"prompt": "u", "messages": TALK, "chosen": TALK, "rejected": TALK})
+    assert find_layout([both], "auto", {}, is_paired=is_paired).form == form
+
+
+def test_the_other_kind_is_found_where_it_alone_fits() -> None:
+    assert find_layout([RawRow("r:1", PAIR)], "auto", {}, is_paired=True).form == "prompt_completion"
+    assert find_layout([RawRow("r:1", {"prompt": "u", **PAIRED})], "auto", {}, is_paired=False).is_paired
+
+
+def test_two_kinds_that_fit_are_both_named_where_neither_is_meant() -> None:
+    said = refusal({"messages": TALK, "chosen": TALK, "rejected": TALK})
+    assert "found those of messages (messages) and preference (chosen, rejected)" in said
+    assert said.endswith("name one with dataset_format: messages or preference")
+
+
+def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> None:
+    with pytest.raises(DataFormatError) as caught:
+        find_layout([RawRow("r:1", {"prompt": "u", "best": "a"})], "auto", {}, is_paired=True)
+    said = str(caught.value)
+    assert "the columns of a form: preference (chosen, rejected) or preference (chosen_response, " in said
+    assert "prompt_completion" not in said
+    assert said.endswith("{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns")
 
 
 @pytest.mark.parametrize("chosen", ["a", TALK[2:], TALK[1:]])
@@ -230,7 +289,7 @@ json_values = st.recursive(
 known_columns = st.sampled_from(
     [
         *("messages", "conversations", "prompt", "completion", "response", "question", "answer", "system"),
-        *("instruction", "input", "output", "history", "text", "chosen", "rejected"),
+        *("instruction", "input", "output", "history", "text", "chosen", "rejected", "chosen", "rejected"),
     ]
 )
 turn_lists = st.lists(
@@ -241,10 +300,10 @@ json_rows = st.lists(st.dictionaries(known_columns, json_values | turn_lists, ma
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=json_rows)
-def test_any_json_rows_are_encoded_or_refused_by_name(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+@given(rows=json_rows, method=st.sampled_from(["sft", "dpo"]))
+def test_any_json_rows_are_encoded_or_refused_by_name(tmp_path: Path, rows: list[dict[str, Any]], method: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(path), max_length=32)
+    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(path), max_length=32, method=method)
     with contextlib.suppress(AltoError):
         read_task_rows(task).encode(TOKENIZER)

@@ -107,7 +107,7 @@ def test_gsm8k_brings_its_own_test_rows(hub: Hub, name: str) -> None:
     hub("openai/gsm8k", "main", train=gsm8k(20), test=gsm8k(5, first=100))
     rows = read_task_rows(make(name))
     assert (len(rows.train), len(rows.validation), rows.layout.form) == (18, 2, "prompt_completion")
-    assert prompts(read_heldout_rows(make(name), None).conversations) == ["q100", "q101", "q102", "q103", "q104"]
+    assert prompts(read_heldout_rows(make(name), None).rows) == ["q100", "q101", "q102", "q103", "q104"]
 
 
 @pytest.mark.skipif(not (REAL_DATA / "gsm8k").is_dir(), reason="the real GSM8K is not on this machine")
@@ -118,10 +118,12 @@ def test_gsm8k_itself_has_the_papers_lengths(hub: Hub) -> None:
 
 
 @pytest.mark.skipif(not (REAL_DATA / "pref_mix").is_dir(), reason="the preference pairs are not on this machine")
-def test_real_preferences_are_refused_and_their_chosen_replies_taken() -> None:
+def test_real_preferences_are_pairs_or_their_chosen_replies() -> None:
     name = str(REAL_DATA / "pref_mix" / "pairs.jsonl.gz")
     with pytest.raises(DataFormatError, match="found preference pairs"):
         read_task_rows(make(name))
+    rows = read_task_rows(make(name, method="dpo"))
+    assert (len(rows.train), len(rows.validation), rows.layout.form) == (5_400, 600, "preference")
     assert len(read_task_rows(make(name, columns={"completion": "chosen"})).train) == 5_400
 
 
@@ -129,7 +131,7 @@ def test_tulu_3_draws_the_papers_split_from_its_only_one(hub: Hub) -> None:
     hub("allenai/tulu-3-sft-mixture", train=tulu(11_050))
     task = make("tulu-3")
     rows = read_task_rows(task)
-    held_out = read_heldout_rows(task, None).conversations
+    held_out = read_heldout_rows(task, None).rows
     assert (len(rows.train), len(rows.validation), len(held_out)) == (9_000, 1_000, 1_000)
     assert len({*prompts(rows.train), *prompts(rows.validation), *prompts(held_out)}) == 11_000
 
@@ -146,23 +148,27 @@ def test_openthoughts3(hub: Hub) -> None:
     rows = read_task_rows(make("openthoughts3"))
     assert rows.layout.form == "sharegpt"
     assert rows.train[0][1] == Message("assistant", f"<think>\nhm\n</think>\n\na{rows.train[0][0].content[1:]}")
-    assert read_heldout_rows(make("openthoughts3"), None).conversations == rows.validation
+    assert read_heldout_rows(make("openthoughts3"), None).rows == rows.validation
 
 
-def test_ultrafeedback_waits_for_dpo(hub: Hub) -> None:
+def test_ultrafeedback_is_talk_or_pairs_as_the_method_asks(hub: Hub) -> None:
     hub("HuggingFaceH4/ultrafeedback_binarized", train_prefs=ultrafeedback(10), test_prefs=ultrafeedback(4))
-    with pytest.raises(DataFormatError, match=r"found preference pairs.*method dpo"):
-        read_task_rows(make("ultrafeedback"))
+    assert read_task_rows(make("ultrafeedback")).layout.form == "messages"
+    pairs = read_task_rows(make("ultrafeedback", method="dpo"))
+    assert (len(pairs.train), len(pairs.validation), pairs.layout.form) == (9, 1, "preference")
+    assert [[turn.content for turn in talk][1:] for talk in pairs.train[0].talks] == [["good"], ["bad"]]
+    assert len(read_heldout_rows(make("ultrafeedback", method="dpo"), None).rows) == 4
     chosen = make("ultrafeedback", columns={"completion": "chosen"})
     assert [turn.content for turn in read_task_rows(chosen).train[0]][1:] == ["good"]
-    assert len(read_heldout_rows(chosen, None).conversations) == 4
 
 
-def test_the_same_schema_without_the_preset_is_told_to_be_two_forms(hub: Hub) -> None:
-    hub("me/feedback", train=ultrafeedback(3))
-    with pytest.raises(DataFormatError, match=r"messages \(messages\) and preference \(chosen, rejected\)"):
-        read_task_rows(make("me/feedback"))
-    assert len(read_task_rows(make("me/feedback", dataset_format="messages")).train) == 2
+def test_pairs_of_the_hub_bring_their_own_splits(hub: Hub) -> None:
+    columns = ("chosen", "rejected", "score_chosen", "score_rejected")
+    rows = [{name: row[name] for name in columns} for row in ultrafeedback(10)]
+    hub("trl-lib/ultrafeedback_binarized", train=rows, test=rows[:3])
+    task = make("trl-lib/ultrafeedback_binarized", method="dpo")
+    talks = [talk for row in read_heldout_rows(task, None).rows for talk in row.talks]
+    assert prompts(talks) == ["q0", "q0", "q1", "q1", "q2", "q2"]
 
 
 def test_a_file_wins_over_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +211,13 @@ def test_a_hub_dataset_with_its_own_splits(hub: Hub) -> None:
     task = make("me/mine", dataset_config="easy")
     rows = read_task_rows(task)
     assert (len(rows.train), prompts(rows.validation)) == (10, ["q50", "q51", "q52"])
-    assert prompts(read_heldout_rows(task, None).conversations) == ["q90", "q91"]
+    assert prompts(read_heldout_rows(task, None).rows) == ["q90", "q91"]
     assert len(read_task_rows(task.replace(validation_split=0.5)).train) == 5
     on_test = task.replace(dataset_train_split="test", dataset_test_split="train")
     assert len(read_task_rows(on_test).train) == 2
-    assert len(read_heldout_rows(on_test, None).conversations) == 10
+    assert len(read_heldout_rows(on_test, None).rows) == 10
     assert (
-        read_heldout_rows(task.replace(dataset_train_split="test"), None).conversations
+        read_heldout_rows(task.replace(dataset_train_split="test"), None).rows
         == read_task_rows(task.replace(dataset_train_split="test")).validation
     )
 
@@ -219,9 +225,9 @@ def test_a_hub_dataset_with_its_own_splits(hub: Hub) -> None:
 def test_held_out_rows_can_be_named(hub: Hub, tmp_path: Path) -> None:
     hub("openai/gsm8k", "main", train=gsm8k(20), test=gsm8k(5, first=100))
     task = make(str(write_rows(tmp_path / "rows.jsonl", 10)))
-    assert len(read_heldout_rows(task, None).conversations) == 1
-    assert len(read_heldout_rows(task, "gsm8k").conversations) == 5
-    assert len(read_heldout_rows(task, str(write_rows(tmp_path / "other.jsonl", 7))).conversations) == 7
+    assert len(read_heldout_rows(task, None).rows) == 1
+    assert len(read_heldout_rows(task, "gsm8k").rows) == 5
+    assert len(read_heldout_rows(task, str(write_rows(tmp_path / "other.jsonl", 7))).rows) == 7
 
 
 def test_hub_rows_to_validate_on(hub: Hub, tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import load_tokenizer, make_task, write_rows
 
-from alto.data import TaskData, read_task_rows
-from alto.errors import DataError, DataFileNotFoundError
+from alto.data import Pair, TaskData, read_heldout_rows, read_task_rows
+from alto.errors import DataError, DataFileNotFoundError, DataFormatError
 from alto.spec import Task
+from alto.spec.method import ENTRY_POINT_GROUP
 
 
 def encode(task: Task, tokenizer: Any = None, max_length: int | None = None) -> TaskData:
@@ -139,3 +141,98 @@ def test_one_row_cannot_be_split(tmp_path: Path) -> None:
     task = Task(model="alto-tiny", dataset=str(write_rows(tmp_path / "rows.jsonl", 1)))
     with pytest.raises(DataError, match="validation_split: expected at least 2 rows to split, found 1"):
         read_task_rows(task)
+
+
+def write_pairs(path: Path, *pairs: tuple[str, str, str]) -> str:
+    rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def good_pairs(count: int, first: int = 0) -> list[tuple[str, str, str]]:
+    return [(f"question {n}", f"yes {n}", f"no {n}") for n in range(first, first + count)]
+
+
+def test_pairs_are_read_split_and_counted(tmp_path: Path) -> None:
+    pairs = [*good_pairs(40), ("q", "same", "same"), ("q", "", "no"), ("long " * 40, "yes", "no")]
+    task = Task(
+        model="alto-tiny",
+        method="dpo",
+        dataset=write_pairs(tmp_path / "train.jsonl", *pairs),
+        validation_dataset=write_pairs(tmp_path / "validation.jsonl", *good_pairs(12, first=38)),
+        max_length=30,
+    )
+    data = encode(task)
+    assert (data.train.is_paired, data.validation.is_paired) == (True, True)
+    counts = data.counts()
+    assert (counts["train_rows"], counts["train_skipped_rows"], counts["train_alike_rows"]) == (40, 3, 1)
+    assert (counts["train_masked_rows"], counts["train_truncated_rows"], counts["shared_rows"]) == (1, 1, 2)
+    assert data.notes == (
+        "2 validation rows of 12 also in the training data: the validation loss looks better than it is, and "
+        "overfitting is seen late.",
+        "1 training pair of 43 (2.3%) cut at max_length 30.",
+        "1 training pair of 43 left out: no part in which the replies differ is within max_length 30.",
+        "1 training pair of 43 left out: a reply is empty, or only shown.",
+        "1 training pair of 43 left out: chosen and rejected are the same.",
+    )
+
+
+def test_pairs_are_split_like_rows(tmp_path: Path) -> None:
+    task = Task(model="alto-tiny", method="orpo", dataset=write_pairs(tmp_path / "pairs.jsonl", *good_pairs(20)))
+    rows = read_task_rows(task)
+    assert (len(rows.train), len(rows.validation), rows.layout.form) == (18, 2, "preference")
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_rows_with_one_reply_are_refused_for_pairs_before_a_model_is_asked(tmp_path: Path, method: str) -> None:
+    with pytest.raises(DataFormatError) as caught:
+        read_task_rows(make_task(tmp_path, method=method))
+    assert str(caught.value) == (
+        f"dataset: expected preference pairs for method {method}, found rows with one reply (prompt_completion "
+        "(prompt, completion)); write method: sft, or name the columns of the pairs with columns: {prompt: <its "
+        "column>, chosen: <its column>, rejected: <its column>}"
+    )
+
+
+def test_pairs_are_refused_for_supervised_fine_tuning_even_where_their_rows_are_broken(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"chosen": 7, "rejected": "b"}\n' * 3, encoding="utf-8")
+    with pytest.raises(DataFormatError) as caught:
+        read_task_rows(Task(model="alto-tiny", dataset=str(path)))
+    assert str(caught.value) == (
+        "dataset: expected rows with one reply for method sft, found preference pairs (preference (chosen, rejected)); "
+        "learn from them with method: dpo; or train on the chosen replies with columns: {completion: chosen}"
+    )
+
+
+def test_the_validation_rows_have_to_be_of_the_same_kind(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", *good_pairs(12))
+    with pytest.raises(DataFormatError, match=r"^validation_dataset: expected preference pairs for method dpo"):
+        read_task_rows(make_task(tmp_path, method="dpo", dataset=pairs))
+    with pytest.raises(DataFormatError, match=r"^validation_dataset: expected rows with one reply for method sft"):
+        read_task_rows(make_task(tmp_path, validation_dataset=pairs))
+
+
+def test_an_adapter_may_be_judged_on_rows_of_the_other_kind(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", *good_pairs(12))
+    task = make_task(tmp_path)
+    assert all(isinstance(row, Pair) for row in read_heldout_rows(task, pairs).rows)
+    preferring = task.replace(method="dpo", dataset=pairs, validation_dataset=pairs)
+    assert not any(isinstance(row, Pair) for row in read_heldout_rows(preferring, task.dataset).rows)
+
+
+@pytest.fixture
+def simpo(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A method that a package brings."""
+    found = [EntryPoint(name="simpo", value="simpo:SimPO", group=ENTRY_POINT_GROUP)]
+    monkeypatch.setattr("alto.spec.method.entry_points", lambda *, group: found)
+    return "simpo"
+
+
+def test_a_packages_method_takes_either_kind_of_rows_but_not_both(tmp_path: Path, simpo: str) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl", *good_pairs(12))
+    task = make_task(tmp_path, method=simpo)
+    assert not read_task_rows(task).layout.is_paired
+    assert read_task_rows(task.replace(dataset=pairs, validation_dataset=pairs)).layout.is_paired
+    with pytest.raises(DataFormatError, match=r"^validation_dataset: expected rows with one reply for method simpo"):
+        read_task_rows(task.replace(validation_dataset=pairs))

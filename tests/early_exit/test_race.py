@@ -147,6 +147,17 @@ def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason) -> 
     assert [standing.job for standing in race.standings()] == ["a"]
 
 
+def test_leaders_are_the_best_of_each_job_best_first() -> None:
+    race = race_of({"a": 4, "b": 4, "c": 4, "d": 4}, Policy())
+    for job, losses in {"a": (3.0, 2.0), "b": (1.0, 5.0), "c": (2.0,)}.items():
+        for step, loss in enumerate(losses, start=1):
+            train_to(race, job, step, loss)
+    leaders = [(point.job, point.step) for point in race.leaders(2)]
+    assert leaders == [("b", 1), ("a", 2)]
+    assert [point.job for point in race.leaders(9)] == ["b", "a", "c"]
+    assert race.winner() == race.leaders(1)[0]
+
+
 def test_winner_ties_go_to_the_lower_job_id_and_the_earlier_step() -> None:
     race = race_of({"b": 4, "a": 4}, Policy())
     for job in race.jobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_adapters import PLAIN, edit_config, save_with_peft
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import in_effect, read_saved_adapter
+from alto.evaluation.adapter import read_saved_adapter, seated
 from alto.lora import linear_modules, write_adapter
 from alto.spec import JobConfig
 
@@ -25,22 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 ModelFactory = Callable[..., PreTrainedModel]
 IDS = torch.tensor([[3, 5, 8, 13, 21], [34, 55, 89, 1, 2]])
-PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-
-
-def save_with_peft(model: PreTrainedModel, folder: Path, **changes: Any) -> Path:
-    """A random adapter, both of its matrices far from zero."""
-    torch.manual_seed(1)
-    adapted = get_peft_model(model, LoraConfig(**(PLAIN | {"init_lora_weights": False} | changes)))
-    adapted.save_pretrained(folder)
-    # With init_lora_weights False PEFT would draw the weights again before it reads them; what it then reads is equal.
-    edit_config(folder, init_lora_weights=True)
-    return folder
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @torch.no_grad()
@@ -49,9 +34,24 @@ def logits(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def logits_with(model: PreTrainedModel, folder: Path) -> Tensor:
-    with in_effect(model, read_saved_adapter(folder), "tiny"):
-        return logits(model)
+def logits_on(backbone: Backbone, *folders: Path | None) -> Tensor:
+    """A row of ``IDS`` for each of ``folders``, under the adapter in it; both rows where there is one only."""
+    adapters = [None if folder is None else read_saved_adapter(folder) for folder in folders]
+    num_tokens = [IDS.numel() // len(folders)] * len(folders)
+    with (
+        seated(backbone, adapters, "tiny") as served,
+        backbone.own_attention(),
+        served.use(served.schedule(num_tokens)),
+    ):
+        return logits(backbone.model)
+
+
+def logits_with(model: PreTrainedModel, *folders: Path | None) -> Tensor:
+    return logits_on(Backbone(model, None, "tiny"), *folders)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama-bias", "phi3"])
@@ -66,8 +66,10 @@ def test_it_acts_as_peft_lets_it_act(
     model = tiny_model(architecture)
     plain = logits(model)
     assert (expected - plain).norm() / plain.norm() > 0.05  # the adapter matters
-    torch.testing.assert_close(logits_with(model, folder), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(logits(model), plain)  # and is gone afterwards
+    backbone = Backbone(model, None, "tiny")
+    assert_near(logits_on(backbone, folder), expected)
+    with backbone.own_attention():
+        assert torch.equal(logits(model), plain)  # and is gone afterwards
 
 
 def test_it_acts_as_peft_lets_it_act_on_a_16_bit_base(tiny_model: ModelFactory, tmp_path: Path) -> None:
@@ -94,13 +96,29 @@ def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> N
     assert all(torch.equal(adapter.weights[name][half], weights[name][half]) for name in weights for half in (0, 1))
 
 
-def test_a_hook_is_gone_after_an_error(tiny_model: ModelFactory, tmp_path: Path) -> None:
+def test_adapters_of_several_ranks_on_several_modules_act_side_by_side(
+    tiny_model: ModelFactory, tmp_path: Path
+) -> None:
+    one = save_with_peft(tiny_model("llama"), tmp_path / "one", seed=2, r=8, target_modules=["q_proj", "up_proj"])
+    other = save_with_peft(tiny_model("llama"), tmp_path / "other", seed=3, r=2, use_rslora=True)
+    expected = [
+        logits(PeftModel.from_pretrained(tiny_model("llama"), one).eval())[0],
+        logits(PeftModel.from_pretrained(tiny_model("llama"), other).eval())[1],
+    ]
+    found = logits_with(tiny_model("llama"), one, other)
+    assert_near(found, torch.stack(expected))
+    base = logits_with(tiny_model("llama"), None, other)
+    assert_near(base[0], logits(tiny_model("llama"))[0])
+    assert_near(base[1], expected[1])
+
+
+def test_adapters_are_gone_after_an_error(tiny_model: ModelFactory, tmp_path: Path) -> None:
     folder = save_with_peft(tiny_model("llama"), tmp_path)
-    model = tiny_model("llama")
-    plain = logits(model)
-    with pytest.raises(KeyboardInterrupt), in_effect(model, read_saved_adapter(folder), "tiny"):
+    backbone = Backbone(tiny_model("llama"), None, "tiny")
+    modules = dict(backbone.model.named_modules())
+    with pytest.raises(KeyboardInterrupt), seated(backbone, [read_saved_adapter(folder)], "tiny"):
         raise KeyboardInterrupt
-    assert torch.equal(logits(model), plain)
+    assert dict(backbone.model.named_modules()) == modules
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -186,14 +204,14 @@ def test_another_base_model_is_refused(tiny_model: ModelFactory, saved: Path, tm
     adapter = read_saved_adapter(saved)
     with (
         pytest.raises(TargetModuleError, match=r"layers\.1\.mlp.down_proj and 6 more is not; .* --base"),
-        in_effect(tiny_model("llama", num_hidden_layers=1), adapter, "other"),
+        seated(Backbone(tiny_model("llama", num_hidden_layers=1), None, "other"), [adapter], "other"),
     ):
         pass
     with (
         pytest.raises(
             TargetModuleError, match=r"base model other, 64 × 32, found one of shapes \(48, 4\) and \(4, 32\)"
         ),
-        in_effect(tiny_model("llama", intermediate_size=64), adapter, "other"),
+        seated(Backbone(tiny_model("llama", intermediate_size=64), None, "other"), [adapter], "other"),
     ):
         pass
 
@@ -205,6 +223,10 @@ def test_an_adapter_on_the_output_head_is_refused(tiny_model: ModelFactory, tmp_
     adapted.save_pretrained(tmp_path, save_embedding_layers=False)
     with (
         pytest.raises(TargetModuleError, match="its output head aside"),
-        in_effect(tiny_model("llama", tie_word_embeddings=False), read_saved_adapter(tmp_path), "tiny"),
+        seated(
+            Backbone(tiny_model("llama", tie_word_embeddings=False), None, "tiny"),
+            [read_saved_adapter(tmp_path)],
+            "tiny",
+        ),
     ):
         pass

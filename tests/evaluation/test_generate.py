@@ -1,35 +1,60 @@
-"""Greedy completions: the argmax of every step, the same in any batch, and an end where an end belongs."""
+"""Greedy completions: the argmax of every step, of every adapter the same as alone, and an end where an end belongs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from peft_adapters import save_with_peft
 from transformers import GenerationConfig, PreTrainedModel
 
+from alto.backbone import Backbone
 from alto.errors import DataError
-from alto.evaluation.generate import check_prompts, complete
+from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.generate import check_prompts, complete, max_positions
+
+# PEFT asks transformers for a property under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 ModelFactory = Callable[..., PreTrainedModel]
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
 # Lengths on purpose far apart, in no order.
 PROMPTS = [list(range(2, 2 + length)) for length in (9, 2, 23, 5, 14, 3, 30)]
+ADAPTERS: tuple[dict[str, Any], ...] = (
+    {"r": 2, "lora_alpha": 16},
+    {"r": 8, "lora_alpha": 4, "use_rslora": True},
+    {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    {"r": 5, "lora_alpha": 40, "target_modules": ["o_proj"]},
+)
 
 
 def completions(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, batch_size: int = 4, limit: int = 12
-) -> list[list[int]]:
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    adapters: Sequence[SavedAdapter | None] = (None,),
+    *,
+    batch_size: int = 4,
+    limit: int = 12,
+) -> list[list[list[int]]]:
     done: list[int] = []
-    found = complete(model, TOKENIZER, prompts, max_new_tokens=limit, batch_size=batch_size, on_done=done.append)
-    assert sum(done) == len(prompts)
-    assert all(count <= batch_size for count in done)
+    with seated(backbone, adapters, "tiny") as served:
+        found = complete(backbone, served, prompts, max_new_tokens=limit, batch_size=batch_size, on_done=done.append)
+    assert sum(done) == len(prompts) * len(adapters)
     return found
 
 
+def base_completions(model: PreTrainedModel, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+    return completions(Backbone(model, TOKENIZER, "tiny"), prompts, **settings)[0]
+
+
 @torch.no_grad()
-def argmax_by_hand(model: PreTrainedModel, prompt: Sequence[int], limit: int, ends: Sequence[int] = (1,)) -> list[int]:
+def argmax_by_hand(model: Any, prompt: Sequence[int], limit: int, ends: Sequence[int] = (1,)) -> list[int]:
     """No cache, no padding, no generate()."""
     ids = list(prompt)
     while len(ids) < len(prompt) + limit:
@@ -40,45 +65,104 @@ def argmax_by_hand(model: PreTrainedModel, prompt: Sequence[int], limit: int, en
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
 def test_batches_give_what_every_prompt_gives_alone(tiny_model: ModelFactory, architecture: str) -> None:
-    model = tiny_model(architecture)
-    expected = [argmax_by_hand(model, prompt, 12) for prompt in PROMPTS]
+    expected = [argmax_by_hand(tiny_model(architecture), prompt, 12) for prompt in PROMPTS]
     assert len({tuple(completion) for completion in expected}) > 3  # prompts matter to this model
-    assert completions(model, PROMPTS, batch_size=4) == expected
-    assert completions(model, PROMPTS, batch_size=1) == expected
+    backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
+    for batch_size in (4, 1, 7):
+        assert completions(backbone, PROMPTS, batch_size=batch_size) == [expected]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_every_adapter_writes_what_peft_writes_with_it_alone(
+    tiny_model: ModelFactory, tmp_path: Path, architecture: str
+) -> None:
+    folders = [
+        save_with_peft(tiny_model(architecture), tmp_path / str(number), seed=number, **changes)
+        for number, changes in enumerate(ADAPTERS)
+    ]
+    expected = [
+        [
+            argmax_by_hand(PeftModel.from_pretrained(tiny_model(architecture), folder).eval(), prompt, 12)
+            for prompt in PROMPTS[:4]
+        ]
+        for folder in folders
+    ]
+    expected.insert(2, [argmax_by_hand(tiny_model(architecture), prompt, 12) for prompt in PROMPTS[:4]])
+    assert len({repr(of_adapter) for of_adapter in expected}) == 5  # adapters matter to the texts
+    assert len({len(text) for of_adapter in expected for text in of_adapter}) > 1  # and some end before others
+    adapters: list[SavedAdapter | None] = [read_saved_adapter(folder) for folder in folders]
+    adapters.insert(2, None)
+    backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
+    for batch_size in (20, 7):
+        assert completions(backbone, PROMPTS[:4], adapters, batch_size=batch_size) == expected
+
+
+def test_a_broken_adapter_changes_no_word_of_the_others(tiny_model: ModelFactory, tmp_path: Path) -> None:
+    folders = [save_with_peft(tiny_model("llama"), tmp_path / str(seed), seed=seed) for seed in range(3)]
+    adapters = [read_saved_adapter(folder) for folder in folders]
+    backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
+    expected = completions(backbone, PROMPTS, adapters, batch_size=21)
+    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapters[1].weights.items()}
+    broken = [adapters[0], dataclasses.replace(adapters[1], weights=weights), adapters[2]]
+    found = completions(backbone, PROMPTS, broken, batch_size=21)
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert found[1] != expected[1]
+
+
+def test_a_base_that_recomputes_its_layers_keeps_keys_and_values_all_the_same(tiny_model: ModelFactory) -> None:
+    expected = base_completions(tiny_model("llama"), PROMPTS)
+    backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny", gradient_checkpointing=True)
+    training = [module for module in backbone.model.modules() if module.training]
+    assert training
+    assert completions(backbone, PROMPTS) == [expected]
+    assert [module for module in backbone.model.modules() if module.training] == training
 
 
 def test_a_token_that_ends_a_text_ends_it(tiny_model: ModelFactory) -> None:
-    model = tiny_model("llama")
-    free = argmax_by_hand(model, PROMPTS[0], 12)
+    free = argmax_by_hand(tiny_model("llama"), PROMPTS[0], 12)
     end = free[3]
     assert end not in free[:3]
+    expected = [argmax_by_hand(tiny_model("llama"), prompt, 12, (end, 1)) for prompt in PROMPTS]
+    model = tiny_model("llama")
     model.generation_config = GenerationConfig(eos_token_id=[end, 1])
-    found = completions(model, PROMPTS)
+    found = base_completions(model, PROMPTS)
     assert found[0] == free[:3]
-    assert found == [argmax_by_hand(model, prompt, 12, (end, 1)) for prompt in PROMPTS]
+    assert found == expected
 
 
 def test_the_models_own_sampling_settings_do_not_count(tiny_model: ModelFactory) -> None:
+    expected = base_completions(tiny_model("llama"), PROMPTS)
     model = tiny_model("llama")
-    expected = completions(model, PROMPTS)
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=5.0, repetition_penalty=9.0, num_beams=3, eos_token_id=1, pad_token_id=0
     )
-    assert completions(model, PROMPTS) == expected
+    assert base_completions(model, PROMPTS) == expected
 
 
 def test_a_prompt_near_the_last_position_leaves_its_neighbours_their_length(tiny_model: ModelFactory) -> None:
-    model = tiny_model("llama")  # 64 positions
-    prompts = [*PROMPTS, list(range(2, 62))]
-    found = completions(model, prompts, batch_size=8)
-    assert found[:-1] == completions(model, PROMPTS)
-    assert found[-1] == argmax_by_hand(model, prompts[-1], 4)
+    prompts = [*PROMPTS, list(range(2, 62))]  # of 64 positions
+    found = base_completions(tiny_model("llama"), prompts, batch_size=8)
+    assert found[:-1] == base_completions(tiny_model("llama"), PROMPTS)
+    assert found[-1] == argmax_by_hand(tiny_model("llama"), prompts[-1], 4)
     assert len(found[-1]) == 4
 
 
+def test_whoever_is_asked_may_end_the_writing(tiny_model: ModelFactory) -> None:
+    backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), seated(backbone, [None], "tiny") as served:
+        complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=stop)
+    assert completions(backbone, PROMPTS[:1]) == [[argmax_by_hand(tiny_model("llama"), PROMPTS[0], 12)]]
+
+
 def test_a_prompt_without_a_position_to_write_to_is_an_error(tiny_model: ModelFactory) -> None:
+    limit = max_positions(Backbone(tiny_model("llama"), TOKENIZER, "tiny"))
     with pytest.raises(DataError, match="shorter than the model's 64 positions, found 64 tokens in row 2"):
-        check_prompts(tiny_model("llama"), [[5], list(range(2, 66))])
-    check_prompts(tiny_model("llama"), [[5], list(range(2, 65))])
+        check_prompts([[5], list(range(2, 66))], limit)
+    check_prompts([[5], list(range(2, 65))], limit)
+    check_prompts([list(range(2, 66))], None)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from tiny import load_tokenizer, make_task
 
 import alto
 from alto.backbone import load_network, resolve_model
-from alto.data import HeldoutRows, read_heldout_rows
+from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import BaseModel, EvaluationSettings, measure
 from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
-from alto.records import EvaluationResult, TaskResult
+from alto.records import Evaluation, EvaluationResult, TaskResult
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -61,7 +63,7 @@ def rows(tuned: tuple[alto.Task, TaskResult]) -> HeldoutRows:
 
 
 def run(
-    adapter: SavedAdapter,
+    adapter: SavedAdapter | Mapping[str, SavedAdapter],
     rows: HeldoutRows,
     *,
     max_tokens_per_pass: int = 4096,
@@ -69,7 +71,7 @@ def run(
     **settings: Any,
 ) -> EvaluationResult:
     return measure(
-        adapter,
+        {"mine": adapter} if isinstance(adapter, SavedAdapter) else adapter,
         rows,
         EvaluationSettings(**({"max_new_tokens": 32} | settings)),
         base=BASE,
@@ -78,39 +80,45 @@ def run(
     )
 
 
+def of_mine(found: EvaluationResult) -> Evaluation:
+    (mine,) = found.adapters
+    assert mine.name == "mine"
+    return mine.evaluation
+
+
 def test_the_loss_is_what_the_run_calls_validation_loss(
     tuned: tuple[alto.Task, TaskResult], adapter: SavedAdapter, rows: HeldoutRows
 ) -> None:
     for max_tokens_per_pass in (4096, 40):
         found = run(adapter, rows, metric="loss", max_tokens_per_pass=max_tokens_per_pass)
-        assert found.adapter.loss == pytest.approx(tuned[1].best_validation_loss, rel=1e-4)
-        assert (found.adapter.exact_match, found.adapter.num_correct, found.predictions) == (None, None, ())
+        assert of_mine(found).loss == pytest.approx(tuned[1].best_validation_loss, rel=1e-4)
+        assert (of_mine(found).exact_match, of_mine(found).num_correct, found.predictions) == (None, None, ())
 
 
 def test_exact_match_finds_what_was_learned_and_the_base_does_not_know(
     adapter: SavedAdapter, rows: HeldoutRows
 ) -> None:
     found = run(adapter, rows, baseline=True)
-    assert found.adapter.num_rows == NUM_ROWS
-    assert found.adapter.exact_match is not None
-    assert found.adapter.exact_match > 0.9
-    assert found.adapter.num_correct == found.adapter.exact_match * NUM_ROWS
+    assert of_mine(found).num_rows == NUM_ROWS
+    assert of_mine(found).exact_match is not None
+    assert of_mine(found).exact_match > 0.9
+    assert of_mine(found).num_correct == of_mine(found).exact_match * NUM_ROWS
     assert found.baseline is not None
     assert (found.baseline.exact_match, found.baseline.num_correct) == (0.0, 0)
-    assert found.adapter.loss is not None
+    assert of_mine(found).loss is not None
     assert found.baseline.loss is not None
-    assert found.baseline.loss > 10 * found.adapter.loss
-    assert [evaluation.settings["weights"] for evaluation in found.evaluations] == ["base", "adapter"]
+    assert found.baseline.loss > 10 * of_mine(found).loss
+    assert (found.baseline.settings["weights"], of_mine(found).settings["weights"]) == ("base", "adapter")
     weights = [prediction.weights for prediction in found.predictions]
-    assert weights == ["adapter"] * NUM_ROWS + ["base"] * NUM_ROWS
+    assert weights == ["mine"] * NUM_ROWS + ["base"] * NUM_ROWS
 
 
 def test_predictions_tell_what_was_asked_and_judged_in_the_order_of_the_rows(
     adapter: SavedAdapter, rows: HeldoutRows
 ) -> None:
     found = run(adapter, rows, metric="exact_match")
-    assert found.adapter.loss is None
-    assert [prediction.reference for prediction in found.predictions] == [row[-1].content for row in rows.conversations]
+    assert of_mine(found).loss is None
+    assert [prediction.reference for prediction in found.predictions] == [row[-1].content for row in rows.rows]
     last = found.predictions[-1]
     assert last.prompt == "<|user|>What is 1403 plus 3?<|end|><|assistant|>"
     assert (last.generated, last.extracted, last.correct) == (last.reference, "1406", True)
@@ -120,7 +128,7 @@ def test_batches_change_nothing(adapter: SavedAdapter, rows: HeldoutRows) -> Non
     expected = run(adapter, rows, batch_size=1, max_new_tokens=12)
     found = run(adapter, rows, batch_size=NUM_ROWS, max_new_tokens=12)
     assert found.predictions == expected.predictions
-    assert dataclasses.replace(found.adapter, date="") == dataclasses.replace(expected.adapter, date="")
+    assert dataclasses.replace(of_mine(found), date="") == dataclasses.replace(of_mine(expected), date="")
 
 
 def test_generating_after_the_loss_is_what_peft_generates(adapter: SavedAdapter, rows: HeldoutRows) -> None:
@@ -136,45 +144,53 @@ def test_generating_after_the_loss_is_what_peft_generates(adapter: SavedAdapter,
 
 def test_settings_hold_all_that_decides_the_numbers(adapter: SavedAdapter, rows: HeldoutRows) -> None:
     limited = run(adapter, rows, limit=3)
-    assert limited.adapter.num_rows == 3
+    assert of_mine(limited).num_rows == 3
     assert len(limited.predictions) == 3
-    assert limited.adapter.settings == {
+    assert of_mine(limited).settings == {
         "weights": "adapter",
         "base_model": "alto-tiny",
         "dtype": "float32",
         "limit": 3,
         "max_length": 2048,
         "max_new_tokens": 32,
+        "backend": "alto",
     }
     cut = run(adapter, rows, max_length=40, metric="loss")
-    assert (cut.adapter.settings["max_length"], cut.adapter.settings["max_new_tokens"]) == (40, None)
-    assert cut.adapter.loss != run(adapter, rows, metric="loss").adapter.loss
+    assert (of_mine(cut).settings["max_length"], of_mine(cut).settings["max_new_tokens"]) == (40, None)
+    assert of_mine(cut).loss != of_mine(run(adapter, rows, metric="loss")).loss
 
 
 def test_progress_counts_every_row_of_every_measurement(adapter: SavedAdapter, rows: HeldoutRows) -> None:
     seen: list[tuple[str, int, int]] = []
     settings = EvaluationSettings(max_new_tokens=4, batch_size=3, baseline=True)
-    measure(adapter, rows, settings, base=BASE, max_tokens_per_pass=60, on_progress=lambda *step: seen.append(step))
+    measure(
+        {"mine": adapter},
+        rows,
+        settings,
+        base=BASE,
+        max_tokens_per_pass=60,
+        on_progress=lambda *step: seen.append(step),
+    )
     whats = list(dict.fromkeys(what for what, _, _ in seen))
-    assert whats == ["loss of the adapter", "loss of the base", "answers of the adapter", "answers of the base"]
+    assert whats == ["loss", "answers"]
     for what in whats:
         counts = [done for other, done, _ in seen if other == what]
         assert counts == sorted(counts)
-        assert (counts[0], counts[-1]) == (0, NUM_ROWS)
+        assert (counts[0], counts[-1]) == (0, 2 * NUM_ROWS)
 
 
 def test_rows_without_answers_have_a_loss_alone_unless_asked(adapter: SavedAdapter, tmp_path: Path) -> None:
     plain = dataclasses.replace(read_heldout_rows(make_task(tmp_path), None), name="plain")
     found = run(adapter, plain)
-    assert found.adapter.loss is not None
-    assert found.adapter.exact_match is None
+    assert of_mine(found).loss is not None
+    assert of_mine(found).exact_match is None
     with pytest.raises(DataError, match="expected every reference to end in a line '#### N', found none in row 1 of 6"):
         run(adapter, plain, metric="exact_match")
 
 
 def test_no_rows_are_an_error(adapter: SavedAdapter) -> None:
     with pytest.raises(DataError, match="expected at least one row to measure on, found none in nothing"):
-        run(adapter, HeldoutRows(name="nothing", conversations=(), max_length=1024))
+        run(adapter, HeldoutRows(name="nothing", rows=(), max_length=1024))
 
 
 def test_an_adapter_of_another_base_is_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
@@ -184,14 +200,91 @@ def test_an_adapter_of_another_base_is_an_error(adapter: SavedAdapter, rows: Hel
 
 
 def test_broken_weights_are_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapter.weights.items()}
     with pytest.raises(NoResultError, match="expected a finite held-out loss, found nan"):
-        run(dataclasses.replace(adapter, scale=float("nan")), rows, metric="loss")
+        run(dataclasses.replace(adapter, weights=weights), rows, metric="loss")
 
 
-@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"max_new_tokens": 0}, {"limit": 0}, {"metric": "accuracy"}])
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 0}, {"max_new_tokens": 0}, {"limit": 0}, {"metric": "accuracy"}, {"backend": "tgi"}]
+)
 def test_settings_out_of_their_domain_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=f"{next(iter(settings))}: expected"):
         EvaluationSettings(**settings)
+
+
+def test_several_adapters_are_measured_as_each_alone(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    halved = dataclasses.replace(adapter, scale=adapter.scale / 2)
+    together = run({"whole": adapter, "half": halved}, rows, baseline=True, limit=4)
+    alone = {"whole": run(adapter, rows, limit=4), "half": run(halved, rows, limit=4)}
+    assert [found.name for found in together.adapters] == ["whole", "half"]
+    for found in together.adapters:
+        expected = of_mine(alone[found.name])
+        assert found.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.evaluation.num_correct == expected.num_correct
+        texts = [prediction.generated for prediction in together.predictions if prediction.weights == found.name]
+        assert texts == [prediction.generated for prediction in alone[found.name].predictions]
+    losses = [found.evaluation.loss for found in together.adapters]
+    assert losses[0] != losses[1]
+
+
+@pytest.fixture(scope="module")
+def pairs(rows: HeldoutRows) -> HeldoutRows:
+    """What was learned against another answer."""
+    talks = [row for row in rows.rows if not isinstance(row, Pair)]
+    rejected = [(*talk[:-1], Message("assistant", "I do not know.")) for talk in talks]
+    pairs = [Pair(chosen=talk, rejected=other) for talk, other in zip(talks, rejected, strict=True)]
+    return HeldoutRows(name="pairs", rows=pairs, max_length=1024)
+
+
+def test_the_preference_is_what_replies_have_gained_on_the_base(
+    adapter: SavedAdapter, pairs: HeldoutRows, tuned: tuple[alto.Task, TaskResult]
+) -> None:
+    found = run(adapter, pairs, max_tokens_per_pass=60)
+    assert (of_mine(found).loss, of_mine(found).exact_match, found.predictions) == (None, None, ())
+    assert of_mine(found).reward_accuracy == 1.0
+    network, tokenizer = load_network("alto-tiny"), load_tokenizer()
+    expected = []
+    for model in (network, PeftModel.from_pretrained(load_network("alto-tiny"), adapter.folder).eval()):
+        expected.append(
+            [[log_prob(model, tokenizer, talk) for talk in (row.chosen, row.rejected)] for row in pairs.rows]
+        )
+    base_Q2, adapted_Q2 = torch.tensor(expected, dtype=torch.float64)
+    margin = ((adapted_Q2 - base_Q2) @ torch.tensor([1.0, -1.0], dtype=torch.float64)).mean()
+    assert of_mine(found).reward_margin == pytest.approx(float(margin), rel=1e-4)
+    swapped = [Pair(chosen=row.rejected, rejected=row.chosen) for row in pairs.rows if isinstance(row, Pair)]
+    other = run(adapter, dataclasses.replace(pairs, rows=swapped))
+    assert of_mine(other).reward_accuracy == 0.0
+
+
+@torch.no_grad()
+def log_prob(model: Any, tokenizer: Any, talk: Any) -> float:
+    """Of the last reply and its end, by the model's own forward pass."""
+    prompt = encode_prompt(talk[:-1], tokenizer)
+    (row,) = encode_conversation(talk, tokenizer)
+    ids = torch.tensor([row.input_ids])
+    losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    return -float(losses[len(prompt) - 1 :].double().sum())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"metric": "loss"}, DataError, "expected rows with one reply to measure loss on, found preference pairs"),
+        ({"backend": "vllm"}, DataError, "expected rows with one reply to measure answers on"),
+        ({"baseline": True}, SpecError, "baseline: expected none with the metric preference"),
+    ],
+)
+def test_pairs_are_for_the_preference_alone(
+    adapter: SavedAdapter, pairs: HeldoutRows, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(adapter, pairs, **settings)
+
+
+def test_a_preference_needs_pairs(adapter: SavedAdapter, rows: HeldoutRows) -> None:
+    with pytest.raises(DataError, match=r"expected preference pairs .* found rows with one reply in sums"):
+        run(adapter, rows, metric="preference")
 
 
 def test_gsm8k_goes_through(adapter: SavedAdapter) -> None:
@@ -200,6 +293,6 @@ def test_gsm8k_goes_through(adapter: SavedAdapter) -> None:
         pytest.skip(f"the real data is not there: {path}")
     task = alto.Task(model=resolve_model("alto-tiny"), dataset=str(path))
     gsm8k = dataclasses.replace(read_heldout_rows(task, str(path)), name="gsm8k")
-    assert len(gsm8k.conversations) == 1319
+    assert len(gsm8k.rows) == 1319
     found = run(adapter, gsm8k, limit=4)
-    assert (found.adapter.num_rows, found.adapter.num_correct) == (4, 0)
+    assert (of_mine(found).num_rows, of_mine(found).num_correct) == (4, 0)

@@ -43,6 +43,8 @@ def test_the_file_is_made_where_there_is_none(tmp_path: Path) -> None:
                 "num_correct": 1,
                 "settings": {"weights": "adapter", "limit": None},
                 "date": "2026-01-01T00:00:00+00:00",
+                "reward_accuracy": None,
+                "reward_margin": None,
             }
         ]
     }

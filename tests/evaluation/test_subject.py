@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,18 @@ from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation.subject import Subject, find_subject
 
 
-def find(target: Path, job: str | None = None, base: str | None = None, dataset: str | None = None) -> Subject:
-    return find_subject(target, job=job, base=base, dataset=dataset)
+def find(
+    *targets: Path,
+    jobs: Sequence[str] = (),
+    all_jobs: bool = False,
+    base: str | None = None,
+    dataset: str | None = None,
+) -> Subject:
+    return find_subject(targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
+
+
+def folders(subject: Subject) -> dict[str, Path]:
+    return {name: adapter.folder for name, adapter in subject.adapters.items()}
 
 
 def write_adapter(folder: Path, base_model: str | None = "its/base") -> None:
@@ -40,18 +51,21 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_means_its_best_adapter(run: Path) -> None:
     subject = find(run)
-    assert (subject.adapter.folder, subject.run_dir, subject.base_model) == (run / "best", run, "its/base")
+    assert (folders(subject), subject.run_dirs, subject.base_model) == ({"best": run / "best"}, (run,), "its/base")
     assert subject.task.name == "tiny"
 
 
-def test_a_job_means_that_jobs_best(run: Path) -> None:
-    assert find(run, "job-001").adapter.folder == run / "jobs" / "job-001" / "best"
+def test_jobs_mean_their_best(run: Path) -> None:
+    assert folders(find(run, jobs=["job-001"])) == {"job-001": run / "jobs" / "job-001" / "best"}
+    both = {job: run / "jobs" / job / "best" for job in ("job-000", "job-001")}
+    assert folders(find(run, jobs=["job-000", "job-001"])) == both
+    assert folders(find(run, all_jobs=True)) == both
 
 
 @pytest.mark.parametrize("job", ["job-002", "job-999", "../job-001", "."])
 def test_a_job_without_a_best_adapter_is_refused(run: Path, job: str) -> None:
     with pytest.raises(RunNotFoundError, match="jobs that have one: job-000, job-001"):
-        find(run, job)
+        find(run, jobs=["job-000", job])
 
 
 def test_a_run_without_a_result_says_what_to_do(run: Path) -> None:
@@ -63,7 +77,8 @@ def test_a_run_without_a_result_says_what_to_do(run: Path) -> None:
 def test_an_adapter_folder_means_itself(tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine")
     subject = find(tmp_path / "mine", dataset="test.jsonl")
-    assert (subject.adapter.folder, subject.run_dir, subject.base_model) == (tmp_path / "mine", None, "its/base")
+    mine = {str(tmp_path / "mine"): tmp_path / "mine"}
+    assert (folders(subject), subject.run_dirs, subject.base_model) == (mine, (), "its/base")
     assert (subject.task.model, subject.task.dataset) == ("its/base", "test.jsonl")
     assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model == "other"
 
@@ -72,8 +87,10 @@ def test_an_adapter_alone_knows_no_rows_and_no_jobs(tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine")
     with pytest.raises(SpecError, match="name them with --dataset"):
         find(tmp_path / "mine")
-    with pytest.raises(RunNotFoundError, match="expected a run directory to look for 'job-000' in"):
-        find(tmp_path / "mine", "job-000")
+    with pytest.raises(
+        RunNotFoundError, match=r"job: expected one run directory to look for jobs in, found no task\.yaml"
+    ):
+        find(tmp_path / "mine", jobs=["job-000"])
 
 
 def test_an_adapter_that_names_no_base_asks_for_it(tmp_path: Path) -> None:
@@ -87,3 +104,20 @@ def test_an_adapter_that_names_no_base_asks_for_it(tmp_path: Path) -> None:
 def test_anything_else_is_refused(tmp_path: Path, name: str, found: str) -> None:
     with pytest.raises(RunNotFoundError, match=found):
         find(tmp_path / name)
+
+
+def test_several_adapters_are_of_one_base_and_know_their_rows(run: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "mine")
+    write_adapter(tmp_path / "other", base_model="another/base")
+    subject = find(tmp_path / "mine", run, dataset="test.jsonl")
+    assert folders(subject) == {str(tmp_path / "mine"): tmp_path / "mine", str(run): run / "best"}
+    assert (subject.run_dirs, subject.task.name) == ((run,), "tiny")
+    with pytest.raises(SpecError, match="expected adapters of one base model, found its/base, another/base"):
+        find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl")
+    assert find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl", base="its/base").base_model == "its/base"
+    with pytest.raises(SpecError, match="name them with --dataset"):
+        find(tmp_path / "mine", run)
+    with pytest.raises(RunNotFoundError, match="expected one run directory to look for jobs in, found 2 folders"):
+        find(tmp_path / "mine", run, all_jobs=True, dataset="test.jsonl")
+    with pytest.raises(SpecError, match="expected at least one run or adapter"):
+        find(dataset="test.jsonl")

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from seated_jobs import DATA, STABLE, make_model, make_task
+from seated_jobs import DATA, PAIRS, STABLE, make_model, make_task, with_references
 from torch import Tensor
 
 from alto.backbone import Backbone
+from alto.data import TaskData
 from alto.executor import plan_jobs, trainer
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import linear_modules
+from alto.objectives import find_objective
 
 
 class Unheard(Ranks):
@@ -30,9 +32,16 @@ class Unheard(Ranks):
         """Nothing comes from the other."""
 
 
-@pytest.mark.parametrize("kernels", ["reference", "torch", "triton"])
+PREFERENCES = {"method": "dpo", "loss_type": "sigmoid", "beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "data", "settings"),
+    [*((kernels, DATA, {}) for kernels in ("reference", "torch", "triton")), ("torch", PAIRS, PREFERENCES)],
+    ids=["reference", "torch", "triton", "pairs"],
+)
 def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
+    kernels: str, data: TaskData, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALTO_KERNELS", kernels)
     losses_seen: list[Tensor] = []
@@ -43,17 +52,20 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
 
     job_losses = trainer.job_losses
     monkeypatch.setattr(trainer, "job_losses", watched)
-    model = make_model("llama")
+    task, model = make_task(STABLE[2:4], **settings), make_model("llama")
     backbone = Backbone(model, None, "unused")
-    busy, idle = plan_jobs(make_task(STABLE[2:4]), backbone, DATA)
+    objective = find_objective(task.method)
+    data = with_references(backbone, data) if objective.asks_base else data
+    busy, idle = plan_jobs(task, backbone, data)
     one = Trainer(
         backbone,
-        DATA,
+        data,
         modules=linear_modules(model),
         max_rank=32,
         num_slots=1,
         max_tokens_per_pass=60,
         optims={"adamw_torch"},
+        objective=objective,
         ranks=Unheard(),
     )
     busy.slot, idle.slot = 0, 1  # of the two, one sits here, and takes no part in the step
@@ -63,10 +75,11 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
     losses = one.step([busy])
 
     rows = busy.order.rows_of_step(0)
-    assert sum(DATA.train.input_ids[row].numel() for row in rows) > 60
+    assert sum(data.train.input_ids[row].numel() for row in rows) > 60
     assert len(losses_seen) > 1
     assert all(torch.isfinite(loss).all() and loss.requires_grad for loss in losses_seen)
     assert losses == [0.0]
     assert not one.bank.grads_ZP.any()
     assert torch.equal(one.bank.params_ZP, before)
-    assert [worth.loss for worth in one.evaluate([busy])] == [0.0]
+    (worth,) = one.evaluate([busy])
+    assert {worth.loss, *worth.metrics.values()} == {0.0}

@@ -8,7 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import SoloJob, flat, relative_distance
-from rank_jobs import a_job_that_goes_nan_changes_no_other_by_one_bit, steps_are_those_of_peft_alone, train
+from rank_jobs import (
+    a_job_that_goes_nan_changes_no_other_by_one_bit,
+    steps_are_those_of_peft_alone,
+    steps_on_pairs_are_those_of_one_process,
+    train,
+)
 from ranks import failures_on_ranks
 from seated_jobs import DATA, STABLE, Bank, make_model, make_task
 
@@ -44,6 +49,7 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir,
     checks = [
         *((f"steps of {name}", steps_are_those_of_peft_alone, (name,)) for name in ("llama", "gemma")),
         ("nan", a_job_that_goes_nan_changes_no_other_by_one_bit, ()),
+        ("pairs", steps_on_pairs_are_those_of_one_process, (str(folder / "cache"),)),
         ("train", train, (str(run_dir.root),)),
     ]
     return run_dir, failures_on_ranks(2, checks, folder)
@@ -64,7 +70,8 @@ def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDi
 
 @pytest.mark.parametrize("which", ["whole", "resumed"])
 def test_what_every_rank_checks_of_its_own_jobs(which: str, request: pytest.FixtureRequest) -> None:
-    """Every step from equal state is PEFT's, jobs spread or not; a job that goes NaN touches nobody; all end well."""
+    """Every step from equal state is PEFT's, jobs spread or not, and on pairs that of one process; a job that goes NaN
+    touches nobody; all end well."""
     _, failures = request.getfixturevalue(which)
     assert not failures, "\n".join(f"{name}: {reason}" for name, reason in failures.items())
 

@@ -56,7 +56,7 @@ def best_of_job(tmp_path: Path) -> Path:
 
 
 def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl")
+    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl", method="sft")
     assert str(folder) == result.adapter_dir
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -65,7 +65,9 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job
         "task": "sums",
         "job": "job-001",
         "config": CONFIG,
+        "metric": "loss",
         "validation_loss": 1.23456,
+        "metrics": {},
         "step": 20,
         "total_steps": 30,
         "num_jobs": 2,
@@ -77,26 +79,50 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job
 
 
 def test_the_job_keeps_its_own_copy(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, model="m", dataset="d")
+    export_best(result, best_of_job, model="m", dataset="d", method="sft")
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl")
+    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl", method="sft")
     card = (folder / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["base_model"] == "/models/o'base"
     assert header["library_name"] == "peft"
-    assert "validation loss 1.2346 nats per token at step\n20 of 30" in card
-    assert "the best of\n2 configurations" in card
+    assert "validation loss 1.2346 (nats per token)\nat step 20 of 30" in card
+    assert "the best of\n2 configurations, " in card
     assert "| learning_rate | 0.0003 |" in card
+    assert "measured" not in card
     code = card.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert 'from_pretrained("/models/o\'base")' in code
 
 
+@pytest.fixture
+def chosen_by_accuracy(result: TaskResult) -> TaskResult:
+    metrics = {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": float("nan")}
+    loser, winner = result.jobs
+    jobs = (loser, replace(winner, best_metrics=metrics))
+    return replace(result, jobs=jobs, metric="reward_accuracy", best_metrics=metrics)
+
+
+def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
+    chosen_by_accuracy: TaskResult, best_of_job: Path
+) -> None:
+    folder = export_best(chosen_by_accuracy, best_of_job, model="m", dataset="d", method="dpo")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["metric"] == "reward_accuracy"
+    assert metrics["metrics"] == {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": "nan"}
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "2 configurations by reward accuracy, validation loss 1.2346 (mean over pairs)\nat step 20 of 30" in card
+    measured, settings = card.split("```\n\n")[1].split("\n\n")
+    assert "| measured on the validation rows | value |\n|---|---|\n| reward accuracy | 71.5 % |" in measured
+    assert "| reward margin | 0.2100 |" in measured
+    assert "| r | 8 |" in settings
+
+
 def test_exporting_again_replaces(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, model="m", dataset="d")
+    export_best(result, best_of_job, model="m", dataset="d", method="sft")
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
-    export_best(result, best_of_job, model="m", dataset="d")
+    export_best(result, best_of_job, model="m", dataset="d", method="sft")
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

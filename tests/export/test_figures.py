@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.export.figures import choose_view, loss_figure, occupancy_figure
+from alto.export.figures import VALIDATION_LOSS, choose_view, curve_figure, occupancy_figure
 from alto.export.tables import job_table
 from alto.runs import RunHistory
 
@@ -17,7 +17,7 @@ def test_view_holds_all_of_sane_curves():
     view = choose_view(SANE)
     assert view.low < 2.0
     assert 3.0 < view.high < 3.2
-    assert (view.num_above, view.note) == (0, "")
+    assert (view.num_outside, view.note) == (0, "")
 
 
 @pytest.mark.parametrize("num_diverged", [1, 10, 25])
@@ -25,7 +25,7 @@ def test_diverged_curves_do_not_flatten_the_others(num_diverged):
     diverged = {f"bad-{index}": [3.0, 1e3, 1e6] for index in range(num_diverged)}
     view = choose_view({**SANE, **diverged})
     assert view.high < 7.0
-    assert view.num_above == num_diverged
+    assert view.num_outside == num_diverged
     assert "1e6" in view.note
     assert "Double-click" in view.note
 
@@ -40,6 +40,19 @@ def test_not_finite_losses_are_counted_and_left_out():
     assert view.high < 3.2
     assert view.num_not_finite == 2
     assert "2 jobs reached a loss that is not finite" in view.note
+
+
+def test_where_more_is_better_the_view_is_cut_at_the_bottom():
+    margins = {name: [-loss for loss in curve] for name, curve in {**SANE, "bad": [3.0, 1e3, 1e6]}.items()}
+    view, upside_down = choose_view(margins, more_is_better=True), choose_view({**SANE, "bad": [3.0, 1e3, 1e6]})
+    assert (view.low, view.high) == (-upside_down.high, -upside_down.low)
+    assert (view.num_outside, view.worst) == (1, -1e6)
+    assert "1 job leaves this view at the bottom (lowest value -1e6)" in view.note
+
+
+def test_shares_that_all_are_alike_have_a_view():
+    view = choose_view({"a": [0.5, 0.5], "b": [0.5]}, more_is_better=True)
+    assert view.low < 0.5 < view.high
 
 
 def test_no_finite_loss_no_view():
@@ -64,7 +77,7 @@ def test_a_view_is_a_range_that_holds_the_lowest_loss(curves):
 
 def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
     history = RunHistory.of(small_run)
-    figure = loss_figure(history, job_table(history).rows, lambda point: point.validation_loss)
+    figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
     roles = [trace["meta"]["role"] for trace in figure.traces]
     assert roles == ["rung", "underperforming", "diverging", "overfitting", "best"]
     assert figure.traces[0]["x"] == [0.1, 0.1, 0.1]

@@ -105,3 +105,14 @@ def test_clones_are_left_out():
     history.jobs["job-00"].origin = "job-01"
     found = importance_of_settings(history)
     assert (found.num_jobs, found.num_left_out) == (11, 1)
+
+
+def test_jobs_are_ranked_by_what_the_task_chooses_by():
+    journal = Journal()
+    jobs = {f"job-{index:02d}": config(*pair) for index, pair in enumerate(GRID)}
+    journal.start(jobs, method="dpo", metric="reward_accuracy")
+    for job, (rate, rank) in zip(jobs, GRID, strict=True):
+        journal.train_to(job, 10, since=0, validation=rate, metrics={"reward_accuracy": rank / 64})
+    found = importance_of_settings(RunHistory.of(journal.events))
+    assert found.settings[0].key == "r"
+    assert (found.settings[0].best, found.settings[0].worst) == ("32", "4")

@@ -17,6 +17,7 @@ def lines_of(events, *, width, max_rows=None) -> list[str]:
     console.print(
         JobGrid(
             settings=table.columns,
+            metrics=table.metrics,
             rows=table.rows,
             notes=[row.explanation for row in table.rows],
             note_name="why",
@@ -35,6 +36,17 @@ def test_a_wide_terminal_shows_everything(small_run):
     assert headings(lines) == ["job", "lr", "r", "stage", "done", "train", "val", "best", "why"]
     assert "validation 2.5000 was 25 % above train 2.0000 twice in a row (allowed: 10 %)" in lines[3]
     assert "no room" not in lines[-1]
+
+
+def test_preferences_have_two_columns_of_their_own(preference_run):
+    lines = lines_of(preference_run, width=120)
+    assert headings(lines) == ["job", "lr", "stage", "done", "train", "val", "best", "accuracy", "margin"]
+    assert lines[2].split()[-3:] == ["75", "%", "0.4000"]
+
+
+def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_longest(preference_run):
+    lines = lines_of(preference_run, width=58)
+    assert lines[-1] == "no room for: best val, margin"
 
 
 @pytest.mark.parametrize(

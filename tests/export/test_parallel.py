@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from alto.export.parallel import loss_axis, parallel_figure, setting_axis
+from alto.export.parallel import parallel_figure, result_axis, setting_axis
 from alto.runs import RunHistory
 
 
@@ -47,7 +47,7 @@ def test_names_of_many_categories_are_thinned():
 
 
 def test_losses_that_are_not_finite_lie_above_the_axis():
-    axis = loss_axis({"a": 2.0, "b": 2.5, "c": math.inf})
+    axis = result_axis("loss", {"a": 2.0, "b": 2.5, "c": math.inf})
     assert axis.positions["a"] == 0
     assert axis.positions["b"] == 1
     assert axis.positions["c"] > 1
@@ -55,8 +55,8 @@ def test_losses_that_are_not_finite_lie_above_the_axis():
 
 
 @pytest.mark.parametrize("losses", [{"a": 2.0}, {"a": math.inf}, {"a": 0.0, "b": 1e-9}, {"a": 2.0, "b": 2.0}])
-def test_a_loss_axis_is_always_a_range(losses):
-    axis = loss_axis(losses)
+def test_an_axis_of_results_is_always_a_range(losses):
+    axis = result_axis("loss", losses)
     assert set(axis.positions) == set(losses)
     assert all(math.isfinite(at) for at in axis.positions.values())
 
@@ -79,3 +79,13 @@ def test_sixty_jobs_make_five_groups_with_one_legend_entry_each(sweep):
 def test_nothing_to_compare_no_figure(small_run):
     assert parallel_figure(RunHistory.of([])) is None
     assert parallel_figure(RunHistory.of(small_run[:6])) is None
+
+
+def test_the_last_axis_is_what_the_task_chooses_by(preference_run):
+    figure = parallel_figure(RunHistory.of(preference_run))
+    assert [axis["name"] for axis in figure["axes"]] == ["lr", "best reward accuracy"]
+    heights = {trace["text"][3]: trace["y"][-1] for trace in figure["traces"]}
+    assert heights == {"a": 0.0, "b": 1.0, "c": 1.0}
+    assert "<br>reward accuracy 75 %<br>reward margin 0.4000" in figure["traces"][-1]["text"]
+    preference_run[0]["metric"] = "loss"
+    assert parallel_figure(RunHistory.of(preference_run))["axes"][-1]["name"] == "best validation loss"

@@ -37,6 +37,17 @@ def test_one_line_per_noteworthy_event(small_run):
     ]
 
 
+def test_what_the_task_chooses_by_is_what_is_told(preference_run):
+    told = [line[14:] for line in lines_of(preference_run)]
+    assert [line for line in told if line.startswith("best so far")] == [
+        "best so far reward accuracy 60 %: a (lr 1e-4) at step 10 of 100",
+        "best so far reward accuracy 75 %: b (lr 2e-4) at step 10 of 100",
+    ]
+    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in told
+    assert told[-1].startswith("done in ")
+    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in told[-1]
+
+
 def test_sixty_jobs_with_twenty_evaluations_do_not_flood(sweep):
     lines = lines_of(sweep)
     assert len(lines) < 150
@@ -53,6 +64,12 @@ def test_time_is_counted_from_the_start(small_run):
     lines = lines_of(small_run)
     assert lines[0].startswith("[        0 s] ")
     assert lines[-1].startswith(f"[{len(small_run) - 1:>9} s] ")
+
+
+def test_answers_of_finalists_are_told(judged_run):
+    told, done = lines_of(judged_run)[-2:]
+    assert told[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
+    assert "best 2.2000: c (lr 2e-4 · r 4)" in done
 
 
 def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):

@@ -65,3 +65,15 @@ def test_escapes_are_shown_and_never_sent() -> None:
     )
     assert not {char for char in drawn if not char.isprintable()} - {"\n", "\t"}
     assert "⟦[red]x[/red]\\x1b]0;t\\x07⟧" in drawn
+
+
+def test_a_pair_is_drawn_as_its_prompt_and_two_replies() -> None:
+    example = PreviewExample(
+        num_tokens=9,
+        segments=(("<|user|>q", False),),
+        chosen=(("a", True), ("<b>", False)),
+        rejected=(("\x1b[2J", True),),
+    )
+    drawn = draw(make(examples=(example,)), marked=True)
+    assert drawn.endswith("--- example 1, 9 tokens\n<|user|>q\n--- chosen\n⟦a⟧<b>\n--- rejected\n⟦\\x1b[2J⟧\n")
+    assert "--- chosen" not in draw(make(("q", False)), marked=True)

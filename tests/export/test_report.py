@@ -89,6 +89,39 @@ def test_figures_hold_the_curves(small_run, page_of):
     assert sum(len(bar["x"]) for bar in figures["slots"]["traces"]) == 4
 
 
+def test_a_preference_task_has_curves_of_accuracy_and_margin(preference_run, page_of):
+    page = page_of(preference_run)
+    accuracy, margin = page.figures["metric-0"], page.figures["metric-1"]
+    assert (accuracy["yTitle"], accuracy["yTickFormat"]) == ("reward accuracy", ".0%")
+    assert (accuracy["traces"][-1]["meta"]["role"], accuracy["traces"][-1]["y"]) == ("best", [0.75, None])
+    assert "reward accuracy %{y:.1%} after" in accuracy["traces"][-1]["hovertemplate"]
+    assert margin["traces"][-1]["y"] == [0.4, 0.55]
+    assert page.figures["validation"]["yTitle"] == "validation loss, mean over pairs"
+    for expected in (
+        "Reward accuracy", "Share of the validation pairs", "Reward margin", "Best job by reward accuracy",
+        "mean over pairs, at step 10 of 100; reward accuracy 75 %, reward margin 0.4000",
+        "1 job reached a value that is not finite",
+    ):  # fmt: skip
+        assert expected in page.text
+
+
+def test_a_task_of_talk_has_none(small_run, page_of):
+    page = page_of(small_run)
+    assert "metric-0" not in page.figures
+    assert page.figures["validation"]["yTitle"] == "validation loss, nats per token"
+    assert "by " not in page.text.split("Best job")[1][:3]
+
+
+def test_a_metric_s_name_cannot_leave_its_place(preference_run, page_of):
+    preference_run[0]["metric"] = HOSTILE
+    for event in preference_run:
+        if "metrics" in event:
+            event["metrics"] = {HOSTILE: 0.5}
+    page = page_of(preference_run)
+    assert page.tags.count("script") == 3
+    assert "<" not in page.figures["metric-0"]["yTitle"] + page.figures["metric-0"]["traces"][-1]["name"]
+
+
 def test_user_text_cannot_leave_its_place(small_run, page_of):
     plain = page_of(small_run)
     start = small_run[0]

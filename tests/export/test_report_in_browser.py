@@ -82,3 +82,16 @@ def test_an_interruption_is_marked_and_hostile_text_does_nothing(interrupted_run
     assert page.locator("#slots .annotation").text_content() == "interrupted for 1 h 00 min"
     assert page.locator("img").count() == 0
     assert "<b onclick=alert(1)>" in page.locator("#parallel .annotation").all_text_contents()
+
+
+def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
+    page = open_report(preference_run)
+    for figure in ("validation", "metric-0", "metric-1", "train"):
+        assert page.locator(CURVES.format(figure)).count() == 3
+    ticks = page.locator("#metric-0 .ytick").all_text_contents()
+    assert all(tick.endswith("%") for tick in ticks)
+    page.get_by_role("button", name="linear").click()
+    assert page.evaluate("document.getElementById('metric-1').layout.xaxis.type") == "linear"
+    assert page.locator("#jobs th[aria-sort=descending]").inner_text().startswith("accuracy")
+    page.locator("#jobs thead").get_by_role("button", name="margin").click()
+    assert column(page, 5) == ["0.3800", "0.4000", "0.6000"]

@@ -35,6 +35,26 @@ def test_columns_are_the_keys_that_vary(small_run):
     assert table.rows[0].label == "lr 2e-4 · r 8"
 
 
+def test_columns_of_metrics_are_those_of_preferences_at_the_best_of_every_job(preference_run):
+    table = job_table(RunHistory.of(preference_run))
+    assert table.metrics == ("reward_accuracy", "reward_margin")
+    assert [(row.job, row.metrics) for row in table.rows] == [
+        ("c", (0.75, 0.4)), ("b", (0.75, 0.38)), ("a", (0.61, 0.6)),
+    ]  # fmt: skip
+
+
+def test_a_metric_of_a_package_s_method_has_a_column_where_the_task_chooses_by_it(preference_run):
+    preference_run[0]["metric"] = "win_rate"
+    for event in preference_run:
+        if "metrics" in event:
+            event["metrics"] = {"win_rate": 0.5, "entropy": 1.0}
+    assert job_table(RunHistory.of(preference_run)).metrics == ("win_rate",)
+
+
+def test_there_are_no_such_columns_where_nothing_was_measured(small_run):
+    assert job_table(RunHistory.of(small_run)).metrics == ()
+
+
 def test_rows_explain_exits(small_run):
     reasons = {row.job: row.explanation for row in job_table(RunHistory.of(small_run)).rows}
     assert reasons == {

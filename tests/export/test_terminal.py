@@ -42,6 +42,18 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
 
 
+def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run):
+    found = "\n".join(screen(preference_run))
+    assert (
+        "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
+    ) in found
+    assert "accuracy  margin" in found
+    preference_run[0]["metric"] = "loss"
+    target = console()
+    target.print(final_summary(RunHistory.of(preference_run[:-4])))
+    assert "best so far: a with validation loss 0.4000, reward accuracy 61 %" in target.file.getvalue()
+
+
 def test_live_screen_tells_the_state(small_run):
     text = "\n".join(screen(small_run[:11]))
     assert "500 rows to train, 50 to validate" in text
@@ -51,6 +63,13 @@ def test_live_screen_tells_the_state(small_run):
     assert "about 7 min 45 s left" in text
     assert "best so far: b with validation loss 3.0000 (lr 1e-5 · r 4)" in text
     assert "smoothed training loss became infinite" in text
+
+
+def test_a_winner_by_answers_is_told_with_the_answers(judged_run):
+    text = "\n".join(screen(judged_run, width=200))
+    assert (
+        "best: c with validation loss 2.2000 (lr 2e-4 · r 4); chosen by answers: d 1 of 8 right, c 5 of 8 right" in text
+    )
 
 
 def test_before_any_progress_no_time_is_promised(small_run):

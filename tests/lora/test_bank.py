@@ -166,3 +166,9 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
             assert rows_ZP[slot, : adapter.num_parameters].all()
     assert not torch.equal(start, bank.params_ZP)
     assert not bank.grads_ZP.any()
+
+
+def test_adapters_that_nobody_trains_have_no_memory_for_gradients() -> None:
+    bank = AdapterBank(BankLayout(modules=MODULES, max_rank=4), 2, has_grads=False)
+    assert (bank.grads_ZP.device.type, bank.grads_ZP.shape) == ("meta", bank.params_ZP.shape)
+    assert_equal(initialised(bank, 1, 0, shape()), initialised(make_bank(), 1, 0, shape()))

@@ -7,7 +7,7 @@ import pytest
 
 from alto.errors import RunError, RunNotFoundError
 from alto.records import Rung
-from alto.runs import RunHistory, Stage, read_events, read_history
+from alto.runs import RunDir, RunHistory, Stage, read_events, read_history, task_result
 
 
 def test_fold_tells_every_job(small_run):
@@ -20,6 +20,41 @@ def test_fold_tells_every_job(small_run):
     assert (d.stage, d.slot, d.progress, len(d.train_losses)) == (Stage.COMPLETED, None, 1.0, 100)
     assert [point.step for point in d.evaluations] == [10, 100]
     assert [job.job for job in history.ranked()] == ["d", "c", "b", "a"]
+
+
+def test_fold_tells_what_was_measured_beside_the_loss(preference_run):
+    history = RunHistory.of(preference_run)
+    b = history.jobs["b"]
+    assert history.metric == "reward_accuracy"
+    assert [metrics["reward_accuracy"] for metrics in b.metrics] == [0.75, 0.7]
+    assert (b.best_step, b.best_validation_loss, b.best_metrics["reward_accuracy"]) == (10, 0.62, 0.75)
+    assert math.isnan(history.jobs["c"].metrics[1]["reward_accuracy"])
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_jobs_are_ranked_by_the_metric_of_their_task(preference_run, is_finished):
+    history = RunHistory.of(preference_run if is_finished else preference_run[:-1])
+    assert [job.job for job in history.ranked()] == ["c", "b", "a"]
+    assert history.best is history.jobs["c"]
+
+
+def test_without_a_metric_the_loss_ranks(preference_run):
+    del preference_run[0]["metric"]
+    history = RunHistory.of(event for event in preference_run if event["event"] == "task_started" or "metrics" in event)
+    assert history.metric == "loss"
+    assert [job.job for job in history.ranked()] == ["a", "c", "b"]
+    assert history.jobs["b"].best_metrics["reward_accuracy"] == 0.7
+
+
+def test_the_result_holds_what_was_measured_of_the_winner(preference_run, tmp_path):
+    result = task_result(RunHistory.of(preference_run), RunDir(tmp_path))
+    assert (result.best_job, result.metric, result.best_validation_loss) == ("c", "reward_accuracy", 0.6)
+    assert result.best_metrics["reward_accuracy"] == 0.75
+    assert {job.job: job.best_metrics["reward_accuracy"] for job in result.jobs} == {"a": 0.61, "b": 0.75, "c": 0.75}
+
+
+def test_jobs_of_a_method_that_measures_nothing_else_have_no_metrics(small_run):
+    assert all(not job.best_metrics for job in RunHistory.of(small_run).jobs.values())
 
 
 def test_fold_tells_the_run(small_run):

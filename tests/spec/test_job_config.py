@@ -40,6 +40,9 @@ def test_defaults():
         "adam_beta2": 0.999,
         "adam_epsilon": 1e-8,
         "seed": 42,
+        "beta": None,
+        "loss_type": None,
+        "label_smoothing": None,
     }
 
 
@@ -125,13 +128,15 @@ OUTSIDE = {
     "adam_beta2": [-0.1, 1.0],
     "adam_epsilon": [0.0],
     "seed": [-1, 2**32],
+    "beta": [0, -0.1],
+    "label_smoothing": [-0.1, 0.5],
 }
 NUMBERS = [field for field in OUTSIDE if field != "lr_scheduler_type"]
-NULLABLE = ("max_steps", "max_grad_norm")
+NULLABLE = ("max_steps", "max_grad_norm", "beta", "label_smoothing")
 
 
 def test_every_field_is_covered_by_a_table():
-    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "optim"}
+    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "optim", "loss_type"}
     assert set(OUTSIDE) | rest == set(JobConfig.model_fields)
 
 

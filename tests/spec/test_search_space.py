@@ -182,6 +182,9 @@ def test_refused(given, error, reason):
         ("r", {"min": 1.5, "max": 4}, r"whole number"),
         ("lr_scheduler_type", {}, r"cannot be sampled"),
         ("target_modules", {}, r"cannot be sampled"),
+        ("loss_type", {}, r"cannot be sampled"),
+        ("beta", {"min": 0}, r"^In search_space.beta.min"),
+        ("label_smoothing", {"max": 0.5}, r"^In search_space.label_smoothing.max"),
     ],
 )
 def test_sampling_refused(field, change, reason):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import EarlyExit, Job, JobConfig, Task
+from alto.spec.method import ENTRY_POINT_GROUP
 
 
 def task(**changes):
@@ -122,8 +124,30 @@ def test_unsafe_names(name):
         ),
         ({"dtype": "bf16"}, SpecError, r"^dtype .*'bfloat16'"),
         ({"bf16": True}, UnsupportedError, r"Write 'dtype: bfloat16'"),
-        ({"method": "dpo"}, UnsupportedError, r"'dpo' is not there yet"),
-        ({"method": "ppo"}, SpecError, r"^method .*should be 'sft'"),
+        ({"method": "ppo"}, SpecError, r"^method should be one of sft, dpo, orpo, found 'ppo'\. Correct the name"),
+        ({"method": "ipo"}, SpecError, r"found 'ipo'\. Write method: dpo and loss_type: ipo"),
+        ({"method": ""}, SpecError, r"^method should be one of"),
+        ({"method": 3}, SpecError, r"^method .*found 3"),
+        ({"beta": 0.1}, UnknownKeyError, r"^'beta' is a setting of method dpo and orpo, found with method 'sft'"),
+        ({"method": "orpo", "loss_type": "ipo"}, UnknownKeyError, r"^'loss_type' is a setting of method dpo, found"),
+        ({"search_space": {"beta": [0.1, 0.2]}}, UnknownKeyError, r"^'beta' is a setting of method dpo and orpo"),
+        ({"method": "dpo", "beta": "0.1"}, SpecError, r"^beta .*Write 0\.1 without quotes"),
+        ({"method": "dpo", "loss_type": "kto"}, SpecError, r"^loss_type should be one of sigmoid, .*, found 'kto'"),
+        ({"method": "dpo", "loss_type": "orpo"}, SpecError, r"found 'orpo'\. Write method: orpo"),
+        ({"method": "dpo", "loss_type": ["ipo"]}, SpecError, r"^loss_type .*belongs under 'search_space'"),
+        (
+            {"method": "dpo", "loss_type": "ipo", "label_smoothing": 0.1},
+            SpecError,
+            r"^label_smoothing should be 0 with loss_type 'ipo', found 0\.1\. .*: sigmoid or robust",
+        ),
+        (
+            {"method": "dpo", "label_smoothing": 0.1, "search_space": {"loss_type": ["robust", "ipo"]}},
+            SpecError,
+            r"^In job-001 \(loss_type=ipo\): label_smoothing should be 0",
+        ),
+        ({"search_space": {"method": ["sft", "dpo"]}}, UnknownKeyError, r"Move it to the top level"),
+        ({"method": "dpo", "rl": "dpo"}, ConflictingKeysError, r"both 'method' and 'rl'"),
+        ({"method": "dpo", "ref_model": "m"}, UnsupportedError, r"The reference of dpo is the frozen base"),
         ({"early_exit": 3}, SpecError, r"^early_exit should be true, false or a mapping"),
         ({"early_exit": {1: 2}}, SpecError, r"^early_exit should have text for keys"),
         ({"early_exit": {"polcy": "paper"}}, UnknownKeyError, r"early_exit.*'policy'"),
@@ -205,6 +229,9 @@ ROUND_TRIPS = [
     {"search_space": {"lr": {"min": 1e-6, "max": 1e-2, "log": True, "num": 5}}, "data_seed": 7},
     {"dataset": Path("data/x.jsonl"), "search_space": {"lr": [*np.logspace(-5, -3, 3)]}},
     {"adam_epsilon": np.float64(1e-9), "target_modules": ("q", "v")},
+    {"method": "dpo", "dataset_format": "openai_preference"},
+    {"rl": "dpo", "rl_beta": 0.2, "search_space": {"pref_loss": ["sigmoid", "ipo"]}},
+    {"stage": "orpo", "search_space": {"pref_beta": {"min": 0.01, "max": 1.0, "log": True, "num": 3}}},
 ]
 
 
@@ -246,3 +273,63 @@ def test_frozen():
     fixed = task(lr=1e-3).fixed
     fixed["learning_rate"] = 1
     assert task(lr=1e-3).fixed == {"learning_rate": 1e-3}
+
+
+def preferring(**changes):
+    return task(method="dpo", **changes)
+
+
+def settings_of(tuned):
+    return [(job.config.beta, job.config.loss_type, job.config.label_smoothing) for job in tuned.jobs]
+
+
+def test_a_method_fills_in_its_own_settings_and_no_others():
+    assert settings_of(task()) == [(None, None, None)]
+    assert settings_of(preferring()) == [(0.1, "sigmoid", 0.0)]
+    assert settings_of(task(method="orpo")) == [(0.1, None, None)]
+    assert preferring().fixed == {}
+
+
+def test_settings_of_a_method_vary_like_any_other():
+    tuned = preferring(beta=0.3, search_space={"loss_type": ["sigmoid", "ipo"], "r": [4]})
+    assert settings_of(tuned) == [(0.3, "sigmoid", 0.0), (0.3, "ipo", 0.0)]
+    tuned = preferring(search_space={"beta": [0.05, 0.1], "label_smoothing": [0.0, 0.2]})
+    assert settings_of(tuned) == [(beta, "sigmoid", smoothing) for beta in (0.05, 0.1) for smoothing in (0.0, 0.2)]
+    tuned = preferring(search_space={"paired": {"loss_type": ["ipo", "hinge"], "beta": [0.5, 0.01]}})
+    assert settings_of(tuned) == [(0.5, "ipo", 0.0), (0.01, "hinge", 0.0)]
+    sampled = preferring(search_space={"beta": {"min": 0.01, "max": 1.0, "log": True, "num": 20}})
+    assert all(0.01 <= beta <= 1 for beta, *_ in settings_of(sampled))
+
+
+def test_a_default_written_out_is_not_another_job():
+    with pytest.raises(SpecError, match=r"job-000 and job-001 alike"):
+        preferring(search_space={"beta": [None, 0.1]})
+
+
+def test_the_method_can_be_replaced_with_its_settings():
+    original = preferring(beta=0.3)
+    assert settings_of(original.replace(loss_type="ipo")) == [(0.3, "ipo", 0.0)]
+    assert settings_of(original.replace(method="orpo")) == [(0.3, None, None)]
+    with pytest.raises(UnknownKeyError, match="found with method 'sft'"):
+        original.replace(method="sft")
+    assert original.replace(method="sft", beta=None).jobs == task().jobs
+
+
+@pytest.fixture
+def simpo(monkeypatch):
+    """A method that a package brings; found only where it is asked for."""
+    found = [EntryPoint(name="simpo", value="simpo:SimPO", group=ENTRY_POINT_GROUP)]
+    monkeypatch.setattr("alto.spec.method.entry_points", lambda *, group: found if group == ENTRY_POINT_GROUP else [])
+
+
+@pytest.mark.usefixtures("simpo")
+def test_methods_of_packages_are_known_and_check_their_settings_themselves():
+    tuned = task(method="simpo", beta=2.0, loss_type="gamma", search_space={"label_smoothing": [0.0, 0.1]})
+    assert settings_of(tuned) == [(2.0, "gamma", 0.0), (2.0, "gamma", 0.1)]
+    with pytest.raises(SpecError, match=r"^method should be one of sft, dpo, orpo, simpo, found 'smipo'"):
+        task(method="smipo")
+
+
+def test_own_methods_ask_no_packages(monkeypatch):
+    monkeypatch.setattr("alto.spec.method.entry_points", lambda **_: pytest.fail("looked at every package"))
+    assert [preferring().method, task().method] == ["dpo", "sft"]

@@ -74,6 +74,16 @@ def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
     assert {point.time for point in recorder.points["d"] if "train/loss" in point.metrics} == written
 
 
+def test_metrics_have_the_names_that_trl_gives_them(preference_run: list[Event]) -> None:
+    recorder = told(preference_run)
+    assert recorder.metric("b", "eval/rewards/accuracies") == {10: 0.75, 100: 0.7}
+    assert recorder.metric("b", "eval/rewards/margins") == pytest.approx({10: 0.38, 100: 0.45})
+    assert recorder.metric("b", "eval/rewards/chosen") == {10: 0.1, 100: 0.1}
+    assert recorder.metric("b", "eval/rewards/rejected") == {10: 0.62, 100: 0.55}
+    assert recorder.metric("b", "eval/kl") == {10: 0.02, 100: 0.02}
+    assert (recorder.outcomes["b"].best_step, recorder.outcomes["b"].best_loss) == (10, 0.62)
+
+
 def test_outcomes(small_run: list[Event]) -> None:
     recorder = told(small_run)
     reasons = {job: outcome.reason for job, outcome in recorder.outcomes.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class Backbone:
         model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
         tokenizer: Its tokenizer.
         path: What ``from_pretrained`` takes for it.
+        max_length: Tokens up to which a sequence leaves all others of its pass alone; None where it always does.
 
     Raises:
         UnsupportedModelError: The padding-free pass differs from the model's own, or the model does not let its
@@ -63,8 +65,9 @@ class Backbone:
             )
         self._head = OutputHead(model, head)
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self._max_length = _max_length(model.config)
+        self.max_length = _max_length(model.config)
         probe = _Probe(model, self._head)
+        self._own_attention = model.config._attn_implementation
         attention.register()
         model.set_attn_implementation(attention.NAME)
         if model.config._attn_implementation != attention.NAME:
@@ -143,16 +146,30 @@ class Backbone:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
             layer.training = True
 
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """The model with the attention it came with, nothing recomputed and nothing compiled: as keys and values can be
+        kept from token to token."""
+        recomputed = [layer for layer in self.model.modules() if layer.training]
+        self.model.eval().set_attn_implementation(self._own_attention)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+            for layer in recomputed:
+                layer.training = True
+
     def check_length(self, num_tokens: int) -> None:
         """Make sure that a sequence of ``num_tokens`` leaves all others of its pass alone.
 
         Raises:
             UnsupportedModelError: It would change the positions of all others.
         """
-        if self._max_length is not None and num_tokens > self._max_length:
+        if self.max_length is not None and num_tokens > self.max_length:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} rescales the positions of a whole pass by its longest sequence: expected "
-                f"at most {self._max_length} tokens, found {num_tokens}; lower max_length"
+                f"at most {self.max_length} tokens, found {num_tokens}; lower max_length"
             )
 
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ class Sequences:
             if self._prefixes is not None
             else self.lengths
         )
+        assert self._prefixes is None or all(
+            not prefix or (index and not self._prefixes[index - 1] and prefix <= self.lengths[index - 1])
+            for index, prefix in enumerate(self._prefixes)
+        ), "a prefix is the beginning of a sequence that has none itself"
         self.longest, self.longest_key = max(self.lengths), max(self.key_lengths)
         self._sent: dict[tuple[str, torch.device], Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""``alto eval``: what an adapter is worth on held-out rows."""
+"""``alto eval``: what adapters are worth on held-out rows."""
 
 from __future__ import annotations
 
@@ -18,29 +18,47 @@ from rich.text import Text
 from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import RunWriteError
-from alto.records import Evaluation, Metric, Prediction
+from alto.records import Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
 __all__ = ["evaluate"]
 
 
+def _all_reachable(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        reachable(path)
+    return paths
+
+
 def evaluate(
-    target: Annotated[
-        Path,
-        typer.Argument(metavar="RUN|ADAPTER", help="Run directory, or folder of a LoRA adapter.", callback=reachable),
+    targets: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|ADAPTER...",
+            help="Run directory, or folders of LoRA adapters; all are measured at once.",
+            callback=_all_reachable,
+        ),
     ],
-    job: Annotated[str | None, typer.Option("--job", help="Evaluate this job of the run instead of its best.")] = None,
+    jobs: Annotated[
+        list[str] | None,
+        typer.Option("--job", help="Evaluate this job of the run instead of its best."),
+    ] = None,
+    all_jobs: Annotated[bool, typer.Option("--all-jobs", help="Evaluate all jobs of the run.")] = False,
     dataset: Annotated[
         str | None, typer.Option("--dataset", help="File or name of the rows; of a run by default its held-out rows.")
     ] = None,
     metric: Annotated[
         Metric,
-        typer.Option("--metric", help="Held-out loss, exact match of answers after ####, or what the rows allow."),
+        typer.Option(
+            "--metric",
+            help="Held-out loss, exact match of answers after ####, preference on pairs, or what the rows allow.",
+        ),
     ] = "auto",
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers written at a time.")] = 16,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers written at a time, of all adapters.")] = 64,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of the longest answer.")] = 512,
     limit: Annotated[int | None, typer.Option("--limit", help="Use this many rows, from the first.")] = None,
-    base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapter names.")] = None,
+    base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapters name.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Measure the base model alone as well.")] = False,
+    backend: Annotated[GenerationBackend, typer.Option("--backend", help="Who writes the answers.")] = "alto",
     save_predictions: Annotated[
         Path | None,
         typer.Option(
@@ -49,7 +67,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure an adapter on rows it was not trained on; the numbers go to its metrics.json."""
+    """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
     if save_predictions is not None:
         _check_file(save_predictions, metric)
     from alto.engine import Engine
@@ -57,8 +75,9 @@ def evaluate(
     console = Console()
     with _progress(console, silent=as_json) as on_progress:
         result = Engine().evaluate(
-            target,
-            job=job,
+            targets,
+            jobs=jobs or (),
+            all_jobs=all_jobs,
             dataset=dataset,
             base=base,
             metric=metric,
@@ -66,6 +85,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             limit=limit,
             baseline=baseline,
+            backend=backend,
             on_progress=on_progress,
         )
     if save_predictions is not None:
@@ -75,17 +95,20 @@ def evaluate(
         del facts["predictions"]
         print_json(facts)
         return
-    console.print(Text(f"{result.adapter.dataset}, {result.adapter.num_rows} rows"), soft_wrap=True)
-    console.print(_table(result.evaluations))
-    console.print(
-        f"metrics: {Path(result.adapter_dir) / 'metrics.json'}", soft_wrap=True, highlight=False, markup=False
-    )
+    first = result.adapters[0]
+    console.print(Text(f"{first.evaluation.dataset}, {first.evaluation.num_rows} rows"), soft_wrap=True)
+    console.print(_table(result))
+    if len(result.adapters) == 1:
+        where = str(Path(first.adapter_dir) / "metrics.json")
+    else:
+        where = f"in metrics.json beside each of the {len(result.adapters)} adapters"
+    console.print(f"metrics: {where}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _check_file(path: Path, metric: str) -> None:
     """What would make the predictions unsaved is said before they are made."""
-    if metric == "loss":
-        raise typer.BadParameter("expected answers to save, found --metric loss, which makes none; leave one out")
+    if metric in ("loss", "preference"):
+        raise typer.BadParameter(f"expected answers to save, found --metric {metric}, which makes none; leave one out")
     if not path.parent.is_dir() or path.is_dir():
         raise typer.BadParameter(
             f"expected a file in a folder that is there, found {str(path)!r}; make the folder first"
@@ -121,16 +144,42 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
         ) from error
 
 
-def _table(evaluations: Sequence[Evaluation]) -> Table:
-    # Text, not markup: a file's name may hold brackets.
+def _table(result: EvaluationResult) -> Table:
+    """A row for every adapter, the base model's first; a column for what was measured."""
+    baseline = [] if result.baseline is None else [("base", result.baseline)]
+    evaluations = [*baseline, *((found.name, found.evaluation) for found in result.adapters)]
+    columns = [(title, show) for title, show in _COLUMNS if any(show(found) for _, found in evaluations)]
     table = Table()
     table.add_column("weights")
-    table.add_column("loss", justify="right")
-    table.add_column("exact match", justify="right")
-    for evaluation in evaluations:
-        loss = "–" if evaluation.loss is None else f"{evaluation.loss:.4f}"
-        match = "–"
-        if evaluation.exact_match is not None:
-            match = f"{evaluation.exact_match:.1%} ({evaluation.num_correct} of {evaluation.num_rows})"
-        table.add_row(str(evaluation.settings["weights"]), loss, match)
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    for name, found in evaluations:
+        # Text, not markup: a file's name may hold brackets.
+        table.add_row(Text(name), *(show(found) or "–" for _, show in columns))
     return table
+
+
+def _show_loss(found: Evaluation) -> str:
+    return "" if found.loss is None else f"{found.loss:.4f}"
+
+
+def _show_match(found: Evaluation) -> str:
+    if found.exact_match is None:
+        return ""
+    return f"{found.exact_match:.1%} ({found.num_correct} of {found.num_rows})"
+
+
+def _show_accuracy(found: Evaluation) -> str:
+    return "" if found.reward_accuracy is None else f"{found.reward_accuracy:.1%}"
+
+
+def _show_margin(found: Evaluation) -> str:
+    return "" if found.reward_margin is None else f"{found.reward_margin:.4f}"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Evaluation], str]], ...] = (
+    ("loss", _show_loss),
+    ("exact match", _show_match),
+    ("reward accuracy", _show_accuracy),
+    ("reward margin", _show_margin),
+)

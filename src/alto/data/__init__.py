@@ -2,15 +2,9 @@
 
 from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
 from alto.data.conversation import Conversation, Message, Pair
-from alto.data.encode import (
-    EncodedDataset,
-    EncodedRow,
-    Span,
-    digest_of,
-    encode_conversation,
-    encode_dataset,
-    encode_prompt,
-)
+from alto.data.dataset import EncodedDataset, Span, digest_of
+from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
 from alto.data.task_data import HeldoutRows, TaskData, TaskRows, read_heldout_rows, read_task_rows
@@ -32,6 +26,7 @@ __all__ = [
     "digest_of",
     "encode_conversation",
     "encode_dataset",
+    "encode_pairs",
     "encode_prompt",
     "idle_batch",
     "preview_rows",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from alto.data.encode import EncodedDataset
+from alto.data.dataset import EncodedDataset
 
 __all__ = ["JobRows", "TokenBatch", "collate", "idle_batch", "share_rows", "split_into_passes"]
 

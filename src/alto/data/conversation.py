@@ -1,10 +1,11 @@
-"""What a row becomes, whatever its form: turns in order."""
+"""What a row becomes, whatever its form: turns in order, or two talks of which one is preferred."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["Conversation", "Message", "Pair"]
+__all__ = ["Conversation", "Message", "Pair", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,16 @@ Conversation = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two talks that begin alike, of which the first ends better."""
+    """Two talks that begin alike, of which the first ends better; the turns they share are context."""
 
     chosen: Conversation
     rejected: Conversation
+
+    @property
+    def talks(self) -> tuple[Conversation, Conversation]:
+        """The chosen one, then the rejected one."""
+        return self.chosen, self.rejected
+
+
+Row: TypeAlias = Conversation | Pair
+"""Talk to learn from, or a pair of talks."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from alto.data.conversation import Conversation
-from alto.data.encode import EncodedDataset, closing_text
+from alto.data.conversation import Conversation, Pair, Row
+from alto.data.dataset import EncodedDataset
+from alto.data.encode import closing_text
 from alto.data.rows import quoted
 from alto.errors import DataError
 
@@ -19,35 +20,37 @@ MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
 
 
-def reading_notes(train: Sequence[Conversation], num_validation: int, num_shared: int) -> list[str]:
-    """On the rows as they were read; ``train`` has both talks of a pair."""
+def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) -> list[str]:
+    """On the rows as they were read."""
     notes = []
     if num_shared:
         notes.append(
-            f"{_rows(num_shared, 'validation')} of {num_validation} also in the training data: the validation loss "
-            "looks better than it is, and overfitting is seen late."
+            f"{_counted(num_shared, 'validation row')} of {num_validation} also in the training data: the validation "
+            "loss looks better than it is, and overfitting is seen late."
         )
     if num_validation < FEW_ROWS:
         notes.append(
-            f"The validation data is only {_rows(num_validation)}: configurations are ranked by little more than "
-            "chance; raise validation_split or name a validation_dataset."
+            f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
+            "than chance; raise validation_split or name a validation_dataset."
         )
-    num_empty = sum(any(turn.is_trained and not turn.content.strip() for turn in row) for row in train)
+    talks = [row for row in train if not isinstance(row, Pair)]
+    num_empty = sum(any(turn.is_trained and not turn.content.strip() for turn in talk) for talk in talks)
     if num_empty:
         notes.append(
-            f"{_rows(num_empty, 'training')} of {len(train)} with an empty reply: they teach the model to say nothing."
+            f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to say "
+            "nothing."
         )
     return notes
 
 
-def tokenizer_notes(tokenizer: Any, rows: Sequence[Conversation]) -> list[str]:
+def tokenizer_notes(tokenizer: Any, talks: Sequence[Conversation]) -> list[str]:
     """On what the tokenizer lacks.
 
     Raises:
         DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
     """
     notes = []
-    is_talk = any(turn.role != "text" for row in rows for turn in row)
+    is_talk = any(turn.role != "text" for talk in talks for turn in talk)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if tokenizer.eos_token_id is None:
         end = closing_text(tokenizer) if has_template and is_talk else ""
@@ -72,28 +75,32 @@ def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[
     """On what tokenising cut or left out of the ``what`` data."""
     notes = []
     total = len(dataset) + dataset.num_skipped
+    row = f"{what} {'pair' if dataset.is_paired else 'row'}"
     if dataset.num_unrolled:
         notes.append(
-            f"{_rows(dataset.num_unrolled, what)} with several replies trained one reply at a time: the chat template "
-            f"rewrites earlier turns. So there are {total} examples."
+            f"{_counted(dataset.num_unrolled, row)} with several replies trained one reply at a time: the chat "
+            f"template rewrites earlier turns. So there are {total} examples."
         )
     if dataset.num_truncated:
         share = dataset.num_truncated / total
         advice = "; raise max_length" if share > MUCH_CUT else ""
         notes.append(
-            f"{_rows(dataset.num_truncated, what)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
+            f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
         )
-    if dataset.num_alike:
-        notes.append(f"{_rows(dataset.num_alike, what)} of {total} left out: chosen and rejected are the same.")
     num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
-    if num_cut_off:
-        notes.append(
-            f"{_rows(num_cut_off, what)} of {total} left out: no trained token within max_length {max_length}."
+    reasons: tuple[tuple[int, str], ...] = (
+        (num_cut_off, f"no trained token within max_length {max_length}"),
+        (dataset.num_masked, "nothing in them is to be trained"),
+    )
+    if dataset.is_paired:
+        reasons = (
+            (num_cut_off, f"no part in which the replies differ is within max_length {max_length}"),
+            (dataset.num_masked, "a reply is empty, or only shown"),
+            (dataset.num_alike, "chosen and rejected are the same"),
         )
-    if dataset.num_masked:
-        notes.append(f"{_rows(dataset.num_masked, what)} of {total} left out: nothing in them is to be trained.")
+    notes += [f"{_counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]
     return notes
 
 
-def _rows(count: int, what: str = "") -> str:
-    return f"{count:,} {what + ' ' if what else ''}{'row' if count == 1 else 'rows'}"
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -59,7 +59,7 @@ PRESETS = (
         names=("ultrafeedback",),
         hub_id="HuggingFaceH4/ultrafeedback_binarized",
         max_length=1024,
-        form="preference",
+        form="auto",
         train_split="train_prefs",
         test_split="test_prefs",
     ),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, takewhile
 from typing import Any
 
-from torch import Tensor
-
-from alto.data.encode import EncodedDataset
+from alto.data.dataset import EncodedDataset
 from alto.data.task_data import TaskRows
-from alto.records import DataPreview, PreviewExample
+from alto.records import DataPreview, PreviewExample, Segments
 from alto.spec import Task
 
 __all__ = ["preview_rows"]
+
+_Tokens = Sequence[tuple[int, bool]]
+"""Token ids, each with whether it is trained."""
 
 
 def preview_rows(rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int) -> DataPreview:
@@ -23,7 +25,7 @@ def preview_rows(rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int) -
         DataError: See :meth:`TaskRows.encode`.
     """
     data = rows.encode(tokenizer)
-    lengths = [ids.numel() for ids in data.train.input_ids]
+    lengths = data.train.sequence_lengths
     return DataPreview(
         dataset=task.dataset,
         model=task.model,
@@ -38,17 +40,39 @@ def preview_rows(rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int) -
 
 
 def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExample:
-    ids: list[int] = dataset.input_ids[row].tolist()
-    trained = [False, *(_is_trained(dataset.targets[row])[:-1])]
-    runs = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
-    segments = tuple(
+    first, *others = _sequences(dataset, row)
+    num_tokens = dataset.input_ids[row].numel()
+    if not others:
+        return PreviewExample(num_tokens=num_tokens, segments=_segments(first, tokenizer))
+    (second,) = others
+    both = zip(first, second, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and not pair[0][1], both))
+    return PreviewExample(
+        num_tokens=num_tokens,
+        segments=_segments(first[:shared], tokenizer),
+        chosen=_segments(first[shared:], tokenizer),
+        rejected=_segments(second[shared:], tokenizer),
+    )
+
+
+def _sequences(dataset: EncodedDataset, row: int) -> list[_Tokens]:
+    """Every sequence of a row as the model sees it, with its prefix."""
+    ids = dataset.input_ids[row].tolist()
+    # A target speaks of the token behind it.
+    is_trained = [False, *(dataset.targets[row] >= 0).tolist()[:-1]]
+    tokens = list(zip(ids, is_trained, strict=True))
+    sequences: list[_Tokens] = []
+    start = 0
+    for span in dataset.spans[row]:
+        prefix = sequences[-1][: span.prefix] if span.prefix else ()
+        sequences.append([*prefix, *tokens[start : start + span.length]])
+        start += span.length
+    return sequences
+
+
+def _segments(tokens: _Tokens, tokenizer: Any) -> Segments:
+    runs = groupby(tokens, key=lambda token: token[1])
+    return tuple(
         (tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False), is_trained)
         for is_trained, run in runs
     )
-    return PreviewExample(num_tokens=len(ids), segments=segments)
-
-
-def _is_trained(targets: Tensor) -> list[bool]:
-    """Of every position, whether the token behind it is trained."""
-    marks: list[bool] = (targets >= 0).tolist()
-    return marks

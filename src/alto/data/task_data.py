@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from alto.data.conversation import Conversation, Pair
-from alto.data.encode import EncodedDataset, encode_dataset, encode_pairs
-from alto.data.formats import PAIR_FORMS, Layout, find_layout, to_conversation, to_pair
+from alto.data.conversation import Conversation, Pair, Row
+from alto.data.convert import to_conversation, to_pair
+from alto.data.dataset import EncodedDataset
+from alto.data.encode import encode_dataset
+from alto.data.formats import Layout, find_layout
 from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes
+from alto.data.pairs import encode_pairs
 from alto.data.rows import RawRow
 from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
 from alto.errors import DataFormatError
 from alto.spec import Task
+from alto.spec.method import learns_from_pairs
 
 __all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskData", "TaskRows", "read_heldout_rows", "read_task_rows"]
-
-Row: TypeAlias = Conversation | Pair
 
 DEFAULT_VALIDATION_SHARE = 0.1
 """Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
@@ -75,11 +77,11 @@ class TaskRows:
         """Tokenise both splits.
 
         Raises:
-            DataError: See :func:`encode_dataset`; or the tokenizer leaves replies without an end.
+            DataError: See :func:`encode_dataset`, :func:`encode_pairs`; or the tokenizer leaves replies without an end.
         """
-        about_tokenizer = tokenizer_notes(tokenizer, talks(self.train))
-        train = encode_rows(self.train, tokenizer, self.max_length, "training")
-        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation")
+        about_tokenizer = tokenizer_notes(tokenizer, _talks(self.train))
+        train = _encoded(self.train, tokenizer, self.max_length, "training")
+        validation = _encoded(self.validation, tokenizer, self.max_length, "validation")
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         return TaskData(
@@ -87,7 +89,7 @@ class TaskRows:
             validation=validation,
             num_shared=num_shared,
             notes=(
-                *reading_notes(talks(self.train), len(self.validation), num_shared),
+                *reading_notes(self.train, len(self.validation), num_shared),
                 *about_tokenizer,
                 *encoding_notes(train, "training", self.max_length),
                 *encoding_notes(validation, "validation", self.max_length),
@@ -108,20 +110,21 @@ def read_task_rows(task: Task) -> TaskRows:
     """Read and split what ``task`` names.
 
     Raises:
-        DataError: See :func:`open_source`, :func:`find_layout`, :func:`split_rows`.
+        DataError: See :func:`open_source`, :func:`find_layout`, :func:`split_rows`; or the rows are not of the kind
+            that the task's method learns from.
     """
     source = open_source(task.dataset, "dataset", task)
     rows = sample_rows(source.train, task.max_samples, task.data_seed)
-    train, layout = _converted(rows, source.form, task)
+    train, layout = _converted(rows, source.form, task, is_paired=learns_from_pairs(task.method))
     if task.validation_dataset is not None:
-        other = open_source(task.validation_dataset, "validation_dataset", task)
+        key = "validation_dataset"
+        other = open_source(task.validation_dataset, key, task)
         own = other.train if other.validation is None else other.validation
-        validation = _converted(own, other.form, task)[0]
+        validation, _ = _converted(own, other.form, task, key=key, is_paired=layout.is_paired)
     elif source.validation is not None and task.validation_split is None:
-        validation = _converted(source.validation, source.form, task)[0]
+        validation, _ = _converted(source.validation, source.form, task, is_paired=layout.is_paired)
     else:
         train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
-    _check_kind(task.method, layout)
     return TaskRows(train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length)
 
 
@@ -146,43 +149,49 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
 
 
-def _check_kind(method: str, layout: Layout) -> None:
-    """Say before a model is loaded what the method's objective would say after; of a method of the user's own it alone
-    knows what it learns from."""
-    is_paired = layout.form in PAIR_FORMS
-    if method == "sft" and is_paired:
-        chosen = layout.column("chosen") or layout.column("preferred_output")
-        raise DataFormatError(
-            f"dataset: expected rows for supervised fine-tuning, found preference pairs ({layout}); to learn from the "
-            f"pairs, write method: dpo; to train on the chosen replies, write columns: {{completion: {chosen}}}, or "
-            f"{{messages: {chosen}}} where there is no prompt"
-        )
-    if method in ("dpo", "orpo") and not is_paired:
-        raise DataFormatError(
-            f"dataset: expected preference pairs for method {method} (columns prompt, chosen and rejected), found rows "
-            f"with one reply ({layout}); write method: sft, or say with columns which one holds what: "
-            "{prompt: …, chosen: …, rejected: …}"
-        )
+def _converted(
+    rows: Sequence[RawRow], known_form: str, task: Task, *, key: str = "dataset", is_paired: bool | None = None
+) -> tuple[list[Row], Layout]:
+    """Rows in the task's form; where it leaves that open, in the form that is known of the dataset.
 
-
-def talks(rows: Sequence[Row]) -> list[Conversation]:
-    """All talks of ``rows``; a pair is two."""
-    return [talk for row in rows for talk in ((row.chosen, row.rejected) if isinstance(row, Pair) else (row,))]
-
-
-def encode_rows(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
-    """Tokenise rows of either kind; see :func:`encode_dataset` and :func:`encode_pairs`."""
-    pairs = [row for row in rows if isinstance(row, Pair)]
-    if pairs:
-        assert len(pairs) == len(rows), "all rows have one layout"
-        return encode_pairs(pairs, tokenizer, max_length, what)
-    return encode_dataset([row for row in rows if not isinstance(row, Pair)], tokenizer, max_length, what)
-
-
-def _converted(rows: Sequence[RawRow], known_form: str, task: Task) -> tuple[list[Row], Layout]:
-    """Rows in the task's form; where it leaves that open, in the form that is known of the dataset."""
+    Args:
+        key: The task's key that names the dataset, for messages.
+        is_paired: Whether they have to be pairs; None takes either, and of both what the task's method learns from.
+    """
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
     listed = list(rows)
-    layout = find_layout(listed, form, task.columns)
-    convert = to_pair if layout.form in PAIR_FORMS else to_conversation
+    meant = learns_from_pairs(task.method) if is_paired is None else is_paired
+    layout = find_layout(listed, form, task.columns, is_paired=meant)
+    if is_paired is not None and layout.is_paired != is_paired:
+        raise _wrong_kind(layout, task.method, key)
+    convert = to_pair if layout.is_paired else to_conversation
     return [convert(row, layout) for row in listed], layout
+
+
+def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
+    """What the method's objective would say after a model has been loaded."""
+    if not layout.is_paired:
+        return DataFormatError(
+            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
+            "method: sft, or name the columns of the pairs with columns: {prompt: <its column>, chosen: <its column>, "
+            "rejected: <its column>}"
+        )
+    chosen = layout.column("chosen")
+    replies = "" if chosen is None else f"; or train on the chosen replies with columns: {{completion: {chosen}}}"
+    return DataFormatError(
+        f"{key}: expected rows with one reply for method {method}, found preference pairs ({layout}); learn from "
+        f"them with method: dpo{replies}"
+    )
+
+
+def _talks(rows: Sequence[Row]) -> list[Conversation]:
+    """All talks of ``rows``; a pair is two."""
+    return [talk for row in rows for talk in (row.talks if isinstance(row, Pair) else (row,))]
+
+
+def _encoded(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
+    """Rows of either kind, tokenised; all have one layout."""
+    pairs = [row for row in rows if isinstance(row, Pair)]
+    if pairs:
+        return encode_pairs(pairs, tokenizer, max_length, what)
+    return encode_dataset([row for row in rows if not isinstance(row, Pair)], tokenizer, max_length, what)

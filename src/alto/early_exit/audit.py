@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from alto.early_exit.journal import Event, exits_of, loss_of, task_started
+from alto.early_exit.journal import Event, exits_of, loss_of, metric_of, task_started
 from alto.early_exit.policy import policy_from
 from alto.early_exit.race import Race
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason
 from alto.spec.early_exit import EarlyExit
+from alto.spec.metric import gain_of
 
 __all__ = ["Disagreement", "audit", "race_of"]
 
@@ -61,7 +62,7 @@ def race_of(events: Iterable[Event]) -> Race:
     race = Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
     for event in events:
         try:
-            _feed(race, event)
+            _feed(race, event, metric_of(started))
         except (RunError, KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"Journal, event {event.get('seq')} ({event['event']}): {error}"
@@ -70,12 +71,13 @@ def race_of(events: Iterable[Event]) -> Race:
     return race
 
 
-def _feed(race: Race, event: Event) -> None:
+def _feed(race: Race, event: Event, metric: str) -> None:
     match event["event"]:
         case "train" if race.is_training(event["job"]):
             race.observe_losses(event["job"], event["first_step"], [loss_of(loss) for loss in event["losses"]])
         case "eval" if race.is_training(event["job"]):
-            race.observe(event["job"], event["step"], loss_of(event["validation_loss"]))
+            gain = gain_of(metric, event.get("metrics", {}))
+            race.observe(event["job"], event["step"], loss_of(event["validation_loss"]), gain)
         case "warmup_ended":
             race.select()
         case "job_exited" if race.is_training(event["job"]):

@@ -22,7 +22,7 @@ class Divergence:
     Attributes:
         window: Evaluations a slope is fitted over, at least 2.
         patience: Evaluations in a row, at least 1.
-        tau_slope: Nats per token and evaluation, above 0.
+        tau_slope: Of the loss, in its own unit, per evaluation; above 0.
     """
 
     window: int = 2

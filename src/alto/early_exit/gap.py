@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alto.early_exit.rule import Evidence, check_at_least, check_positive, verdict_in_a_row
+from alto.early_exit.rule import Evidence, check_at_least, check_positive, magnitude, verdict_in_a_row
 from alto.records import ExitDecision, ExitReason, LossPoint
 
 __all__ = ["OverfittingGap"]
-
-# Below a thousandth of a nat per token a model is certain of every token and ratios of losses say nothing.
-SMALLEST_EMA = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverfittingGap:
     """End a job whose validation loss lies too far above its training loss (Algorithm 1, pattern 2).
 
-    The condition: ``(validation_loss - train_ema) / train_ema > tau_gap``, at ``patience`` evaluations in a row. The
-    divisor is never taken below 0.001 nats per token, so a training loss near zero cannot blow the ratio up.
+    The condition: ``(validation_loss - train_ema) / magnitude(train_ema) > tau_gap``, at ``patience`` evaluations in a
+    row; a training loss near zero cannot blow the ratio up.
 
     Attributes:
         patience: Evaluations in a row, at least 1.
@@ -39,7 +36,7 @@ class OverfittingGap:
 
     def _lies_apart(self, history: Sequence[LossPoint]) -> Evidence | None:
         last = history[-1]
-        gap = (last.validation_loss - last.train_ema) / max(last.train_ema, SMALLEST_EMA)
+        gap = (last.validation_loss - last.train_ema) / magnitude(last.train_ema)
         if not gap > self.tau_gap:
             return None
         return {

@@ -9,18 +9,20 @@ from typing import Any
 
 from alto.errors import RunError
 from alto.records import ExitReason
+from alto.spec.metric import LOSS, gain_of
 
-__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "task_started"]
+__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "task_started"]
 
 Event = Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, nats per token."""
+    """The losses of one job by step, and what its evaluations gained by the task's metric."""
 
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    gains: dict[int, float] = field(default_factory=dict)
 
 
 def task_started(events: Sequence[Event]) -> Event:
@@ -38,9 +40,16 @@ def task_started(events: Sequence[Event]) -> Event:
     )
 
 
+def metric_of(started: Event) -> str:
+    """What the task of a ``task_started`` event chooses by; journals that do not say knew the loss alone."""
+    return str(started.get("metric", LOSS))
+
+
 def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
     """The loss curves of all jobs."""
-    curves = {entry["job"]: Curves() for entry in task_started(events)["jobs"]}
+    started = task_started(events)
+    metric = metric_of(started)
+    curves = {entry["job"]: Curves() for entry in started["jobs"]}
     for event in events:
         if event["event"] == "job_added":
             curves[event["job"]] = Curves()
@@ -49,6 +58,7 @@ def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
             curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
         elif event["event"] == "eval":
             curves[event["job"]].validation[event["step"]] = loss_of(event["validation_loss"])
+            curves[event["job"]].gains[event["step"]] = gain_of(metric, event.get("metrics", {}))
     return curves
 
 

@@ -16,8 +16,8 @@ from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, S
 
 __all__ = ["Race"]
 
-# Below every loss, and finite: what is not finite ranks last.
-UNBEATABLE = -sys.float_info.max
+# Above every gain.
+UNBEATABLE = sys.float_info.max
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Race:
         while race.training:
             job = any of race.training that does not wait, or of race.certain_to_be_kept()
             train it to its next evaluation step, never past race.next_stop(job), or race.furthest_stop(job)
-            verdict = race.observe_losses(job, first_step, losses) or race.observe(job, step, validation_loss)
+            verdict = race.observe_losses(job, first_step, losses) or race.observe(job, step, validation_loss, gain)
             while race.rung_ready():
                 selection = race.select()
 
@@ -78,8 +78,10 @@ class Race:
     by what it was worth there, whatever has become of it: verdicts past a rung change nothing of that rung.
 
     A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
-    non-finite loss is a verdict. At a rung a job that trains stands with its latest validation loss, one that overfit
+    non-finite loss is a verdict. At a rung a job that trains stands with its latest evaluation, one that overfit
     or finished with its best. A job that diverged, was stopped, failed or was once not kept stands no more.
+
+    Verdicts on one job look at its losses; who is better, of evaluations and of jobs, is a matter of their scores.
 
     Args:
         policy: Judges and ranks.
@@ -118,8 +120,12 @@ class Race:
             runner.ema.update(loss)
         return None
 
-    def observe(self, job: str, step: int, validation_loss: float) -> ExitDecision | None:
-        """Take in an evaluation after ``step`` steps, whose training losses must all have been observed."""
+    def observe(self, job: str, step: int, validation_loss: float, gain: float = 0.0) -> ExitDecision | None:
+        """Take in an evaluation after ``step`` steps, whose training losses must all have been observed.
+
+        Args:
+            gain: What :func:`alto.spec.metric.gain_of` says of it, a finite number; without one the loss decides alone.
+        """
         runner = self._runners[job]
         done, last = runner.ema.count, runner.steps
         _require(runner.trains, f"{job} to train, found that it has ended")
@@ -132,12 +138,13 @@ class Race:
             total_steps=runner.total_steps,
             train_ema=runner.ema.value,
             validation_loss=validation_loss,
+            gain=gain,
         )
         runner.history.append(point)
         self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
-            if runner.best is None or validation_loss < runner.best.validation_loss:
+            if runner.best is None or point.score < runner.best.score:
                 runner.best = point
             if step == runner.total_steps:
                 runner.finished = True
@@ -229,7 +236,9 @@ class Race:
         present = [standing for standing in self.standings() if standing.job not in coming]
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
-        better = [Standing(job=job, step=0, validation_loss=UNBEATABLE, is_training=False) for job in sorted(coming)]
+        better = [
+            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=False) for job in sorted(coming)
+        ]
         kept = self.policy.select(self._rungs_held, [*present, *better]).kept
         return frozenset(
             job for job in kept if self.is_waiting(job) and self._runners[job].steps < self.furthest_stop(job)
@@ -250,6 +259,7 @@ class Race:
                         job=job,
                         step=runner.ema.count,
                         validation_loss=point.validation_loss,
+                        gain=point.gain,
                         is_training=runner.trains,
                     )
                 )
@@ -277,13 +287,17 @@ class Race:
         return tuple(self._runners[job].history)
 
     def best(self, job: str) -> LossPoint | None:
-        """The evaluation of ``job`` with the lowest validation loss, the earliest of equals; None before any."""
+        """The evaluation of ``job`` with the best score, the earliest of equals; None before any."""
         return self._runners[job].best
 
     def winner(self) -> LossPoint | None:
-        """The best evaluation of all jobs, however they ended; ties go to the lower job id. None if there is none."""
-        bests = (runner.best for runner in self._runners.values() if runner.best is not None)
-        return min(bests, key=lambda point: (point.validation_loss, point.job), default=None)
+        """The best evaluation of all jobs, however they ended; None if there is none."""
+        return next(iter(self.leaders(1)), None)
+
+    def leaders(self, count: int) -> list[LossPoint]:
+        """The best evaluations of the best ``count`` jobs, however they ended; ties go to the lower job id."""
+        bests = [runner.best for runner in self._runners.values() if runner.best is not None]
+        return sorted(bests, key=lambda point: (point.score, point.job))[:count]
 
     def _stop(self, job: str, rung_index: int) -> int:
         rungs, total_steps = self.policy.rungs, self._runners[job].total_steps

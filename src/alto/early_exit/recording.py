@@ -29,11 +29,13 @@ class RecordedJob:
         config: The job's configuration, canonical keys.
         total_steps: Optimizer steps of the job.
         rows_per_step: Training rows of one full optimizer step.
-        train_losses: Training loss of every step, nats per token.
+        train_losses: Training loss of every step.
         evaluations: ``(step, validation_loss)``, steps rising.
+        gains: What each of these gained by the task's metric; none where it chooses by the loss.
 
     Raises:
-        RunError: The job was not trained to its end. Only a non-finite loss may end it before its last step.
+        RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
+            of its evaluations have no gain.
     """
 
     job: str
@@ -42,6 +44,7 @@ class RecordedJob:
     rows_per_step: int
     train_losses: tuple[float, ...]
     evaluations: tuple[tuple[int, float], ...]
+    gains: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.evaluations]
@@ -49,6 +52,11 @@ class RecordedJob:
             raise RunError(
                 f"Recording, job {self.job}: expected evaluations at rising steps with a training loss for each step,"
                 f" found {len(self.train_losses)} losses and evaluations at {steps}. Record the run again."
+            )
+        if self.gains and len(self.gains) != len(steps):
+            raise RunError(
+                f"Recording, job {self.job}: expected a gain for each of {len(steps)} evaluations or none at all,"
+                f" found {len(self.gains)}. Record the run again."
             )
         reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
         losses = (*self.train_losses, *(loss for _, loss in self.evaluations))
@@ -58,6 +66,12 @@ class RecordedJob:
                 f" last, found {len(self.train_losses)} steps and the last evaluation at {steps[-1] if steps else 0}."
                 " Record a run whose early_exit.enabled is false, to its end."
             )
+
+    @property
+    def scored_evaluations(self) -> tuple[tuple[int, float, float], ...]:
+        """``(step, validation_loss, gain)`` of every evaluation, as a race observes it."""
+        gains = self.gains or (0.0,) * len(self.evaluations)
+        return tuple((step, loss, gain) for (step, loss), gain in zip(self.evaluations, gains, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +130,7 @@ class Recording:
                     "rows_per_step": job.rows_per_step,
                     "train_losses": [_to_json(loss) for loss in job.train_losses],
                     "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
+                    **({"gains": list(job.gains)} if job.gains else {}),
                 }
                 for job in self.jobs
             ],
@@ -161,6 +176,7 @@ def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
         rows_per_step=config["per_device_train_batch_size"],
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
+        gains=tuple(curves.gains[step] for step in sorted(curves.gains)) if any(curves.gains.values()) else (),
     )
 
 
@@ -181,6 +197,7 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         rows_per_step=fields["rows_per_step"],
         train_losses=tuple(loss_of(loss) for loss in fields["train_losses"]),
         evaluations=tuple((step, loss_of(loss)) for step, loss in fields["evaluations"]),
+        gains=tuple(fields.get("gains", ())),
     )
 
 

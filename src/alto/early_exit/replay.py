@@ -20,9 +20,9 @@ class ReplayResult:
 
     Attributes:
         jobs: How every job would have ended, in the order of the recording.
-        winner: Job with the best validation loss seen before its end; None if no evaluation was finite.
-        best_kept: That loss, nats per token; infinity if there is none.
-        best_of_all: The best validation loss of the whole recording.
+        winner: Job with the best evaluation seen before its end; None if no evaluation was finite.
+        best_kept: The validation loss of that evaluation; infinity if there is none.
+        best_of_all: That of the best evaluation of the whole recording.
     """
 
     jobs: tuple[JobResult, ...]
@@ -60,10 +60,13 @@ class ReplayResult:
 
     @property
     def regret(self) -> float:
-        """Best kept over best of all: 1 when the winner was kept, larger the worse."""
+        """Best kept over best of all: 1 when the winner was kept, larger the worse.
+
+        Infinite where the best of all is not above zero, as the losses of some preference methods may be.
+        """
         if self.best_kept == self.best_of_all:
             return 1.0
-        return self.best_kept / self.best_of_all if self.best_of_all else math.inf
+        return self.best_kept / self.best_of_all if self.best_of_all > 0 else math.inf
 
 
 def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResult:
@@ -81,12 +84,15 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
         while race.rung_ready():
             race.select()
     winner = race.winner()
-    losses = (loss for job in recording.jobs for _, loss in job.evaluations)
+    everything = (
+        (-gain, loss) for job in recording.jobs for _, loss, gain in job.scored_evaluations if math.isfinite(loss)
+    )
+    _, best_of_all = min(everything, default=(0.0, math.inf))
     return ReplayResult(
         jobs=tuple(_result(recording, job, race) for job in recording.jobs),
         winner=None if winner is None else winner.job,
         best_kept=math.inf if winner is None else winner.validation_loss,
-        best_of_all=min(filter(math.isfinite, losses), default=math.inf),
+        best_of_all=best_of_all,
     )
 
 
@@ -95,18 +101,18 @@ class _Tape:
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job
-        self._evaluations = iter(job.evaluations)
+        self._evaluations = iter(job.scored_evaluations)
         self._steps_played = 0
 
     def play_to_next_evaluation(self, race: Race) -> None:
         job = self._job.job
-        step, validation_loss = next(self._evaluations, (len(self._job.train_losses), None))
+        step, validation_loss, gain = next(self._evaluations, (len(self._job.train_losses), None, 0.0))
         losses = self._job.train_losses[self._steps_played : step]
         verdict = race.observe_losses(job, self._steps_played + 1, losses)
         self._steps_played = step
         if verdict is None:
             assert validation_loss is not None, f"{job} was not recorded to its end"
-            race.observe(job, step, validation_loss)
+            race.observe(job, step, validation_loss, gain)
 
 
 def _result(recording: Recording, job: RecordedJob, race: Race) -> JobResult:

@@ -8,7 +8,11 @@ from typing import Protocol
 from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, LossPoint
 
-__all__ = ["Evidence", "Rule", "check_at_least", "check_positive", "verdict_in_a_row"]
+__all__ = ["Evidence", "Rule", "check_at_least", "check_positive", "magnitude", "verdict_in_a_row"]
+
+# Below a thousandth of a nat a model is certain of every token, or of which reply of every pair is preferred, and
+# ratios of losses say nothing.
+SMALLEST_LOSS = 1e-3
 
 Evidence = Mapping[str, float]
 
@@ -43,6 +47,11 @@ def verdict_in_a_row(
         return None
     last = history[-1]
     return ExitDecision(job=last.job, step=last.step, reason=reason, evidence={**evidence, "in_a_row": patience})
+
+
+def magnitude(loss: float) -> float:
+    """What changes of ``loss`` are measured against: its size, which is never taken for less than 0.001 nats."""
+    return max(abs(loss), SMALLEST_LOSS)
 
 
 def check_positive(name: str, value: float) -> None:

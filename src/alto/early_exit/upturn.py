@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alto.early_exit.rule import Evidence, check_at_least, verdict_in_a_row
+from alto.early_exit.rule import Evidence, check_at_least, magnitude, verdict_in_a_row
 from alto.records import ExitDecision, ExitReason, LossPoint
 
 __all__ = ["OverfittingUpturn", "validation_noise"]
@@ -23,7 +23,7 @@ class OverfittingUpturn:
     With ``best`` the lowest validation loss and ``noise`` the `validation_noise` of all evaluations before the one
     judged, the condition is::
 
-        validation_loss - best > max(tau_upturn * |best|, tau_noise * noise)
+        validation_loss - best > max(tau_upturn * magnitude(best), tau_noise * noise)
 
     at ``patience`` evaluations in a row. Fewer than three earlier evaluations tell nothing of the noise, so there it
     does not hold. Training loss plays no part: on small data it runs far below a validation loss that still falls.
@@ -56,7 +56,7 @@ class OverfittingUpturn:
             return None
         best = min(point.validation_loss for point in earlier)
         rise = last.validation_loss - best
-        margin = max(self.tau_upturn * abs(best), self.tau_noise * noise)
+        margin = max(self.tau_upturn * magnitude(best), self.tau_noise * noise)
         if not rise > margin:
             return None
         return {
@@ -69,7 +69,7 @@ class OverfittingUpturn:
 
 
 def validation_noise(history: Sequence[LossPoint]) -> float | None:
-    """Standard deviation of the validation loss around its own trend, nats per token; None below three points.
+    """Standard deviation of the validation loss around its own trend; None below three points.
 
     The residual of each inner point is its distance from the straight line between its two neighbours, with the steps
     as abscissa because rungs make them uneven. For independent noise of deviation ``s`` on a straight trend and a point

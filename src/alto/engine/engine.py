@@ -25,7 +25,7 @@ from alto.evaluation import (
 from alto.executor import Past
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
-from alto.records import DataPreview, EvaluationResult, Metric, Schedule, TaskPlan, TaskResult
+from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
 from alto.runs import Observer, RunDir, read_intact_events
 from alto.spec import EarlyExit, Task, load_task
 
@@ -151,41 +151,51 @@ class Engine:
 
     def evaluate(
         self,
-        target: str | Path,
+        targets: str | Path | Sequence[str | Path],
         *,
-        job: str | None = None,
+        jobs: Sequence[str] = (),
+        all_jobs: bool = False,
         dataset: str | None = None,
         base: str | None = None,
         metric: Metric = "auto",
-        batch_size: int = 16,
+        batch_size: int = 64,
         max_new_tokens: int = 512,
         limit: int | None = None,
         baseline: bool = False,
+        backend: GenerationBackend = "alto",
         on_progress: OnProgress | None = None,
     ) -> EvaluationResult:
-        """Measure an adapter on held-out rows and note the numbers in its ``metrics.json``, and in its run's report.
+        """Measure adapters of one base on held-out rows, all at once, and note the numbers in the ``metrics.json`` of
+        each, and in the reports of their runs.
 
         Args:
-            target: A run, whose best adapter is meant, or the folder of a LoRA adapter.
-            job: Another job of the run, whose best adapter is meant then.
-            dataset: Where the rows are; None takes those the run's task holds out.
-            base: The base model, where it is not to be found under the name that the adapter gives.
-            metric, batch_size, max_new_tokens, limit, baseline: See :class:`EvaluationSettings`.
+            targets: Runs, whose best adapters are meant, or folders of LoRA adapters; one or several.
+            jobs, all_jobs: Of one run, these jobs or all, whose best adapters are meant then.
+            dataset: Where the rows are; None takes those that the run's task holds out.
+            base: The base model, where it is not to be found under the name that the adapters give.
+            metric, batch_size, max_new_tokens, limit, baseline, backend: See :class:`EvaluationSettings`.
 
         Raises:
             RunNotFoundError: There is no such adapter.
-            UnsupportedError: It is more than plain LoRA.
+            UnsupportedError: One is more than plain LoRA; or vLLM is asked for, and cannot serve.
+            SpecError: The adapters have several bases, or a setting is out of its domain.
             DataError: There are no rows, or they do not carry what the metric needs.
-            ModelError: The base model cannot be used, or the adapter does not fit it.
+            ModelError: The base model cannot be used, or an adapter does not fit it.
         """
         settings = EvaluationSettings(
-            metric=metric, batch_size=batch_size, max_new_tokens=max_new_tokens, limit=limit, baseline=baseline
+            metric=metric,
+            batch_size=batch_size,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            baseline=baseline,
+            backend=backend,
         )
-        subject = find_subject(Path(target), job=job, base=base, dataset=dataset)
+        paths = [targets] if isinstance(targets, str | Path) else list(targets)
+        subject = find_subject([Path(path) for path in paths], jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
         task = subject.task
         rows = read_heldout_rows(task, dataset)
         result = measure(
-            subject.adapter,
+            subject.adapters,
             rows,
             settings,
             base=BaseModel(
@@ -198,13 +208,15 @@ class Engine:
                 use_safetensors=task.use_safetensors,
             ),
             max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._tasks.device.type],
-            max_length=rows.max_length if subject.run_dir is not None else None,
+            max_length=rows.max_length if subject.run_dirs else None,
             on_progress=on_progress,
         )
-        for evaluation in result.evaluations:
-            add_evaluation(subject.adapter.folder, evaluation)
-        if subject.run_dir is not None:
-            write_report(subject.run_dir)
+        baseline_found = [] if result.baseline is None else [result.baseline]
+        for found in result.adapters:
+            for evaluation in (*baseline_found, found.evaluation):
+                add_evaluation(Path(found.adapter_dir), evaluation)
+        for run_dir in subject.run_dirs:
+            write_report(run_dir)
         return result
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:

@@ -18,7 +18,7 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
         has_gpus: False where CPU slots stand for them: then a single process may have several.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: It cannot, or what chooses its winner cannot.
     """
     if task.num_gpus == 1 or (strategy == "single" and not has_gpus):
         return
@@ -31,4 +31,10 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
         raise UnsupportedError(
             f"num_gpus: expected at most {most}, the GPUs of one machine, found {task.num_gpus} for {task.name!r}: its "
             "ranks do not reach over machines in this version; lower it"
+        )
+    if task.select_by == "eval_accuracy":
+        raise UnsupportedError(
+            f"select_by: expected 'metric' with num_gpus {task.num_gpus}, found 'eval_accuracy' for {task.name!r}: "
+            "answers are written by one process on a base model that it holds whole; remove the key, or set "
+            "num_gpus to 1"
         )

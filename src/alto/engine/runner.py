@@ -17,6 +17,7 @@ import torch
 from alto.backbone import SHIPPED_MODELS, Backbone, load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.errors import AltoError, DeviceMemoryError
+from alto.evaluation import FinalistJudge
 from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
@@ -24,6 +25,7 @@ from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
 from alto.spec import Task, load_task
+from alto.spec.metric import check_metric
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
@@ -77,15 +79,19 @@ class TaskRunner:
     def _prepare(self, task: Task) -> _Prepared:
         """Read everything that can be wrong with a task before its run has a folder."""
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
+        objective = find_objective(task.method)
+        check_metric(task.metric, task.method, objective.gains)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
         data = rows.encode(backbone.tokenizer)
-        objective = find_objective(task.method)
         for split in (data.train, data.validation):
             objective.check(split, [job.config for job in task.jobs])
+        judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
-            trackers=trackers, subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks)
+            trackers=trackers,
+            subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
+            judge=judge,
         )
 
     def _load(self, task: Task) -> Backbone:
@@ -136,6 +142,7 @@ class TaskRunner:
                         past=past,
                         is_interrupted=self._is_interrupted,
                         ranks=self.ranks,
+                        judge=prepared.judge,
                     ).run()
             except BaseException:
                 # The report of a broken run is a courtesy; what broke it is the news.
@@ -160,17 +167,21 @@ class TaskRunner:
     def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
         if not run_dir.best.is_dir():
-            export_best(result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset)
+            export_best(
+                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+            )
         write_report(run_dir.root)
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task that is ready to run; ``forecast`` is None where nothing was measured for it."""
+    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``forecast`` where nothing was
+    measured for it."""
 
     trackers: Mapping[str, Tracker]
     subject: Subject
+    judge: FinalistJudge | None
     forecast: TaskPlan | None = None
 
 

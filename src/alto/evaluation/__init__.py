@@ -1,6 +1,8 @@
-"""What an adapter is worth on rows it was not trained on: held-out loss and exact match."""
+"""What adapters are worth on rows they were not trained on: loss, exact match, preference."""
 
-from alto.evaluation.measure import BaseModel, OnProgress, measure
+from alto.evaluation.base_model import BaseModel
+from alto.evaluation.finalists import FinalistJudge
+from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.subject import Subject, find_subject
@@ -8,6 +10,7 @@ from alto.evaluation.subject import Subject, find_subject
 __all__ = [
     "BaseModel",
     "EvaluationSettings",
+    "FinalistJudge",
     "OnProgress",
     "Subject",
     "add_evaluation",

@@ -1,26 +1,24 @@
-"""A LoRA adapter in a folder, and a model with that adapter in effect: unmerged, with PEFT's own arithmetic.
-
-Nothing of the trainer's bank is used, so that what is measured is what a user of the folder gets.
-"""
+"""A LoRA adapter in a folder, as a user of that folder gets it; and several of them on one base, unmerged, as PEFT adds
+each."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.lora import AdapterWeights, linear_modules, read_adapter
+from alto.lora import AdapterWeights, ServedAdapters, linear_modules, read_adapter, serving
 
-__all__ = ["SavedAdapter", "in_effect", "read_saved_adapter"]
+__all__ = ["SavedAdapter", "read_saved_adapter", "seated"]
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -49,12 +47,14 @@ class SavedAdapter:
         folder: Where it lies.
         base_model: What its ``adapter_config.json`` names as base.
         scale: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``.
+        rank: Of all its matrices.
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
     """
 
     folder: Path
     base_model: str
     scale: float
+    rank: int
     weights: AdapterWeights
 
 
@@ -87,38 +87,27 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         folder=folder,
         base_model=config.get("base_model_name_or_path") or "",
         scale=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
+        rank=rank,
         weights=weights,
     )
 
 
 @contextlib.contextmanager
-def in_effect(network: PreTrainedModel, adapter: SavedAdapter | None, base: str) -> Iterator[None]:
-    """Add the adapter's part to every module it sits on while the context lasts; None adds nothing.
+def seated(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
+    """Have ``adapters`` on ``backbone`` while the context lasts, a slot each; None is the base alone.
 
     Args:
-        base: The name of ``network``, for messages.
+        base: The name of the base model, for messages.
 
     Raises:
-        TargetModuleError: The adapter does not fit the model.
+        TargetModuleError: An adapter does not fit the model.
     """
-    with contextlib.ExitStack() as hooks:
+    for adapter in adapters:
         if adapter is not None:
-            _check_fit(network, adapter, base)
-            for name, (a_KR, b_RN) in adapter.weights.items():
-                hook = _AddLora(a_KR.to(network.device), b_RN.to(network.device), adapter.scale)
-                hooks.callback(network.get_submodule(name).register_forward_hook(hook).remove)
-        yield
-
-
-class _AddLora:
-    """``y + (x @ A @ B) * scale`` in the adapter's dtype, given back in the base layer's, as PEFT computes it."""
-
-    def __init__(self, a_KR: Tensor, b_RN: Tensor, scale: float) -> None:
-        self._a_KR, self._b_RN, self._scale = a_KR, b_RN, scale
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = inputs[0].to(self._a_KR.dtype)
-        return (output + (x @ self._a_KR @ self._b_RN) * self._scale).to(output.dtype)
+            _check_fit(backbone.model, adapter, base)
+    weights = [None if adapter is None else (adapter.weights, adapter.scale) for adapter in adapters]
+    with serving(backbone.model, weights, backbone.run_once) as served:
+        yield served
 
 
 def _read_config(path: Path) -> dict[str, Any]:

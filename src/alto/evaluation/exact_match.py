@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from alto.data import Conversation, encode_prompt
 from alto.errors import DataError
 from alto.evaluation.answers import final_answer, reference_answers, reply_position
-from alto.evaluation.generate import complete
 from alto.records import Prediction
 
-__all__ = ["Question", "answer_questions", "make_questions"]
+__all__ = ["Question", "judge_texts", "make_questions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +43,18 @@ def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> lis
     return questions
 
 
-def answer_questions(
-    network: PreTrainedModel,
-    tokenizer: Any,
-    questions: Sequence[Question],
-    *,
-    weights: str,
-    max_new_tokens: int,
-    batch_size: int,
-    on_done: Callable[[int], None],
+def judge_texts(
+    questions: Sequence[Question], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str
 ) -> list[Prediction]:
-    """Let the model write, and compare. Arguments and errors as :func:`complete`."""
-    completions = complete(
-        network,
-        tokenizer,
-        [question.prompt_ids for question in questions],
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        on_done=on_done,
-    )
+    """Compare what a model wrote with what was wanted.
+
+    Args:
+        texts: Token ids of the answer to every question.
+        weights: Whose answers they are.
+    """
     predictions = []
-    for question, completion in zip(questions, completions, strict=True):
-        generated = tokenizer.decode(completion, skip_special_tokens=True)
+    for question, text in zip(questions, texts, strict=True):
+        generated = tokenizer.decode(text, skip_special_tokens=True)
         extracted = final_answer(generated)
         predictions.append(
             Prediction(

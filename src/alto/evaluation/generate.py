@@ -1,31 +1,38 @@
-"""Greedy completions of many prompts, in batches that leave each as it would be alone."""
+"""Greedy completions of many prompts by many adapters at once, each as its adapter would write it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
+from alto.backbone import Backbone
 from alto.errors import DataError
+from alto.evaluation.cache import roomy_cache
+from alto.lora import ServedAdapters
 
-__all__ = ["check_prompts", "complete", "max_positions"]
-
-
-def max_positions(network: PreTrainedModel) -> int | None:
-    """Tokens the model has positions for; None where its configuration names no limit."""
-    limit: int | None = getattr(network.config.get_text_config(), "max_position_embeddings", None)
-    return limit
+__all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
 
 
-def check_prompts(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+def max_positions(backbone: Backbone) -> int | None:
+    """Tokens that a text may have and leave those beside it alone; None where the model names no limit."""
+    config = backbone.model.config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), backbone.max_length)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     """Make sure that every prompt leaves a position to write to.
+
+    Args:
+        limit: See :func:`max_positions`.
 
     Raises:
         DataError: One does not.
     """
-    limit = max_positions(network)
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
             raise DataError(
@@ -34,70 +41,118 @@ def check_prompts(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) ->
             )
 
 
+def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's EOS, which ends every trained row, and those the model names itself."""
+    own = generation_config.eos_token_id if generation_config is not None else None
+    named = own if isinstance(own, list) else [own]
+    return frozenset(token for token in (*named, tokenizer.eos_token_id) if token is not None)
+
+
 @torch.no_grad()
 def complete(
-    network: PreTrainedModel,
-    tokenizer: Any,
+    backbone: Backbone,
+    served: ServedAdapters,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     batch_size: int,
     on_done: Callable[[int], None],
-) -> list[list[int]]:
-    """The most likely next token again and again, until a token that ends a text, ``max_new_tokens`` or the model's
-    last position.
+) -> list[list[list[int]]]:
+    """Let every adapter complete every prompt: the most likely next token again and again, until a token that ends a
+    text, ``max_new_tokens`` or the model's last position.
 
     Args:
+        served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Prompts completed at a time.
-        on_done: Called after every batch with the number of its prompts.
+        batch_size: Texts written at a time.
+        on_done: Called after every pass with the number of texts that it finished, often 0.
 
     Returns:
-        The new tokens of every prompt, without the one that ended them.
+        Of every adapter, the new tokens of every prompt, without the one that ended them.
     """
-    limit = max_positions(network)
-    budgets = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
-    ends = _end_tokens(network, tokenizer)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
-    # The model's own file may ask for sampling or a repetition penalty, which generate() would merge in.
-    network.generation_config = GenerationConfig(do_sample=False, eos_token_id=sorted(ends), pad_token_id=padding)
-    completions: list[list[int]] = [[] for _ in prompts]
-    for rows in _batches(prompts, budgets, max_new_tokens, batch_size):
-        batch = [prompts[row] for row in rows]
-        for row, new in zip(rows, _generate(network, batch, budgets[rows[0]], padding), strict=True):
-            end = next((position for position, token in enumerate(new) if token in ends), len(new))
-            completions[row] = new[:end]
-        on_done(len(rows))
-    return completions
+    limit = max_positions(backbone)
+    texts = [
+        [
+            _Text(slot, prompt, max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)))
+            for prompt in prompts
+        ]
+        for slot in range(len(served))
+    ]
+    # Prompts of about one length side by side: the shorter ones are padded.
+    by_length = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    queue = [of_slot[number] for number in by_length for of_slot in texts]
+    ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
+    with backbone.own_attention():
+        for start in range(0, len(queue), batch_size):
+            batch = sorted(queue[start : start + batch_size], key=lambda text: text.slot)
+            _write(backbone, served, batch, ends, on_done)
+    return [[text.tokens for text in of_slot] for of_slot in texts]
 
 
-def _batches(
-    prompts: Sequence[Sequence[int]], budgets: Sequence[int], max_new_tokens: int, batch_size: int
-) -> Iterator[list[int]]:
-    """Row numbers, longest prompt first. A prompt near the model's last position goes alone: its budget is its own."""
-    by_length = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    roomy = [row for row in by_length if budgets[row] == max_new_tokens]
-    yield from ([row] for row in by_length if budgets[row] < max_new_tokens)
-    for start in range(0, len(roomy), batch_size):
-        yield roomy[start : start + batch_size]
+@dataclass(slots=True)
+class _Text:
+    """What the adapter in ``slot`` writes behind ``prompt``: ``budget`` tokens at most, at least one."""
+
+    slot: int
+    prompt: Sequence[int]
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, token: int, ends: AbstractSet[int]) -> bool:
+        """Add the next token; whether another is to follow."""
+        if token in ends:
+            return False
+        self.tokens.append(token)
+        return len(self.tokens) < self.budget
 
 
-def _generate(
-    network: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, padding: int
-) -> list[list[int]]:
-    width = max(map(len, prompts))
-    ids_BT = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    generate: Any = network.generate
-    output_BT = generate(
-        input_ids=ids_BT.to(network.device), attention_mask=mask_BT.to(network.device), max_new_tokens=max_new_tokens
-    )
-    new: list[list[int]] = output_BT[:, width:].tolist()
-    return new
+def _write(
+    backbone: Backbone,
+    served: ServedAdapters,
+    texts: Sequence[_Text],
+    ends: AbstractSet[int],
+    on_done: Callable[[int], None],
+) -> None:
+    """Write ``texts``, which are in the order of their slots, side by side. Whoever is finished leaves the batch."""
+    device, width = backbone.device, max(len(text.prompt) for text in texts)
+    lengths = [len(text.prompt) for text in texts]
+    padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in texts]
+    ids_BT = torch.tensor(padded, device=device)
+    mask_BL = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=device)
+    positions_BT = (mask_BL.cumsum(1) - 1).clamp(min=0)
+    cache = roomy_cache(backbone.model.config)
+    schedule = served.schedule(_tokens_of_slots(texts, width, len(served)))
+    while True:
+        with served.use(schedule):
+            logits_B1V = backbone.model(
+                input_ids=ids_BT,
+                attention_mask=mask_BL,
+                position_ids=positions_BT,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+        next_B = logits_B1V[:, -1].argmax(-1)
+        going = [row for row, token in enumerate(next_B.tolist()) if texts[row].take(token, ends)]
+        on_done(len(texts) - len(going))
+        if not going:
+            return
+        is_first, is_smaller = ids_BT.shape[1] > 1, len(going) < len(texts)
+        positions_B = positions_BT[:, -1] + 1
+        if is_smaller:
+            rows = torch.tensor(going, device=device)
+            cache.batch_select_indices(rows)
+            texts = [texts[row] for row in going]
+            next_B, mask_BL, positions_B = next_B[rows], mask_BL[rows], positions_B[rows]
+        if is_first or is_smaller:
+            schedule = served.schedule(_tokens_of_slots(texts, 1, len(served)))
+        ids_BT, positions_BT = next_B[:, None], positions_B[:, None]
+        mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(texts), 1)], 1)
 
 
-def _end_tokens(network: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Tokens that end a text: the tokenizer's EOS, which ends every trained row, and those the model names itself."""
-    own = network.generation_config.eos_token_id if network.generation_config is not None else None
-    named = own if isinstance(own, list) else [own]
-    return {token for token in (*named, tokenizer.eos_token_id) if token is not None}
+def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:
+    """Tokens of every slot in a pass of so many tokens of each text."""
+    counts = [0] * num_slots
+    for text in texts:
+        counts[text.slot] += num_tokens
+    return counts

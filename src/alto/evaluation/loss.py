@@ -1,57 +1,94 @@
-"""Held-out loss: the very number the trainer calls validation loss."""
+"""What adapters make of held-out rows without writing: the loss, and which of two replies they came to prefer."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, JobRows, collate, split_into_passes
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate, split_into_passes
 from alto.errors import NoResultError
-from alto.objectives import find_objective, pass_terms
+from alto.lora import ServedAdapters
+from alto.objectives import token_losses
+from alto.objectives.sums import run_sums
 
-__all__ = ["heldout_loss", "padding_free"]
+__all__ = ["heldout_losses", "reply_log_probs"]
 
 
-@contextlib.contextmanager
-def padding_free(network: PreTrainedModel, tokenizer: Any, base: str) -> Iterator[Backbone]:
-    """``network`` with padding-free attention while the context lasts; then its own attention again.
+def heldout_losses(
+    backbone: Backbone,
+    served: ServedAdapters,
+    dataset: EncodedDataset,
+    *,
+    max_tokens_per_pass: int,
+    on_done: Callable[[int], None],
+) -> list[float]:
+    """Of every adapter, nats per trained token over all rows: the very number the trainer calls validation loss.
+
+    Args:
+        on_done: Called after every pass with the number of its rows, each counted once an adapter.
 
     Raises:
-        UnsupportedModelError: See :class:`Backbone`.
+        NoResultError: A loss is not a finite number.
     """
-    own = network.config._attn_implementation
-    try:
-        yield Backbone(network, tokenizer, base)
-    finally:
-        network.set_attn_implementation(own)
+    totals = [0.0] * len(served)
+    for batch, losses_S in _passes(backbone, served, dataset, max_tokens_per_pass, on_done):
+        for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
+            totals[slot] += total
+    losses = [total / dataset.num_trained_tokens for total in totals]
+    for loss in losses:
+        _check_finite(loss)
+    return losses
+
+
+def reply_log_probs(
+    backbone: Backbone,
+    served: ServedAdapters,
+    dataset: EncodedDataset,
+    *,
+    max_tokens_per_pass: int,
+    on_done: Callable[[int], None],
+) -> list[Tensor]:
+    """Of every adapter, what it gives the chosen and the rejected reply of every pair: ``[pairs, 2]`` float64, nats.
+
+    Arguments and errors as :func:`heldout_losses`.
+    """
+    parts: list[list[Tensor]] = [[] for _ in range(len(served))]
+    for batch, losses_S in _passes(backbone, served, dataset, max_tokens_per_pass, on_done):
+        log_probs_Q2 = -run_sums(losses_S, batch.sequence_targets).view(-1, 2)
+        for slot, of_slot in zip(batch.slots, log_probs_Q2.split(batch.job_rows), strict=True):
+            parts[slot].append(of_slot)
+    log_probs = [torch.cat(of_slot) for of_slot in parts]
+    for of_slot in log_probs:
+        _check_finite(float(of_slot.sum()))
+    return log_probs
 
 
 @torch.no_grad()
-def heldout_loss(
-    backbone: Backbone, dataset: EncodedDataset, *, max_tokens_per_pass: int, on_done: Callable[[int], None]
-) -> float:
-    """Nats per trained token over all rows.
+def _passes(
+    backbone: Backbone,
+    served: ServedAdapters,
+    dataset: EncodedDataset,
+    max_tokens_per_pass: int,
+    on_done: Callable[[int], None],
+) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """Every row under every adapter, pass by pass: its tokens, and the loss of each that is trained."""
+    everything = [JobRows(slot, tuple(range(len(dataset)))) for slot in range(len(served))]
+    for jobs in split_into_passes(dataset, everything, max_tokens_per_pass, split_jobs=True):
+        batch = collate(dataset, jobs, backbone.device)
+        counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
+        with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
+            losses_S = token_losses(backbone, batch)
+        yield batch, losses_S
+        on_done(sum(batch.job_rows))
 
-    Args:
-        on_done: Called after every pass with the number of its rows.
 
-    Raises:
-        NoResultError: The loss is not a finite number.
-    """
-    objective, rows, total = find_objective("sft"), JobRows(0, tuple(range(len(dataset)))), 0.0
-    for jobs in split_into_passes(dataset, [rows], max_tokens_per_pass, split_jobs=True):
-        total += float(pass_terms(objective, backbone, collate(dataset, jobs, backbone.device)).sums_J)
-        on_done(sum(len(job.rows) for job in jobs))
-    loss = total / dataset.num_trained_tokens
-    if not math.isfinite(loss):
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
         raise NoResultError(
-            f"expected a finite held-out loss, found {loss}; the adapter or its base model holds broken weights, or "
+            f"expected a finite held-out loss, found {value}; an adapter or its base model holds broken weights, or "
             "the base's precision is too low for it"
         )
-    return loss

@@ -1,48 +1,40 @@
-"""One adapter on one set of held-out rows: load the base once, measure with the adapter, and without it if asked."""
+"""Adapters of one base on one set of held-out rows: the base is loaded once, and all are measured at once."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
-from alto.backbone import load_network, load_tokenizer
-from alto.data import EncodedDataset, HeldoutRows, Pair, encode_dataset
-from alto.errors import DataError
-from alto.evaluation.adapter import SavedAdapter, in_effect
+from alto.backbone import Backbone, load_tokenizer
+from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair
+from alto.data.task_data import encode_rows
+from alto.errors import DataError, SpecError
+from alto.evaluation.adapter import SavedAdapter, seated
 from alto.evaluation.answers import has_final_answers
-from alto.evaluation.exact_match import Question, answer_questions, make_questions
-from alto.evaluation.generate import check_prompts, max_positions
-from alto.evaluation.loss import heldout_loss, padding_free
+from alto.evaluation.base_model import BaseModel
+from alto.evaluation.exact_match import Question, judge_texts, make_questions
+from alto.evaluation.generate import check_prompts, complete, max_positions
+from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
-from alto.records import Evaluation, EvaluationResult, Prediction
+from alto.evaluation.vllm import complete_with_vllm
+from alto.lora import ServedAdapters
+from alto.objectives.pairs import preference_metrics
+from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
 
-__all__ = ["BaseModel", "OnProgress", "measure"]
+__all__ = ["BASE", "OnProgress", "measure"]
+
+BASE = "base"
+"""What the base model alone is called among the weights that are measured."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Is told what is measured, how many rows of it are done, and of how many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """The base model and how it is loaded; see :func:`alto.backbone.load_backbone`."""
-
-    model: str
-    dtype: str = "auto"
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    device: torch.device | str = "cpu"
-    trust_remote_code: bool = False
-    use_safetensors: bool = True
+"""Is told what is measured, how many rows of it are done, and of how many; a row counts once an adapter."""
 
 
 def measure(
-    adapter: SavedAdapter,
+    adapters: Mapping[str, SavedAdapter],
     rows: HeldoutRows,
     settings: EvaluationSettings,
     *,
@@ -51,110 +43,173 @@ def measure(
     max_length: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvaluationResult:
-    """Measure ``adapter`` on ``base``; writes nothing.
+    """Measure ``adapters`` on ``base``; writes nothing.
 
     Args:
+        adapters: By the name each is reported under.
         max_tokens_per_pass: Tokens of one forward pass of the loss.
         max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.
-        ModelError: The base model cannot be used, or the adapter does not fit it.
-        NoResultError: The loss is not finite.
+        SpecError: The settings ask for what such rows cannot tell.
+        ModelError: The base model cannot be used, or an adapter does not fit it.
+        NoResultError: A loss is not finite.
+        UnsupportedError: vLLM is to write, and cannot.
     """
-    conversations = [row for row in rows.rows[: settings.limit] if not isinstance(row, Pair)]
-    if not conversations:
+    chosen = rows.rows[: settings.limit]
+    talks = [row for row in chosen if not isinstance(row, Pair)]
+    if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
-    wants_loss = settings.metric != "exact_match"
-    wants_match = settings.metric == "exact_match" or (settings.metric == "auto" and has_final_answers(conversations))
+    metrics = _metrics(talks, rows.name, settings)
     tokenizer = load_tokenizer(base.model, trust_remote_code=base.trust_remote_code)
-    questions = make_questions(conversations, tokenizer) if wants_match else []  # before a model is loaded in vain
-    bench = _Bench(adapter, base, tokenizer, on_progress)
-    check_prompts(bench.network, [question.prompt_ids for question in questions])
-    max_length = max_length or max_positions(bench.network)
-    dataset = encode_dataset(conversations, tokenizer, max_length or sys.maxsize, "held-out") if wants_loss else None
+    questions = make_questions(talks, tokenizer) if "exact_match" in metrics else []  # before a model is loaded in vain
+    bench = _Bench(adapters, base, settings, on_progress)
+    if settings.backend == "vllm":
+        found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
+    else:
+        found = bench.measure(metrics, chosen, questions, max_tokens_per_pass, max_length)
 
-    names = ("adapter", "base") if settings.baseline else ("adapter",)
-    losses = bench.losses(names, dataset, max_tokens_per_pass) if dataset is not None else {}
-    predictions = bench.predictions(names, questions, settings) if wants_match else {}
-
-    found = {}
-    for name in names:
-        num_correct = sum(prediction.correct for prediction in predictions[name]) if wants_match else None
-        found[name] = Evaluation(
+    evaluations, predictions = {}, []
+    for slot, name in enumerate(bench.names):
+        judged = judge_texts(questions, found.texts[slot], tokenizer, weights=name) if found.texts else []
+        num_correct = sum(prediction.correct for prediction in judged)
+        accuracy, margin = found.preferences[slot] if found.preferences else (None, None)
+        predictions += judged
+        evaluations[name] = Evaluation(
             dataset=rows.name,
-            num_rows=len(conversations),
-            loss=losses.get(name),
-            exact_match=num_correct / len(conversations) if num_correct is not None else None,
-            num_correct=num_correct,
+            num_rows=found.num_pairs or len(chosen),
+            loss=found.losses[slot] if found.losses else None,
+            exact_match=num_correct / len(judged) if judged else None,
+            num_correct=num_correct if judged else None,
+            reward_accuracy=accuracy,
+            reward_margin=margin,
             settings={
-                "weights": name,
+                "weights": BASE if slot == len(adapters) else "adapter",
                 "base_model": base.model,
-                "dtype": str(bench.network.dtype).removeprefix("torch."),
+                "dtype": found.dtype or base.dtype,
                 "limit": settings.limit,
-                "max_length": max_length if wants_loss else None,
-                "max_new_tokens": settings.max_new_tokens if wants_match else None,
+                "max_length": found.max_length,
+                "max_new_tokens": settings.max_new_tokens if judged else None,
+                "backend": settings.backend if judged else None,
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
     return EvaluationResult(
-        adapter_dir=str(adapter.folder),
-        adapter=found["adapter"],
-        baseline=found.get("base"),
-        predictions=tuple(prediction for name in names for prediction in predictions.get(name, ())),
+        adapters=tuple(
+            AdapterEvaluation(name=name, adapter_dir=str(adapter.folder), evaluation=evaluations[name])
+            for name, adapter in adapters.items()
+        ),
+        baseline=evaluations.get(BASE) if settings.baseline else None,
+        predictions=tuple(predictions),
     )
 
 
-class _Bench:
-    """The base model, on which the weights called ``adapter`` or ``base`` (no adapter) are measured."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What was measured of the weights in every slot; what was not is empty, or None.
 
-    def __init__(self, adapter: SavedAdapter, base: BaseModel, tokenizer: Any, on_progress: OnProgress | None) -> None:
-        self.network = load_network(
-            base.model,
-            dtype=base.dtype,
-            load_in_4bit=base.load_in_4bit,
-            load_in_8bit=base.load_in_8bit,
-            device=base.device,
-            trust_remote_code=base.trust_remote_code,
-            use_safetensors=base.use_safetensors,
-        )
-        self._tokenizer = tokenizer
-        self._adapter = adapter
-        self._base = base.model
+    Attributes:
+        texts: Token ids of the answer to every question.
+        preferences: Reward accuracy and margin.
+        num_pairs: How many they are means of.
+    """
+
+    losses: Sequence[float] = ()
+    texts: Sequence[Sequence[Sequence[int]]] = ()
+    preferences: Sequence[tuple[float, float]] = ()
+    num_pairs: int | None = None
+    max_length: int | None = None
+    dtype: str | None = None
+
+
+class _Bench:
+    """Whom to measure, on what, and who is told."""
+
+    def __init__(
+        self,
+        adapters: Mapping[str, SavedAdapter],
+        base: BaseModel,
+        settings: EvaluationSettings,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self.names = [*adapters, *([BASE] if settings.baseline else [])]
+        self._adapters: list[SavedAdapter | None] = [*adapters.values(), *([None] if settings.baseline else [])]
+        self._base = base
+        self._settings = settings
         self._on_progress = on_progress
 
-    def losses(self, names: Sequence[str], dataset: EncodedDataset, max_tokens_per_pass: int) -> dict[str, float]:
-        losses = {}
-        with padding_free(self.network, self._tokenizer, self._base) as backbone:
-            for name in names:
-                with self._weights(name):
-                    count = self._counter(f"loss of the {name}", len(dataset))
-                    losses[name] = heldout_loss(
-                        backbone, dataset, max_tokens_per_pass=max_tokens_per_pass, on_done=count
-                    )
-        return losses
-
-    def predictions(
-        self, names: Sequence[str], questions: Sequence[Question], settings: EvaluationSettings
-    ) -> dict[str, list[Prediction]]:
-        predictions = {}
-        for name in names:
-            with self._weights(name):
-                predictions[name] = answer_questions(
-                    self.network,
-                    self._tokenizer,
-                    questions,
-                    weights=name,
-                    max_new_tokens=settings.max_new_tokens,
-                    batch_size=settings.batch_size,
-                    on_done=self._counter(f"answers of the {name}", len(questions)),
+    def measure(
+        self,
+        metrics: Sequence[Metric],
+        rows: Sequence[Conversation | Pair],
+        questions: Sequence[Question],
+        max_tokens_per_pass: int,
+        max_length: int | None,
+    ) -> _Found:
+        """``metrics`` of all adapters, by ALTO itself."""
+        backbone = self._base.load()
+        limit = max_positions(backbone)
+        prompts = [question.prompt_ids for question in questions]
+        check_prompts(prompts, limit)
+        max_length = max_length or limit
+        dataset = None
+        if "loss" in metrics or "preference" in metrics:
+            dataset = encode_rows(rows, backbone.tokenizer, max_length or sys.maxsize, "held-out")
+        # Rewards are what an adapter has gained on the base, which sits behind the others for them.
+        slots = [*self._adapters, None] if "preference" in metrics else self._adapters
+        losses: Sequence[float] = ()
+        preferences: Sequence[tuple[float, float]] = ()
+        texts: Sequence[Sequence[Sequence[int]]] = ()
+        with seated(backbone, slots, self._base.model) as served:
+            if dataset is not None and "loss" in metrics:
+                losses = heldout_losses(
+                    backbone,
+                    served,
+                    dataset,
+                    max_tokens_per_pass=max_tokens_per_pass,
+                    on_done=self._counter("loss", len(dataset) * len(slots)),
                 )
-        return predictions
+            if dataset is not None and "preference" in metrics:
+                preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
+            if questions:
+                texts = complete(
+                    backbone,
+                    served,
+                    prompts,
+                    max_new_tokens=self._settings.max_new_tokens,
+                    batch_size=self._settings.batch_size,
+                    on_done=self._counter("answers", len(questions) * len(slots)),
+                )
+        return _Found(
+            losses=losses,
+            texts=texts,
+            preferences=preferences,
+            num_pairs=len(dataset) if dataset is not None and preferences else None,
+            max_length=max_length if dataset is not None else None,
+            dtype=str(backbone.dtype).removeprefix("torch."),
+        )
 
-    @contextlib.contextmanager
-    def _weights(self, name: str) -> Iterator[None]:
-        with in_effect(self.network, self._adapter if name == "adapter" else None, self._base):
-            yield
+    def texts_of_vllm(self, questions: Sequence[Question], tokenizer: Any) -> list[list[list[int]]]:
+        """The answers of all adapters, by vLLM."""
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        prompts = [question.prompt_ids for question in questions]
+        return complete_with_vllm(
+            self._base, self._adapters, prompts, ends=ends, max_new_tokens=self._settings.max_new_tokens
+        )
+
+    def _preferences(
+        self, backbone: Backbone, served: ServedAdapters, dataset: EncodedDataset, max_tokens_per_pass: int
+    ) -> list[tuple[float, float]]:
+        *of_adapters, of_base_Q2 = reply_log_probs(
+            backbone,
+            served,
+            dataset,
+            max_tokens_per_pass=max_tokens_per_pass,
+            on_done=self._counter("preference", len(dataset) * len(served)),
+        )
+        found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
+        return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]
 
     def _counter(self, what: str, total: int) -> Callable[[int], None]:
         done = 0
@@ -167,3 +222,30 @@ class _Bench:
 
         count(0)
         return count
+
+
+def _metrics(talks: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:
+    """What is to be measured of rows, of which ``talks`` are those that are no pairs: none or all."""
+    wanted = settings.metric
+    if not talks:
+        if wanted not in ("auto", "preference") or settings.backend == "vllm":
+            raise DataError(
+                f"dataset: expected rows with one reply to measure {'answers' if wanted == 'auto' else wanted} on, "
+                f"found preference pairs in {name}; measure the preference, or name other rows with --dataset"
+            )
+        if settings.baseline:
+            raise SpecError(
+                "baseline: expected none with the metric preference, which measures against the base model as it is; "
+                "leave it out"
+            )
+        return ("preference",)
+    if wanted == "preference":
+        raise DataError(
+            f"dataset: expected preference pairs (columns prompt, chosen and rejected), found rows with one reply in "
+            f"{name}; measure the loss, or name other rows with --dataset"
+        )
+    if wanted != "auto":
+        return (wanted,)
+    if settings.backend == "vllm":
+        return ("exact_match",)
+    return ("loss", "exact_match") if has_final_answers(talks) else ("loss",)

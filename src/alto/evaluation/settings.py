@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from alto.errors import SpecError
-from alto.records import Metric
+from alto.records import GenerationBackend, Metric
 
 __all__ = ["EvaluationSettings"]
 
@@ -16,26 +16,35 @@ class EvaluationSettings:
     """Settings of one evaluation.
 
     Attributes:
-        metric: ``auto`` measures the loss, and exact match too where every reference ends in ``#### N``.
-        batch_size: Completions written at a time; changes speed and memory, not the result.
-        max_new_tokens: Longest completion; less where the model's positions end before.
+        metric: ``auto`` measures the preference where rows are pairs; of others the loss, and exact match too where
+            every reference ends in ``#### N``.
+        batch_size: Texts written at a time, of all adapters; changes speed and memory, not the result.
+        max_new_tokens: Longest text; less where the model's positions end before.
         limit: Use only the first rows; None uses all.
-        baseline: Measure the base model without the adapter as well.
+        baseline: Measure the base model without an adapter as well.
+        backend: Who writes: ``alto``, or ``vllm``, with which exact match alone is measured.
 
     Raises:
         SpecError: A value is out of its domain.
     """
 
     metric: Metric = "auto"
-    batch_size: int = 16
+    batch_size: int = 64
     max_new_tokens: int = 512
     limit: int | None = None
     baseline: bool = False
+    backend: GenerationBackend = "alto"
 
     def __post_init__(self) -> None:
-        if self.metric not in get_args(Metric):
-            raise SpecError(f"metric: expected one of {', '.join(get_args(Metric))}, found {self.metric!r}")
+        for name, known in (("metric", get_args(Metric)), ("backend", get_args(GenerationBackend))):
+            if getattr(self, name) not in known:
+                raise SpecError(f"{name}: expected one of {', '.join(known)}, found {getattr(self, name)!r}")
         for name in ("batch_size", "max_new_tokens", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SpecError(f"{name}: expected at least 1, found {value}")
+        if self.backend == "vllm" and self.metric in ("loss", "preference"):
+            raise SpecError(
+                f"backend: expected alto for the metric {self.metric!r}, found vllm, which only writes; leave it out, "
+                "or measure exact_match"
+            )

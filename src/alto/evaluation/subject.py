@@ -1,10 +1,12 @@
-"""What a user points at: a run, one job of a run, or the folder of an adapter."""
+"""What a user points at: a run, jobs of a run, or folders of adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from alto.backbone import resolve_model
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir
@@ -15,74 +17,125 @@ __all__ = ["Subject", "find_subject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An adapter and what is needed to measure it.
+    """Adapters of one base model, and what is needed to measure them.
 
     Attributes:
-        base_model: What it is put on.
-        task: How its rows and its base are read: its run's task, or one that says no more than where they are.
-        run_dir: The run through which it was found, if any.
+        adapters: By name: a job's id, ``best`` for a run's best, or the folder as it was given.
+        base_model: What they are put on.
+        task: How rows and base are read: the task of the first run, or one that says no more than where they are.
+        run_dirs: The runs through which they were found.
     """
 
-    adapter: SavedAdapter
+    adapters: Mapping[str, SavedAdapter]
     base_model: str
     task: Task
-    run_dir: Path | None
+    run_dirs: tuple[Path, ...]
 
 
-def find_subject(target: Path, *, job: str | None, base: str | None, dataset: str | None) -> Subject:
-    """The adapter that ``target`` means: a run's best, the best of its job ``job``, or what lies in ``target`` itself.
+def find_subject(
+    targets: Sequence[Path], *, jobs: Sequence[str], all_jobs: bool, base: str | None, dataset: str | None
+) -> Subject:
+    """The adapters that ``targets`` mean: the best of runs, or what lies in the folders themselves.
 
     Args:
-        base: The base model; None takes the one that the adapter names.
+        jobs: Of a run that is the only target, the best adapters of these jobs instead.
+        all_jobs: Of all its jobs that have one.
+        base: The base model; None takes the one that the adapters name.
         dataset: Where the rows are; a run's task knows without it.
 
     Raises:
         RunNotFoundError: There is no such adapter.
         RunError, UnsupportedError: See :func:`read_saved_adapter`.
-        SpecError: The run's task cannot be read, or no base model or rows are named anywhere.
+        SpecError: A run's task cannot be read, the adapters have several bases, or no base model or rows are named.
     """
+    if not targets:
+        raise SpecError("targets: expected at least one run or adapter, found none; name one")
+    runs = [RunDir.open(target) for target in targets if (target / "task.yaml").is_file()]
+    if (jobs or all_jobs) and (len(targets) > 1 or not runs):
+        found = "no task.yaml in it" if len(targets) == 1 else f"{len(targets)} folders"
+        raise RunNotFoundError(
+            f"job: expected one run directory to look for jobs in, found {found} ({', '.join(map(str, targets))}); "
+            "give the run, or adapters without --job and --all-jobs"
+        )
+    if jobs or all_jobs:
+        folders = _best_of_jobs(runs[0], jobs)
+    else:
+        folders = {_name(target, targets): _folder(target) for target in targets}
+    if dataset is None and (len(targets) > 1 or not runs):
+        raise SpecError(
+            f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no one run "
+            "that would know them; name them with --dataset"
+        )
+    adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
+    base_model = _base_model(adapters, base)
+    if runs:
+        task = load_task(runs[0].task_file)
+    else:
+        assert dataset is not None
+        task = Task(model=base_model, dataset=dataset)
+    return Subject(adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs))
+
+
+def _name(target: Path, targets: Sequence[Path]) -> str:
+    return "best" if len(targets) == 1 and (target / "task.yaml").is_file() else str(target)
+
+
+def _folder(target: Path) -> Path:
     if (target / "task.yaml").is_file():
         run = RunDir.open(target)
-        adapter, task = read_saved_adapter(_best(run, job)), load_task(run.task_file)
-        return Subject(adapter=adapter, base_model=_base_model(adapter, base), task=task, run_dir=run.root)
-    if job is not None:
-        raise RunNotFoundError(
-            f"job: expected a run directory to look for {job!r} in, found no task.yaml in {target}; give the run, or "
-            "the adapter's folder without --job"
-        )
+        if not run.best.is_dir():
+            raise RunNotFoundError(
+                f"expected the best adapter of the run in {run.best}, found none: the run is not finished, or no job "
+                f"gave a result; resume it, or name a job with --job (jobs that have one: {_listed(_bests(run))})"
+            )
+        return run.best
     if not (target / "adapter_config.json").is_file():
         raise RunNotFoundError(
             f"expected a run (task.yaml) or an adapter in PEFT's format (adapter_config.json) in {target}, found "
             f"{'neither' if target.is_dir() else 'no such folder'}; check the path"
         )
-    adapter = read_saved_adapter(target.resolve())
-    if dataset is None:
-        raise SpecError(
-            f"dataset: expected rows to evaluate the adapter in {target} on, found none named, and no run that would "
-            "know them; name them with --dataset"
-        )
-    base_model = _base_model(adapter, base)
-    return Subject(adapter=adapter, base_model=base_model, task=Task(model=base_model, dataset=dataset), run_dir=None)
+    return target.resolve()
 
 
-def _base_model(adapter: SavedAdapter, base: str | None) -> str:
-    model = base or adapter.base_model
-    if not model:
-        raise SpecError(
-            f"base: expected {adapter.folder / 'adapter_config.json'} to name the base model, found that it does not; "
-            "name it with --base"
-        )
-    return model
-
-
-def _best(run: RunDir, job: str | None) -> Path:
-    jobs = sorted(folder.parent.name for folder in run.root.glob("jobs/*/best"))
-    having = f"jobs that have one: {', '.join(jobs) or 'none'}"
-    if job is None and not run.best.is_dir():
+def _best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
+    """Folders of the best adapters of ``jobs``; of all that have one where none is named."""
+    bests = _bests(run)
+    for job in jobs:
+        if job not in bests:
+            raise RunNotFoundError(
+                f"job: expected a job of {run.root} with a best adapter, found {job!r}; jobs that have one: "
+                f"{_listed(bests)}"
+            )
+    if not bests:
         raise RunNotFoundError(
-            f"expected the best adapter of the run in {run.best}, found none: the run is not finished, or no job "
-            f"gave a result; resume it, or name a job with --job ({having})"
+            f"job: expected jobs of {run.root} with a best adapter, found none that has been evaluated yet; resume it"
         )
-    if job is not None and job not in jobs:
-        raise RunNotFoundError(f"job: expected a job of {run.root} with a best adapter, found {job!r}; {having}")
-    return run.best if job is None else run.job(job, "best")
+    return {job: bests[job] for job in (jobs or bests)}
+
+
+def _bests(run: RunDir) -> dict[str, Path]:
+    jobs = sorted(folder.parent.name for folder in run.root.glob("jobs/*/best"))
+    return {job: run.job(job, "best") for job in jobs}
+
+
+def _listed(names: Mapping[str, Path]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
+    if base is not None:
+        return base
+    named = {}
+    for adapter in adapters.values():
+        if not adapter.base_model:
+            raise SpecError(
+                f"base: expected {adapter.folder / 'adapter_config.json'} to name the base model, found that it does "
+                "not; name it with --base"
+            )
+        named.setdefault(resolve_model(adapter.base_model), adapter.base_model)
+    if len(named) > 1:
+        raise SpecError(
+            f"base: expected adapters of one base model, found {', '.join(named.values())}; evaluate those of each by "
+            "themselves, or name the one that all are for with --base"
+        )
+    return next(iter(named.values()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 from alto.backbone import Backbone
 from alto.data import TaskData
@@ -16,11 +18,15 @@ from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun
 from alto.executor.trainer import Evaluated
-from alto.records import ExitReason, TaskPlan
+from alto.records import ExitReason, FinalistScore, LossPoint, TaskPlan
 from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
+from alto.spec.metric import gain_of
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "Judge"]
+
+Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
+"""Says how well adapters (folders by job) answer; calls what it is given now and then, and ends where that raises."""
 
 # Saving takes at most this share of the time, however large the adapters are.
 MAX_SAVING_SHARE = 0.05
@@ -46,6 +52,7 @@ class Executor:
         forecast: What was found out about the task beforehand, for the journal.
         is_interrupted: Asked before every step; once true, the task stops and can be resumed.
         ranks: This process among those that train the task, which all do what the first one hears and says.
+        judge: Chooses the winner among the finalists, on this process alone; None takes the best by the metric.
     """
 
     def __init__(
@@ -61,8 +68,11 @@ class Executor:
         forecast: TaskPlan | None = None,
         is_interrupted: Callable[[], bool] | None = None,
         ranks: Ranks | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
+        assert judge is None or self._ranks.is_alone, "finalists are judged by one process"
+        self._judge = judge
         self._past = past or Past()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
@@ -160,7 +170,7 @@ class Executor:
         race = self._state.race
         runs, found = self._evaluated(runs)
         for run, worth in zip(runs, found, strict=True):
-            decision = race.observe(run.id, run.step, worth.loss)
+            decision = race.observe(run.id, run.step, worth.loss, gain_of(self._state.task.metric, worth.metrics))
             best = race.best(run.id)
             is_best = best is not None and best.step == run.step
             if is_best:
@@ -226,13 +236,30 @@ class Executor:
         )
 
     def _conclude(self) -> None:
-        if self._state.race.winner() is None:
+        winner = self._state.race.winner()
+        if winner is None:
             raise NoResultError(
                 f"task {self._state.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
                 f"found that {self._why_there_is_none()}"
             )
-        self._state.complete()
+        if self._judge is not None:
+            winner = self._judged(self._judge)
+        self._state.complete(winner)
         self._control.close()
+
+    def _judged(self, judge: Judge) -> LossPoint:
+        """The finalist that answers best; ties go to the lower validation loss. A run that is stopped here judges
+        again when it goes on."""
+        finalists = self._state.race.leaders(self._state.task.num_finalists)
+        folders = {point.job: self._run_dir.job(point.job, "best") for point in finalists}
+        scores = judge(folders, self._stop_if_asked)
+        right = {score.job: score.num_correct for score in scores}
+        self._state.journal.append("finalists_judged", scores=[asdict(score) for score in scores])
+        return max(finalists, key=lambda point: (right[point.job], -point.validation_loss))
+
+    def _stop_if_asked(self) -> None:
+        if self._is_interrupted():
+            self._interrupt()
 
     def _why_there_is_none(self) -> str:
         decisions = [self._state.race.decision_on(job) for job in self._state.runs]

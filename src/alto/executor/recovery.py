@@ -12,6 +12,7 @@ from alto.errors import RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
 from alto.runs import Event, RunDir, cut_journal, read_intact_events, replace_file, writing
 from alto.spec import JobConfig, Task
+from alto.spec.metric import LOSS
 
 __all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "note_refusal", "read_refusal", "recover"]
 
@@ -116,7 +117,7 @@ def check_data(started: Event, data: TaskData) -> None:
 
 
 def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> None:
-    """Make sure that a run goes on with the jobs and the early-exit settings it began with.
+    """Make sure that a run goes on with the jobs, the metric and the early-exit settings it began with.
 
     Raises:
         RunError: ``task.yaml`` says something else now.
@@ -124,6 +125,8 @@ def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> 
     changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
     if started["early_exit"] != task.early_exit.resolved().model_dump(mode="json"):
         changed.append("early_exit")
+    if started.get("metric", LOSS) != task.metric:
+        changed.append("metric")
     if changed:
         raise RunError(
             f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, idle_batch, share_rows
+from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
-from alto.executor.memory_errors import watching
+from alto.executor.memory_errors import RowTooLargeError, watching
 from alto.executor.passes import Passes
 from alto.executor.ranks import Ranks
 from alto.objectives import reference_log_probs
@@ -41,8 +42,8 @@ def find_references(task: Task, backbone: Backbone, data: TaskData, passes: Pass
     their passes; each rank asks about its share of the rows.
 
     Raises:
-        RowTooLargeError: A row does not fit into memory by itself.
-        DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+        DeviceMemoryError: A pair does not fit into memory by itself; or a pass does not, and other ranks have begun it.
+        ModelError: The base model gives a reply no finite number.
     """
     began = time.perf_counter()
     found = [_found(task, backbone, split, passes, ranks) for split in (data.train, data.validation)]
@@ -75,7 +76,7 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
         known = torch.tensor(cache.load("references", key), dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):  # nothing, or nothing that could be it
         return None
-    return known if known.shape == (num_rows, 2) else None
+    return known if known.shape == (num_rows, 2) and bool(known.isfinite().all()) else None
 
 
 @torch.no_grad()
@@ -92,9 +93,23 @@ def _asked(backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: R
             log_probs = reference_log_probs(backbone, batch).tolist()
         found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=False))
 
-    passes.run(dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_passes=num_passes)
+    try:
+        passes.run(dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_passes=num_passes)
+    except RowTooLargeError as error:
+        raise DeviceMemoryError(
+            f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
+            f"{backbone.device}; lower max_length, or load_in_4bit: true"
+        ) from error
     numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0, 0.0))]
-    return torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
+    references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
+    num_broken = int((~references.isfinite()).any(1).sum())
+    if num_broken:
+        raise ModelError(
+            f"expected finite log-probabilities of every reply under the base model, found others in {num_broken} of "
+            f"{len(dataset)} pairs; its weights are broken, or {backbone.dtype} is too narrow for it "
+            "(dtype: float32)"
+        )
+    return references
 
 
 def _key(task: Task, backbone: Backbone, dataset: EncodedDataset) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprin
 from alto.executor.references import References, find_references
 from alto.executor.roster import Roster
 from alto.objectives import find_objective
-from alto.records import ExitDecision, ExitReason, TaskPlan, Throughput, ThroughputPoint
+from alto.records import ExitDecision, ExitReason, LossPoint, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
 from alto.spec import Job, JobConfig, Task
+from alto.spec.metric import metric_notes
 
 __all__ = ["TaskRun"]
 
@@ -95,6 +96,7 @@ class TaskRun:
 
     def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
         """Say what is about to be trained, and what is expected of it."""
+        metric_note = metric_notes(self.task.metric, self.task.method, [run.config for run in self.runs.values()])
         self.journal.append(
             "task_started",
             task=self.task.name,
@@ -102,10 +104,11 @@ class TaskRun:
             base_model=self._backbone.path,
             dataset=self.task.dataset,
             method=self.task.method,
+            metric=self.task.metric,
             num_train=len(self._data.train),
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
-            notes=[*past.notes, *self._data.notes, *self._rung_notes()],
+            notes=[*past.notes, *self._data.notes, *metric_note, *self._rung_notes()],
             **self._reference_facts(),
             max_slots=self.roster.num_slots,
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
@@ -283,10 +286,8 @@ class TaskRun:
         self._ranks.wait()  # until the journal is, too
         self.roster.commit()
 
-    def complete(self) -> None:
+    def complete(self, winner: LossPoint) -> None:
         """Say who won, and what it took."""
-        winner = self.race.winner()
-        assert winner is not None
         runs = self.runs.values()
         self.journal.append(
             "task_completed",

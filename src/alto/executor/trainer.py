@@ -134,7 +134,7 @@ class Trainer:
         """One optimizer step of every seated job in ``runs`` on its next batch; counts nothing.
 
         Returns:
-            The training loss of each, nats per token, before the step.
+            The training loss of each before the step, as its objective has it.
 
         Raises:
             RowTooLargeError, DeviceMemoryError: As :meth:`backward` and :meth:`update` do.

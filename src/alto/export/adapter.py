@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunNotFoundError
-from alto.records import TaskResult
+from alto.export.metrics import format_metric, loss_unit, metric_name
+from alto.records import JobResult, TaskResult
 from alto.runs import replace_file, sync_folder, writing
+from alto.spec.metric import LOSS
 
 __all__ = ["export_best"]
 
 METRICS_NAME = "metrics.json"
 
 
-def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: str) -> Path:
+def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: str, method: str) -> Path:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
     Args:
         best_of_job: The winner's own ``best/`` folder, PEFT format.
-        model, dataset: As the task names them, for the card.
+        model, dataset, method: As the task names them, for the card.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -44,7 +48,7 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
         shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
         base_model = json.loads((fresh / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
         replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
-        replace_file(fresh / "README.md", _card(metrics, base_model, model, dataset))
+        replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method))
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
         sync_folder(folder.parent)
@@ -52,12 +56,15 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
 
 
 def _metrics(result: TaskResult) -> dict[str, Any]:
-    best = next(job for job in result.jobs if job.job == result.best_job)
+    best = _best(result)
     return {
         "task": result.task,
         "job": best.job,
         "config": dict(best.config),
+        "metric": result.metric,
         "validation_loss": best.best_validation_loss,
+        # Strict JSON has no NaN and no infinity.
+        "metrics": {name: value if math.isfinite(value) else str(value) for name, value in best.best_metrics.items()},
         "step": best.best_step,
         "total_steps": best.total_steps,
         "num_jobs": len(result.jobs),
@@ -65,11 +72,26 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
         "samples_budgeted": result.samples_budgeted,
         "samples_saved": round(result.samples_saved, 6),
         "duration_s": round(result.duration_s, 3),
+        **_finalists(result),
     }
 
 
-def _card(metrics: Mapping[str, Any], base_model: str, model: str, dataset: str) -> str:
-    settings = "\n".join(f"| {key} | {value} |" for key, value in metrics["config"].items())
+def _finalists(result: TaskResult) -> dict[str, Any]:
+    """By whose answers the winner was chosen; nothing where it was not."""
+    if not result.finalists:
+        return {}
+    return {
+        "eval_accuracy": next(score.exact_match for score in result.finalists if score.job == result.best_job),
+        "finalists": [asdict(score) for score in result.finalists],
+    }
+
+
+def _card(result: TaskResult, base_model: str, model: str, dataset: str, method: str) -> str:
+    best = _best(result)
+    chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
+    measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
+    tables = {"measured on the validation rows": measured, "setting": best.config}
+    shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
     return f"""---
 base_model: {json.dumps(base_model)}
 library_name: peft
@@ -77,11 +99,11 @@ pipeline_tag: text-generation
 tags: [lora, alto]
 ---
 
-# {metrics["task"]}
+# {result.task}
 
 LoRA adapter for `{model}`, tuned on `{dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
-{metrics["num_jobs"]} configurations, validation loss {metrics["validation_loss"]:.4f} nats per token at step
-{metrics["step"]} of {metrics["total_steps"]}.
+{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(method)})
+at step {best.best_step} of {best.total_steps}.
 
 ```python
 from peft import PeftModel
@@ -91,7 +113,13 @@ base = AutoModelForCausalLM.from_pretrained({base_model!r})
 model = PeftModel.from_pretrained(base, "path/to/this/folder")
 ```
 
-| setting | value |
-|---|---|
-{settings}
-"""
+{shown}"""
+
+
+def _best(result: TaskResult) -> JobResult:
+    return next(job for job in result.jobs if job.job == result.best_job)
+
+
+def _table(heading: str, rows: Mapping[str, Any]) -> str:
+    lines = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    return f"| {heading} | value |\n|---|---|\n{lines}"

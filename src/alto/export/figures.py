@@ -13,67 +13,113 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.export.metrics import is_share, metric_name
 from alto.export.tables import JobRow
 from alto.export.wording import format_count, format_duration, format_loss, format_share
-from alto.records import LossPoint
 from alto.runs import JobHistory, RunHistory
 
-__all__ = ["LossFigure", "OccupancyFigure", "View", "choose_view", "loss_figure", "occupancy_figure"]
+__all__ = [
+    "TRAINING_LOSS",
+    "VALIDATION_LOSS",
+    "CurveFigure",
+    "OccupancyFigure",
+    "Quantity",
+    "View",
+    "choose_view",
+    "curve_figure",
+    "metric_quantity",
+    "occupancy_figure",
+]
 
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The range of losses a figure shows at first, and what it leaves out.
+class Quantity:
+    """What is drawn of every job.
 
     Attributes:
-        low: Lower end, nats per token.
-        high: Upper end, nats per token.
-        num_above: Jobs whose curve leaves the view at the top.
-        highest: The largest finite loss of any job.
-        num_not_finite: Jobs with a loss that is infinite or not a number.
+        values_of: Its value at each evaluation of a job.
+        hover: Name and value in plotly's template, as they are read off a curve.
+        tick_format: Of the axis, in d3's words; empty for plotly's own.
+        more_is_better: Whether the best curves lie at the top.
+    """
+
+    values_of: Callable[[JobHistory], Sequence[float]]
+    hover: str = "loss %{y:.4f}"
+    tick_format: str = ""
+    more_is_better: bool = False
+
+
+VALIDATION_LOSS = Quantity(values_of=lambda job: [point.validation_loss for point in job.evaluations])
+TRAINING_LOSS = Quantity(values_of=lambda job: [point.train_ema for point in job.evaluations])
+
+
+def metric_quantity(metric: str) -> Quantity:
+    """A metric of which more is better."""
+    return Quantity(
+        values_of=lambda job: [metrics.get(metric, math.nan) for metrics in job.metrics],
+        hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
+        tick_format=".0%" if is_share(metric) else "",
+        more_is_better=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The range of values a figure shows at first, and what it leaves out at the end where the worse ones are.
+
+    Attributes:
+        low, high: Its ends.
+        more_is_better: Whether the worse values are the lower ones.
+        num_outside: Jobs whose curve leaves the view there.
+        worst: The worst finite value of any job.
+        num_not_finite: Jobs with a value that is infinite or not a number.
     """
 
     low: float
     high: float
-    num_above: int
-    highest: float
+    more_is_better: bool
+    num_outside: int
+    worst: float
     num_not_finite: int
 
     @property
     def note(self) -> str:
         """What the view leaves out, in words; empty if nothing."""
         notes = []
-        if self.num_above:
-            subject = "1 job leaves" if self.num_above == 1 else f"{self.num_above} jobs leave"
+        if self.num_outside:
+            subject = "1 job leaves" if self.num_outside == 1 else f"{self.num_outside} jobs leave"
+            where, which = ("bottom", "lowest value") if self.more_is_better else ("top", "highest loss")
             notes.append(
-                f"{subject} this view at the top (highest loss {format_loss(self.highest)}): "
+                f"{subject} this view at the {where} ({which} {format_loss(self.worst)}): "
                 "the axis is cut so that the others stay readable. Double-click the figure to see everything."
             )
         if self.num_not_finite:
             subject = "1 job" if self.num_not_finite == 1 else f"{self.num_not_finite} jobs"
-            notes.append(f"{subject} reached a loss that is not finite; such points cannot be drawn.")
+            what = "value" if self.more_is_better else "loss"
+            notes.append(f"{subject} reached a {what} that is not finite; such points cannot be drawn.")
         return " ".join(notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossFigure:
-    """Traces of one loss figure and the view it opens with (None if there is nothing to show)."""
+class CurveFigure:
+    """Traces of one figure of curves and the view it opens with (None if there is nothing to show)."""
 
     traces: list[dict[str, Any]]
     view: View | None
 
 
-def choose_view(curves: Mapping[str, Sequence[float]]) -> View | None:
+def choose_view(curves: Mapping[str, Sequence[float]], *, more_is_better: bool = False) -> View | None:
     """The range that shows the jobs worth comparing, however far others diverge.
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
     curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
-    jobs may diverge without flattening the rest.
+    jobs may diverge without flattening the rest. Where more is better, all of this is upside down.
     """
-    finite = {name: kept for name, curve in curves.items() if (kept := [x for x in curve if math.isfinite(x)])}
+    sign = -1.0 if more_is_better else 1.0
+    finite = {name: kept for name, curve in curves.items() if (kept := [sign * x for x in curve if math.isfinite(x)])}
     if not finite:
         return None
     by_lowest = sorted(finite.values(), key=min)
@@ -84,23 +130,26 @@ def choose_view(curves: Mapping[str, Sequence[float]]) -> View | None:
     limit = low + 4 * extent
     high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
     margin = 0.06 * max(high - low, extent)
+    ends = sorted((sign * (low - margin), sign * (high + margin)))
     return View(
-        low=low - margin,
-        high=high + margin,
-        num_above=sum(max(curve) > limit for curve in finite.values()),
-        highest=max(max(curve) for curve in finite.values()),
+        low=ends[0],
+        high=ends[1],
+        more_is_better=more_is_better,
+        num_outside=sum(max(curve) > limit for curve in finite.values()),
+        worst=sign * max(max(curve) for curve in finite.values()),
         num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
     )
 
 
-def loss_figure(history: RunHistory, rows: Iterable[JobRow], loss_of: Callable[[LossPoint], float]) -> LossFigure:
+def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
     """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
     evaluated = [job for job in history.jobs.values() if job.evaluations]
-    view = choose_view({job.job: [loss_of(point) for point in job.evaluations] for job in evaluated})
+    curves = {job.job: quantity.values_of(job) for job in evaluated}
+    view = choose_view(curves, more_is_better=quantity.more_is_better)
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     best = history.best
     if view is None:
-        return LossFigure(traces=[], view=None)
+        return CurveFigure(traces=[], view=None)
     counts: dict[str, int] = {}
     for job in evaluated:
         role = _role(job, best)
@@ -108,9 +157,9 @@ def loss_figure(history: RunHistory, rows: Iterable[JobRow], loss_of: Callable[[
     traces, seen = _rung_traces(history, view), set()
     for job in sorted(evaluated, key=lambda job: _drawing_order(_role(job, best))):
         role = _role(job, best)
-        traces.append(_curve(job, role, counts[role], labels[job.job], loss_of, show_legend=role not in seen))
+        traces.append(_curve(job, role, counts[role], labels[job.job], quantity, show_legend=role not in seen))
         seen.add(role)
-    return LossFigure(traces=traces, view=view)
+    return CurveFigure(traces=traces, view=view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,19 +229,19 @@ def _worked_s(history: RunHistory, time: float) -> float:
 
 
 def _curve(
-    job: JobHistory, role: str, num_alike: int, label: str, loss_of: Callable[[LossPoint], float], *, show_legend: bool
+    job: JobHistory, role: str, num_alike: int, label: str, quantity: Quantity, *, show_legend: bool
 ) -> dict[str, Any]:
-    losses = [loss_of(point) for point in job.evaluations]
+    values = quantity.values_of(job)
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "x": [point.progress for point in job.evaluations],
-        "y": [loss if math.isfinite(loss) else None for loss in losses],
+        "y": [value if math.isfinite(value) else None for value in values],
         "name": f"best: {html.escape(job.job)}" if role == "best" else f"{role} ({format_count(num_alike)})",
         "legendgroup": role,
         "showlegend": show_legend,
         "text": _hover_name(job.job, label),
-        "hovertemplate": "%{text}<br>loss %{y:.4f} after %{x:.1%} of its steps<extra></extra>",
+        "hovertemplate": f"%{{text}}<br>{quantity.hover} after %{{x:.1%}} of its steps<extra></extra>",
         "meta": {"role": role},
     }
 

@@ -1,9 +1,9 @@
-"""How much each setting alone decided about the loss, as far as the jobs of a run can tell.
+"""How much each setting alone decided about what the task chooses by, as far as the jobs of a run can tell.
 
-Jobs that were stopped early cannot be compared by their last losses, so all are compared at equal progress: at the
-first rung, or without rungs at the last progress that all have reached. Their losses are turned into ranks, which
-neither a diverging job nor the scale of the loss can distort; the share of the differences between ranks that a
-setting explains is epsilon squared of a one-way analysis of variance: eta squared less what chance would give it.
+Jobs that were stopped early cannot be compared by their last evaluations, so all are compared at equal progress: at
+the first rung, or without rungs at the last progress that all have reached. Their scores are turned into ranks, which
+neither a diverging job nor a scale can distort; the share of the differences between ranks that a setting explains is
+epsilon squared of a one-way analysis of variance: eta squared less what chance would give it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ __all__ = ["MIN_JOBS", "Importance", "SettingImportance", "importance_of_setting
 
 MIN_JOBS = 8
 """Jobs with a finite loss below which chance would say more than the settings."""
+
+_WORST = (math.inf, math.inf)
 
 NUM_BINS = 3
 """Groups of equal size into which a setting is cut that has its own value in most jobs."""
@@ -68,11 +70,11 @@ class Importance:
 
 def importance_of_settings(history: RunHistory) -> Importance | None:
     """The importance of the settings that vary; None if there are too few jobs or settings to tell."""
-    progress, losses = _losses_at_equal_progress(history)
-    if sum(map(math.isfinite, losses.values())) < MIN_JOBS:
+    progress, scores = _scores_at_equal_progress(history)
+    if sum(score != _WORST for score in scores.values()) < MIN_JOBS:
         return None
-    ranks = _ranks(losses)
-    configs = {job: tidy_config(history.jobs[job].config) for job in losses}
+    ranks = _ranks(scores)
+    configs = {job: tidy_config(history.jobs[job].config) for job in scores}
     settings = [
         found
         for key in varying_keys(list(configs.values()))
@@ -82,34 +84,34 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
         return None
     return Importance(
         progress=progress,
-        num_jobs=len(losses),
-        num_left_out=len(history.jobs) - len(losses),
+        num_jobs=len(scores),
+        num_left_out=len(history.jobs) - len(scores),
         settings=tuple(sorted(settings, key=lambda setting: -setting.share)),
     )
 
 
-def _losses_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, float]]:
-    """The progress at which jobs are compared, and the validation loss of every job there; infinite if it diverged."""
+def _scores_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, tuple[float, float]]]:
+    """The progress at which jobs are compared, and the score of every job there; the worst if it diverged."""
     reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
     if not reached:
         return 0.0, {}
     progress = min([rung.progress for rung in history.rung_settings] or reached)
-    losses = {name: _loss_at(job, progress) for name, job in history.jobs.items() if not job.origin}
-    return progress, {name: loss for name, loss in losses.items() if loss is not None}
+    scores = {name: _score_at(job, progress) for name, job in history.jobs.items() if not job.origin}
+    return progress, {name: score for name, score in scores.items() if score is not None}
 
 
-def _loss_at(job: JobHistory, progress: float) -> float | None:
+def _score_at(job: JobHistory, progress: float) -> tuple[float, float] | None:
     for point in job.evaluations:
         if point.progress >= progress - 1e-9:
-            return point.validation_loss if math.isfinite(point.validation_loss) else math.inf
-    return math.inf if job.exit_reason == ExitReason.DIVERGING else None
+            return point.score if math.isfinite(point.validation_loss) else _WORST
+    return _WORST if job.exit_reason == ExitReason.DIVERGING else None
 
 
-def _ranks(losses: Mapping[str, float]) -> dict[str, float]:
-    """Ranks from 1, best first; equal losses share the mean of their ranks."""
-    ordered = sorted(losses.values())
-    first = {loss: ordered.index(loss) for loss in set(ordered)}
-    return {job: first[loss] + (ordered.count(loss) + 1) / 2 for job, loss in losses.items()}
+def _ranks(scores: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Ranks from 1, best first; equal scores share the mean of their ranks."""
+    ordered = sorted(scores.values())
+    first = {score: ordered.index(score) for score in set(ordered)}
+    return {job: first[score] + (ordered.count(score) + 1) / 2 for job, score in scores.items()}
 
 
 def _judge(key: str, values: Mapping[str, Any], ranks: Mapping[str, float]) -> SettingImportance | None:

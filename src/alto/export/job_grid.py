@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from alto.export.metrics import format_metric, short_metric
 from alto.export.tables import JobRow
 from alto.export.wording import format_loss, format_share
 
@@ -59,6 +60,7 @@ class JobGrid:
 
     Attributes:
         settings: Short names of the configuration columns.
+        metrics: Names of the metrics that have columns.
         rows: Jobs, in the order in which they are drawn.
         notes: What the last column says of every row.
         note_name: Heading of the last column.
@@ -66,6 +68,7 @@ class JobGrid:
     """
 
     settings: tuple[str, ...]
+    metrics: tuple[str, ...]
     rows: Sequence[JobRow]
     notes: Sequence[str]
     note_name: str
@@ -119,6 +122,10 @@ class JobGrid:
         }
         for name, (cells, worth_of) in losses.items():
             columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
+        for index, metric in enumerate(self.metrics):
+            cells = [format_metric(metric, row.metrics[index]) for row in rows]
+            worth = (BEST, len(self.metrics) - index)
+            columns.append(_text_column(short_metric(metric), cells, worth=worth, narrowest=6, is_number=True))
         if any(self.notes):
             notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]
             columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from alto.export.metrics import format_metric, metric_name, short_metric
 from alto.export.wording import (
     clean,
     format_count,
@@ -44,6 +45,9 @@ def render_page(template: str, **context: Any) -> str:
         "share": format_share,
         "finite": _finite,
         "short_name": short_name,
+        "metric": lambda value, name: format_metric(name, value),
+        "metric_name": metric_name,
+        "short_metric": short_metric,
     }
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment.get_template(template).render(**context, plotly_js=Markup(_plotly_bundle()))

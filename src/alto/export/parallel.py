@@ -1,4 +1,4 @@
-"""Parallel coordinates: one line per job through its settings to its best validation loss.
+"""Parallel coordinates: one line per job through its settings to the best it has reached.
 
 A setting with few values has a band for each, in which the lines are spread by their loss so that none hides another;
 a setting with many numbers is an axis, logarithmic where they span decades. Positions are in [0, 1], low to high.
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.export.metrics import describe_metrics, metric_name, shown_metrics
 from alto.export.wording import (
     clean,
     describe_config,
@@ -22,8 +23,9 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import JobHistory, RunHistory
+from alto.spec.metric import LOSS
 
-__all__ = ["Axis", "loss_axis", "parallel_figure", "setting_axis"]
+__all__ = ["Axis", "parallel_figure", "result_axis", "setting_axis"]
 
 MOST_BANDS = 12
 DECADES_FOR_LOG = 1.0
@@ -50,7 +52,12 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
         return None
     order = [job.job for job in sorted(jobs, key=lambda job: job.rank_key)]
     axes = [setting_axis(short_name(key), {job: configs[job].get(key) for job in order}) for key in keys]
-    axes.append(loss_axis({job.job: job.best_validation_loss for job in jobs}))
+    if history.metric == LOSS:
+        axes.append(result_axis("best validation loss", {job.job: job.best_validation_loss for job in jobs}))
+    else:
+        found = {job.job: job.best_metrics.get(history.metric, math.nan) for job in jobs}
+        axes.append(result_axis(f"best {metric_name(history.metric)}", found))
+    shown = shown_metrics(history)
     names = [name for name in order if math.isfinite(history.jobs[name].best_validation_loss)]
     seen: set[str] = set()
     traces = []
@@ -65,7 +72,8 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
                 "legendrank": 1 + list(_ROLES).index(role),
                 "showlegend": role not in seen,
                 "text": f"<b>{html.escape(clean(job.job))}</b><br>{label}"
-                f"<br>best validation loss {_loss_text(job.best_validation_loss)}",
+                f"<br>best validation loss {_loss_text(job.best_validation_loss)}"
+                + "".join(f"<br>{html.escape(describe_metrics(job.best_metrics, (name,)))}" for name in shown),
                 "meta": {"role": role},
             }
         )
@@ -98,10 +106,10 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
     return Axis(name=name, positions=positions, ticks=tuple(ticks))
 
 
-def loss_axis(losses: Mapping[str, float]) -> Axis:
-    """The axis of the best losses, lowest at the bottom; what is not finite lies above its end."""
-    axis = _continuous("best validation loss", {job: loss for job, loss in losses.items() if math.isfinite(loss)})
-    missing = {job: NOT_FINITE_AT for job, loss in losses.items() if not math.isfinite(loss)}
+def result_axis(name: str, values: Mapping[str, float]) -> Axis:
+    """The axis of what jobs have reached, lowest at the bottom; what is not finite lies above its end."""
+    axis = _continuous(name, {job: value for job, value in values.items() if math.isfinite(value)})
+    missing = {job: NOT_FINITE_AT for job, value in values.items() if not math.isfinite(value)}
     ticks = (*axis.ticks, (NOT_FINITE_AT, "none finite")) if missing else axis.ticks
     return Axis(name=axis.name, positions={**axis.positions, **missing}, ticks=ticks)
 

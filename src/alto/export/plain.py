@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import IO, Any
 
+from alto.export.metrics import format_metric, metric_name
 from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
     describe_config,
+    describe_finalists,
     describe_memory_event,
     describe_profile,
     describe_rungs,
@@ -25,6 +27,7 @@ from alto.export.wording import (
 )
 from alto.records import ExitReason
 from alto.runs import JobHistory, RunHistory
+from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
 
@@ -92,13 +95,16 @@ class PlainView:
                 self._on_exited(self.history.jobs[str(event["job"])])
             case "job_completed":
                 job = self.history.jobs[str(event["job"])]
-                self._say(f"{self._name(job)} completed, best validation loss {format_loss(job.best_validation_loss)}")
+                measured = "validation loss " if self.history.metric == LOSS else ""
+                self._say(f"{self._name(job)} completed, best {measured}{self._worth(job)}")
             case "warmup_ended":
                 self._on_rung()
             case "profile":
                 self._say(describe_profile(event))
             case "oom":
                 self._say(describe_memory_event(event))
+            case "finalists_judged":
+                self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
             case "task_completed":
                 self._on_completed()
 
@@ -123,7 +129,7 @@ class PlainView:
     def _on_resumed(self) -> None:
         history = self.history
         self._tenths_told = int(history.settled_share * 10)
-        self._best_told = history.best.best_validation_loss if history.best else None
+        self._best_told = self._score(history.best) if history.best else None
         ranks = f" on {history.num_ranks} ranks" if history.num_ranks > 1 else ""
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
@@ -160,16 +166,13 @@ class PlainView:
             return
         least = SMALLEST_NEWS * 2 ** (self._num_bests_told // 10)
         told = self._best_told
-        if told is None or best.best_validation_loss < told - least * abs(told):
+        if told is None or self._score(best) < told - least * abs(told):
             self._tell_best(best)
 
     def _tell_best(self, best: JobHistory) -> None:
         self._num_bests_told += 1
-        self._best_told = best.best_validation_loss
-        self._say(
-            f"best so far {format_loss(best.best_validation_loss)}: {self._name(best)} at step {best.best_step} "
-            f"of {best.total_steps}"
-        )
+        self._best_told = self._score(best)
+        self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
 
     def _on_exited(self, job: JobHistory) -> None:
         # The line of their rung tells of all that it dropped.
@@ -181,13 +184,13 @@ class PlainView:
     def _on_rung(self) -> None:
         self._tell_admitted()
         rung, best = self.history.rungs[-1], self.history.best
-        leader = f"; best {format_loss(best.best_validation_loss)}: {self._name(best)}" if best is not None else ""
+        leader = f"; best {self._worth(best)}: {self._name(best)}" if best is not None else ""
         self._say(
             f"rung at {format_share(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
             f"underperforming{leader}"
         )
         if best is not None:
-            self._best_told = best.best_validation_loss
+            self._best_told = self._score(best)
 
     def _tell_progress(self) -> None:
         history = self.history
@@ -203,15 +206,22 @@ class PlainView:
     def _on_completed(self) -> None:
         self._tell_admitted()
         history, best = self.history, self.history.best
-        outcome = (
-            f"best {format_loss(best.best_validation_loss)}: {self._name(best)}"
-            if best is not None
-            else "no usable job"
-        )
+        outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
         self._say(
             f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
             f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
         )
+
+    def _score(self, job: JobHistory) -> float:
+        """What its best is told by; less is better."""
+        return job.best_validation_loss if self.history.metric == LOSS else -job.best_gain
+
+    def _worth(self, job: JobHistory) -> str:
+        """Its best, in words."""
+        metric = self.history.metric
+        if metric == LOSS:
+            return format_loss(job.best_validation_loss)
+        return f"{metric_name(metric)} {format_metric(metric, job.best_metrics.get(metric))}"
 
     def _name(self, job: JobHistory) -> str:
         config = describe_config(tidy_config(job.config), self._keys)

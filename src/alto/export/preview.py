@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from alto.export.wording import clean, format_count
-from alto.records import DataPreview, PreviewExample
+from alto.records import DataPreview, PreviewExample, Segments
 
 __all__ = ["preview_text"]
 
@@ -60,11 +60,19 @@ def _split_line(preview: DataPreview, split: str) -> str:
 
 def _example(example: PreviewExample, number: int, marked: bool) -> Text:
     text = Text(f"\n--- example {number}, {example.num_tokens} tokens\n")
+    _append(text, example.segments, marked)
+    for side, segments in (("chosen", example.chosen), ("rejected", example.rejected)):
+        if segments:
+            text.append(f"\n--- {side}\n")
+            _append(text, segments, marked)
+    return text
+
+
+def _append(text: Text, segments: Segments, marked: bool) -> None:
     opening, closing = TRAINED_MARKS
-    for part, is_trained in example.segments:
+    for part, is_trained in segments:
         shown = visible(part)
         if is_trained and marked:
             text.append(f"{opening}{shown}{closing}")
         else:
             text.append(shown, style=TRAINED_STYLE if is_trained else "")
-    return text

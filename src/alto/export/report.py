@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.export.figures import LossFigure, OccupancyFigure, loss_figure, occupancy_figure
+from alto.export.figures import (
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    CurveFigure,
+    OccupancyFigure,
+    curve_figure,
+    metric_quantity,
+    occupancy_figure,
+)
 from alto.export.importance import MIN_JOBS, importance_of_settings
+from alto.export.metrics import describe_metrics, loss_unit, metric_meaning, metric_name
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
 from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
 from alto.export.wording import (
+    describe_finalists,
     describe_rungs,
     describe_task,
     tidy_config,
@@ -34,7 +45,7 @@ def write_report(run_dir: str | Path) -> Path:
         RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
     """
     run_dir = Path(run_dir)
-    page = render_report(read_history(run_dir), run_dir, _read_evaluations(run_dir / "best" / "metrics.json"))
+    page = render_report(read_history(run_dir), run_dir, _evaluations(run_dir))
     return write_page(run_dir / REPORT_NAME, page)
 
 
@@ -42,21 +53,25 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
     """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
 
     Args:
-        evaluations: What ``alto eval`` found of the best adapter, as it is written in its metrics.
+        evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
     """
     return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations)
 
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     table = job_table(history)
-    validation = loss_figure(history, table.rows, lambda point: point.validation_loss)
-    train = loss_figure(history, table.rows, lambda point: point.train_ema)
+    validation = curve_figure(history, table.rows, VALIDATION_LOSS)
+    train = curve_figure(history, table.rows, TRAINING_LOSS)
+    quantities = {name: metric_quantity(name) for name in table.metrics}
+    metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
     parallel = parallel_figure(history)
     slots = occupancy_figure(history, table.rows)
+    unit = loss_unit(str(history.settings.get("method", "sft")))
     return {
         "history": history,
         "table": table,
         "best": next((row for row in table.rows if row.is_best), None),
+        "finalists": describe_finalists(history.finalists),
         "is_finished": history.result is not None,
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
@@ -72,13 +87,28 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "adapter_dir": str(run_dir / "best"),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
+        "loss_unit": unit,
+        "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "validation": validation,
         "train": train,
+        "metric_sections": [
+            {
+                "id": f"metric-{index}",
+                "name": metric_name(name),
+                "meaning": metric_meaning(name),
+                "view": figure.view,
+            }
+            for index, (name, figure) in enumerate(metrics.items())
+        ],
         "parallel": parallel,
         "figures": {
             "parallel": parallel,
-            "validation": _loss_data(validation, "validation loss, nats per token"),
-            "train": _loss_data(train, "smoothed training loss, nats per token"),
+            "validation": _curve_data(validation, f"validation loss, {unit}"),
+            "train": _curve_data(train, f"smoothed training loss, {unit}"),
+            **{
+                f"metric-{index}": _curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
+                for index, name in enumerate(metrics)
+            },
             "slots": _slots_data(slots),
         },
         # Rungs early in a run crowd all that happens into the left edge of a linear axis.
@@ -86,9 +116,9 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _loss_data(figure: LossFigure, title: str) -> dict[str, Any]:
+def _curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
     view = [figure.view.low, figure.view.high] if figure.view is not None else None
-    return {"traces": figure.traces, "yTitle": title, "view": view}
+    return {"traces": figure.traces, "yTitle": html.escape(title), "yTickFormat": tick_format, "view": view}
 
 
 def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
@@ -96,12 +126,24 @@ def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
     return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}
 
 
+def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Of the best adapter and of every job's; of the base model, which lie beside each, once."""
+    folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
+    found: list[dict[str, Any]] = []
+    for name, folder in folders.items():
+        for entry in _read_evaluations(folder / "metrics.json"):
+            is_base = (entry.get("settings") or {}).get("weights") == "base"
+            line = {**entry, "adapter": "base" if is_base else name}
+            found += [line] if line not in found else []
+    return found
+
+
 def _read_evaluations(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return list(json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ())
-    except (ValueError, AttributeError) as error:
+        return [dict(entry) for entry in json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ()]
+    except (ValueError, AttributeError, TypeError) as error:
         raise RunError(
             f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
             "the run again to have its evaluations in the report."

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alto.export.metrics import shown_metrics
 from alto.export.wording import (
     clean,
     describe_config,
@@ -44,6 +45,7 @@ class JobRow:
         label: The varying configuration in one line.
         outcome: Reason of the exit, else the stage.
         explanation: Why the job ended early, in words; empty if it did not.
+        metrics: Values of the table's metrics at its best evaluation, in their order; None where there is none.
     """
 
     job: str
@@ -62,15 +64,17 @@ class JobRow:
     validation_loss: float | None
     best_validation_loss: float
     best_step: int
+    metrics: tuple[float | None, ...]
     samples_trained: int
     samples_budgeted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTable:
-    """Rows best first, and the short names of the configuration columns."""
+    """Rows best first, the short names of the configuration columns, and the metrics that have columns."""
 
     columns: tuple[str, ...]
+    metrics: tuple[str, ...]
     rows: tuple[JobRow, ...]
 
 
@@ -86,16 +90,24 @@ class ExitTotal:
 
 
 def job_table(history: RunHistory) -> JobTable:
-    """The job table of a run, finished or not: the chosen job first, then by best validation loss."""
+    """The job table of a run, finished or not: the chosen job first, then by their best evaluation."""
     configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
     keys = varying_keys(list(configs.values()))
+    metrics = shown_metrics(history)
     best = history.best
     dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
     rows = tuple(
-        _row(job, configs[job.job], keys, explain_exit(job, rung_progress=dropped_at.get(job.job)), is_best=job is best)
+        _row(
+            job,
+            configs[job.job],
+            keys,
+            metrics,
+            explain_exit(job, rung_progress=dropped_at.get(job.job)),
+            is_best=job is best,
+        )
         for job in history.ranked()
     )
-    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), rows=rows)
+    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), metrics=metrics, rows=rows)
 
 
 def run_notes(history: RunHistory) -> list[str]:
@@ -162,7 +174,13 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
 
 
 def _row(
-    job: JobHistory, config: Mapping[str, Any], keys: tuple[str, ...], explanation: str, *, is_best: bool
+    job: JobHistory,
+    config: Mapping[str, Any],
+    keys: tuple[str, ...],
+    metrics: tuple[str, ...],
+    explanation: str,
+    *,
+    is_best: bool,
 ) -> JobRow:
     return JobRow(
         job=clean(job.job),
@@ -181,6 +199,7 @@ def _row(
         validation_loss=job.validation_loss,
         best_validation_loss=job.best_validation_loss,
         best_step=job.best_step,
+        metrics=tuple(job.best_metrics.get(name) for name in metrics),
         samples_trained=job.samples_trained,
         samples_budgeted=job.samples_budgeted,
     )

@@ -18,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.export.job_grid import GRID_LINES, JobGrid
+from alto.export.metrics import describe_metrics, metric_name
 from alto.export.pace import Pace, expected_samples_left, next_stop
 from alto.export.plain import PlainView
 from alto.export.tables import JobTable, exit_totals, job_table, run_notes
 from alto.export.wording import (
     clean,
+    describe_finalists,
     describe_memory_event,
     describe_profile,
     describe_task,
@@ -32,6 +34,7 @@ from alto.export.wording import (
     format_share,
 )
 from alto.runs import Event, JobHistory, RunHistory
+from alto.spec.metric import LOSS
 
 __all__ = ["LiveView", "final_summary", "open_view"]
 
@@ -146,6 +149,7 @@ class LiveView:
             "",
             JobGrid(
                 settings=table.columns,
+                metrics=table.metrics,
                 rows=rows,
                 notes=notes,
                 note_name="next / why",
@@ -203,6 +207,7 @@ def final_summary(
         "",
         JobGrid(
             settings=table.columns,
+            metrics=table.metrics,
             rows=table.rows,
             notes=[row.explanation for row in table.rows],
             note_name="why",
@@ -231,11 +236,16 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", no_wrap=True, overflow="ellipsis")
     label = "best" if history.result is not None else "best so far"
+    by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
+    metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
+    chosen = f"; chosen by answers: {describe_finalists(history.finalists)}" if history.finalists else ""
     return Text.assemble(
-        f"{label}: ",
+        f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
+        f", {metrics}" if metrics else "",
         (f" ({best.label})", "dim"),
+        chosen,
         no_wrap=True,
         overflow="ellipsis",
     )

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from alto.records import Rung
+from alto.records import FinalistScore, Rung
 
 __all__ = [
     "clean",
     "describe_config",
+    "describe_finalists",
     "describe_memory_event",
     "describe_profile",
     "describe_rungs",
@@ -113,6 +114,11 @@ def describe_rungs(rungs: Sequence[Rung]) -> str:
     return ", ".join(f"at {format_share(rung.progress)} keep {format_share(rung.keep)}" for rung in rungs)
 
 
+def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
+    """How many answers each got right."""
+    return ", ".join(f"{clean(score.job)} {score.num_correct} of {score.num_questions} right" for score in finalists)
+
+
 def describe_memory_event(event: Mapping[str, Any]) -> str:
     """What was done where memory ran out: ``memory ran out in the forward pass; now at most 512 tokens a pass``."""
     phase = str(event.get("phase"))
@@ -153,14 +159,16 @@ def format_setting(value: Any) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss in nats per token: four decimals, three significant digits from 1000 on, a dash when there is none."""
+    """A loss: four decimals, three significant digits from 1000 on and near zero, a dash when there is none."""
     if loss is None:
         return "–"
     if math.isnan(loss):
         return "not a number"
     if math.isinf(loss):
         return "infinite"
-    return f"{loss:.4f}" if abs(loss) < 1000 else _format_float(float(f"{loss:.3g}"))
+    if loss == 0 or 0.001 <= abs(loss) < 1000:
+        return f"{loss:.4f}"
+    return _format_float(float(f"{loss:.3g}"))
 
 
 def format_share(share: float) -> str:

@@ -8,6 +8,7 @@ from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import MultiLoraLinear, PassContext
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
 from alto.lora.peft_format import read_adapter, write_adapter
+from alto.lora.served import ServedAdapters, serving
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
 
@@ -20,6 +21,7 @@ __all__ = [
     "MultiLoraLinear",
     "OptimizerState",
     "PassContext",
+    "ServedAdapters",
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
@@ -31,5 +33,6 @@ __all__ = [
     "inject",
     "linear_modules",
     "read_adapter",
+    "serving",
     "write_adapter",
 ]

@@ -28,6 +28,9 @@ AdapterWeights = dict[str, tuple[Tensor, Tensor]]
 class AdapterBank:
     """Weights and gradients of all slots.
 
+    Args:
+        has_grads: False for adapters that nobody trains: gradients have a shape then, and no memory.
+
     Attributes:
         layout: What a row may hold.
         params_ZP: Adapter weights.
@@ -42,11 +45,12 @@ class AdapterBank:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        has_grads: bool = True,
     ) -> None:
         self.layout = layout
         self.num_slots = num_slots
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
-        self.grads_ZP = torch.zeros_like(self.params_ZP)
+        self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._places: dict[int, RowPlaces] = {}
         self._operands: list[tuple[int, LoraOperands]] = []

@@ -1,7 +1,23 @@
 """From the losses of tokens to one loss per job."""
 
 from alto.objectives.base import Objective, Terms
+from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
 from alto.objectives.passes import job_losses, pass_terms, reference_log_probs, token_losses
 from alto.objectives.registry import find_objective
+from alto.objectives.sums import run_sums
 
-__all__ = ["Objective", "Terms", "find_objective", "job_losses", "pass_terms", "reference_log_probs", "token_losses"]
+__all__ = [
+    "PREFERENCE_GAINS",
+    "PREFERENCE_METRICS",
+    "Objective",
+    "Pairs",
+    "Terms",
+    "check_pairs",
+    "find_objective",
+    "job_losses",
+    "pass_terms",
+    "preference_metrics",
+    "reference_log_probs",
+    "run_sums",
+    "token_losses",
+]

@@ -1,10 +1,10 @@
-"""What an objective is: from the log-probabilities of the trained tokens to one loss per job."""
+"""What an objective is: from the losses of the trained tokens to one loss per job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -27,15 +27,16 @@ class Terms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What is learned from a row. The base model has run when it is asked; it sees losses of tokens alone.
 
     An objective of your own: a class with these members whose instances hold no state, named in the entry-point group
     ``alto.objectives`` of your package (``my_method = "my_package:MyObjective"``); a task asks for it by that name with
-    ``method: my_method``.
+    ``method: my_method``. ``docs/objectives.md`` has one.
 
-    Every job is to be computed from its own tokens alone, in an order of sums that its own length decides
-    (:mod:`alto.objectives.sums` has such sums): then nobody in its company changes it by a bit.
+    Every job is to be computed from its own tokens alone, and in an order that its own tokens decide: then nobody in
+    its company changes it by a bit. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
 
     Attributes:
         metrics: Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`.
@@ -48,7 +49,7 @@ class Objective(Protocol):
     asks_base: bool
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        """Make sure that it can learn from such rows with such settings.
+        """Make sure, before anything is trained, that it can learn from such rows with such settings.
 
         Raises:
             DataError: The rows are no pairs, or are pairs.

@@ -1,16 +1,15 @@
 """Direct preference optimisation: of two replies to a prompt, the chosen one is to gain more on the frozen base than
 the rejected one.
 
-The losses are those of TRL's ``DPOTrainer`` under the same names, per pair; ``label_smoothing`` of ``sigmoid`` is that
-of cDPO. Sources: sigmoid arXiv:2305.18290, ipo 2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409,
-apo 2408.06266.
+The losses are those of TRL's ``DPOTrainer`` under the same names, per pair. But ``label_smoothing`` of ``sigmoid`` is
+that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` passes over. Sources: sigmoid arXiv:2305.18290, ipo
+2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409, apo 2408.06266.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,17 +18,15 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
-from alto.objectives.sums import to_device
 from alto.spec import JobConfig
 
 __all__ = ["Dpo"]
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Gains:
-    """Of some pairs: what the replies have gained on the base, and the settings of their jobs. All ``[Q]`` float64."""
+    """Of all pairs of a pass: what the replies have gained on the base, and the settings of their jobs; all ``[Q]``
+    float64."""
 
     chosen_Q: Tensor
     rejected_Q: Tensor
@@ -44,10 +41,6 @@ class _Gains:
 
     def margin_per_token(self) -> Tensor:
         return self.chosen_Q / self.chosen_length_Q - self.rejected_Q / self.rejected_length_Q
-
-    def take(self, pairs: Tensor) -> _Gains:
-        """Those of the pairs with these indices."""
-        return _Gains(*(getattr(self, field.name).index_select(0, pairs) for field in fields(self)))
 
 
 def _sigmoid(gains: _Gains) -> Tensor:
@@ -94,7 +87,11 @@ _LOSSES: Mapping[str, Callable[[_Gains], Tensor]] = {
 
 
 class Dpo:
-    """The mean over pairs; a reward is ``beta`` times what a reply has gained on the base."""
+    """The mean over pairs; a reward is ``beta`` times what a reply has gained on the base.
+
+    ``kl`` is the mean gain of both replies, nats: an estimate of how far the adapter has gone from the base, on replies
+    that are the data's, not its own.
+    """
 
     metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "kl")
     gains: tuple[str, ...] = PREFERENCE_GAINS
@@ -106,32 +103,32 @@ class Dpo:
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
         assert batch.references_Q2 is not None, "the base has been asked"
         pairs = Pairs.of(losses_S, batch)
-        gains_Q2 = pairs.log_probs_Q2 - batch.references_Q2
+        gains_Q2 = pairs.gains_on(batch.references_Q2)
         gains = _Gains(
             chosen_Q=gains_Q2[:, 0],
             rejected_Q=gains_Q2[:, 1],
             chosen_length_Q=pairs.lengths_Q2[:, 0],
             rejected_length_Q=pairs.lengths_Q2[:, 1],
-            beta_Q=pairs.of_jobs([_set(config.beta) for config in configs]),
-            smoothing_Q=pairs.of_jobs([_set(config.label_smoothing) for config in configs]),
+            beta_Q=pairs.of_jobs([config.beta for config in configs]),
+            smoothing_Q=pairs.of_jobs([config.label_smoothing for config in configs]),
         )
         rewards_Q2 = gains_Q2.detach() * gains.beta_Q[:, None]
         metrics = {**preference_metrics(rewards_Q2), "kl": gains_Q2.detach().mean(1)}
-        return pairs.terms(_losses(gains, pairs.counts, configs), metrics)
+        return pairs.terms(_losses(gains, pairs, configs), metrics)
 
 
-def _losses(gains: _Gains, counts: Sequence[int], configs: Sequence[JobConfig]) -> Tensor:
-    """Loss of every pair in the form that its job asks for; a launch per form, not per job."""
-    types = [config.loss_type for config, count in zip(configs, counts, strict=True) for _ in range(count)]
-    if len(set(types)) == 1:
-        return _LOSSES[_set(types[0])](gains)
-    losses_Q = torch.zeros_like(gains.chosen_Q)
-    for name in dict.fromkeys(types):
-        pairs = to_device([index for index, other in enumerate(types) if other == name], losses_Q.device)
-        losses_Q = losses_Q.index_copy(0, pairs, _LOSSES[_set(name)](gains.take(pairs)))
+def _losses(gains: _Gains, pairs: Pairs, configs: Sequence[JobConfig]) -> Tensor:
+    """Loss of every pair in the form that its job asks for: each form of all pairs, not of some, which would lie
+    elsewhere in a vector."""
+    forms = [_form(config) for config in configs]
+    first, *others = dict.fromkeys(forms)
+    losses_Q = _LOSSES[first](gains)
+    for form in others:
+        is_asked_Q = pairs.of_jobs([name == form for name in forms]) > 0
+        losses_Q = torch.where(is_asked_Q, _LOSSES[form](gains), losses_Q)
     return losses_Q
 
 
-def _set(value: T | None) -> T:
-    assert value is not None, "the task has filled in what its method needs"
-    return value
+def _form(config: JobConfig) -> str:
+    assert config.loss_type is not None, "the task has filled in what its method needs"
+    return config.loss_type

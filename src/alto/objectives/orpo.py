@@ -20,6 +20,9 @@ from alto.spec import JobConfig
 
 __all__ = ["Orpo"]
 
+_CERTAIN = -1e-9
+"""The largest log-probability per token whose odds are finite enough to learn from."""
+
 
 class Orpo:
     """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
@@ -34,9 +37,8 @@ class Orpo:
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
         pairs = Pairs.of(losses_S, batch)
         log_p_Q2 = pairs.log_probs_Q2 / pairs.lengths_Q2
-        log_odds_Q2 = log_p_Q2 - torch.log1p(-torch.exp(log_p_Q2))
-        betas = [config.beta for config in configs if config.beta is not None]
-        beta_Q = pairs.of_jobs(betas)
+        log_odds_Q2 = log_p_Q2 - torch.log(-torch.expm1(log_p_Q2.clamp(max=_CERTAIN)))
+        beta_Q = pairs.of_jobs([config.beta for config in configs])
         odds_Q = -F.logsigmoid(log_odds_Q2[:, 0] - log_odds_Q2[:, 1])
         rewards_Q2 = log_p_Q2.detach() * beta_Q[:, None]
         return pairs.terms(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError
@@ -21,6 +22,10 @@ __all__ = ["PREFERENCE_GAINS", "PREFERENCE_METRICS", "Pairs", "check_pairs", "pr
 PREFERENCE_GAINS = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_GAINS, "chosen_reward", "rejected_reward")
 """What :func:`preference_metrics` gives; of the gains more is better."""
+
+_LANES = 16
+"""PyTorch's CPU kernels compute whole vectors of so many float64 in one way, and those that are left over in another,
+which rounds a sigmoid differently."""
 
 
 def check_pairs(dataset: EncodedDataset, method: str) -> None:
@@ -38,11 +43,12 @@ def check_pairs(dataset: EncodedDataset, method: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The pairs of one pass.
+    """The pairs of one pass, and behind them as many of nobody's as fill a whole number of vectors: so what is computed
+    of a pair, number by number, has the same bits wherever it lies.
 
     Attributes:
         log_probs_Q2: What the adapter gives the chosen and the rejected reply, float64 nats.
-        lengths_Q2: Trained tokens of both.
+        lengths_Q2: Trained tokens of both, float64.
         counts: Pairs of every job.
     """
 
@@ -53,23 +59,35 @@ class Pairs:
     @classmethod
     def of(cls, losses_S: Tensor, batch: TokenBatch) -> Pairs:
         """The pairs of ``batch``, whose trained tokens have ``losses_S``."""
+        lengths_Q2 = to_device(batch.sequence_targets, losses_S.device, torch.float64).view(-1, 2)
         return cls(
-            log_probs_Q2=-run_sums(losses_S, batch.sequence_targets).view(-1, 2),
-            lengths_Q2=to_device(batch.sequence_targets, losses_S.device, torch.float64).view(-1, 2),
+            log_probs_Q2=_filled(-run_sums(losses_S, batch.sequence_targets).view(-1, 2)),
+            lengths_Q2=_filled(lengths_Q2),
             counts=batch.job_rows,
         )
 
-    def of_jobs(self, values: Sequence[float]) -> Tensor:
+    def gains_on(self, references_Q2: Tensor) -> Tensor:
+        """By how much the adapter gives the replies more than ``references_Q2``, of the batch's pairs: ``[Q, 2]``."""
+        return self.log_probs_Q2 - _filled(references_Q2)
+
+    def of_jobs(self, values: Sequence[float | None]) -> Tensor:
         """One value per job, said of each of its pairs: ``[Q]`` float64."""
-        repeated = [value for value, count in zip(values, self.counts, strict=True) for _ in range(count)]
+        repeated: list[float] = []
+        for value, count in zip(values, self.counts, strict=True):
+            assert value is not None, "the task has filled in what its method needs"
+            repeated += [value] * count
+        repeated += [1.0] * (len(self.log_probs_Q2) - len(repeated))
         return to_device(repeated, self.log_probs_Q2.device, torch.float64)
 
     def terms(self, losses_Q: Tensor, metrics: Mapping[str, Tensor]) -> Terms:
         """The sums of every job's pairs."""
         return Terms(
-            sums_J=run_sums(losses_Q, self.counts),
-            metrics={name: run_sums(values_Q.detach(), self.counts) for name, values_Q in metrics.items()},
+            sums_J=self._sums(losses_Q),
+            metrics={name: self._sums(values_Q.detach()) for name, values_Q in metrics.items()},
         )
+
+    def _sums(self, values_Q: Tensor) -> Tensor:
+        return run_sums(values_Q[: sum(self.counts)], self.counts)
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
@@ -81,3 +99,8 @@ def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
         "chosen_reward": chosen_Q,
         "rejected_reward": rejected_Q,
     }
+
+
+def _filled(values_Q2: Tensor) -> Tensor:
+    """``values_Q2`` and ones behind them."""
+    return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % _LANES), value=1.0)

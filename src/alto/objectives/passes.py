@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alto.backbone import Backbone
 from alto.data import TokenBatch
+from alto.errors import ShapeError
 from alto.objectives.base import Objective, Terms
 from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
@@ -28,11 +29,22 @@ def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, conf
 
     Args:
         configs: One per job.
+
+    Raises:
+        ShapeError: The objective does not give a number per job, or other metrics than it names.
     """
     losses_S = token_losses(backbone, batch)
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
-    return objective.terms(losses_S, batch, configs)
+    terms = objective.terms(losses_S, batch, configs)
+    wanted = dict.fromkeys(("loss", *objective.metrics), (len(batch.slots),))
+    found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
+    if found != wanted:
+        raise ShapeError(
+            f"{type(objective).__name__}.terms: expected numbers per job {wanted}, found {found}; correct its terms, "
+            "or the metrics that it names"
+        )
+    return terms
 
 
 def job_losses(

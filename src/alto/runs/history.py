@@ -13,10 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.records import LossPoint, Rung
+from alto.records import FinalistScore, LossPoint, Rung
 from alto.runs.fold import JournalFold
 from alto.runs.journal import Event
 from alto.runs.run_dir import RunDir
+from alto.spec.metric import LOSS, gain_of
 
 __all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
 
@@ -72,16 +73,19 @@ class JobHistory:
     """State of one job after the events seen so far.
 
     Attributes:
-        position: Place in the task's list of jobs; breaks ties of equal losses.
+        position: Place in the task's list of jobs; breaks ties of equal scores.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows the job sees if nothing ends it early.
         slot: Slot it sits in, None while it is in none; the first of one that is spread over the ranks.
         ranks: Ranks that train it, none while it is in no slot.
         step: Steps done.
-        train_losses: Training loss of every step, nats per token; NaN where the journal has a gap.
+        train_losses: Training loss of every step; NaN where the journal has a gap.
         evaluations: One point per evaluation, in the order of their steps.
-        best_step: Step of the best finite validation loss, 0 if there is none yet.
-        best_validation_loss: Nats per token, infinity if there is none yet.
+        metrics: What its method measured at each of them beside the loss, by name.
+        best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
+        best_validation_loss: The loss there, infinity if there is none yet.
+        best_gain: Value of the task's metric there, more is better; 0 where that is the loss.
+        best_metrics: What its method measured there.
         exit_reason: Why it ended early, as the journal spells it; None if it did not.
         origin: The job it is a clone of; None if it came with the task.
     """
@@ -98,8 +102,11 @@ class JobHistory:
     step: int = 0
     train_losses: list[float] = field(default_factory=list)
     evaluations: list[LossPoint] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
     best_step: int = 0
     best_validation_loss: float = math.inf
+    best_gain: float = 0.0
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
     exit_reason: str | None = None
     exit_evidence: Mapping[str, Any] = field(default_factory=dict)
     samples_at_end: int | None = None
@@ -143,10 +150,15 @@ class JobHistory:
         return self.evaluations[-1].validation_loss if self.evaluations else None
 
     @property
-    def rank_key(self) -> tuple[float, int]:
+    def best_score(self) -> tuple[float, float]:
+        """Orders jobs, the least first, as :attr:`LossPoint.score` orders evaluations."""
+        return (-self.best_gain, self.best_validation_loss)
+
+    @property
+    def rank_key(self) -> tuple[bool, tuple[float, float], int]:
         """Sorts jobs best first; a job without a finite validation loss comes last."""
-        loss = self.best_validation_loss
-        return (loss if math.isfinite(loss) else math.inf, self.position)
+        has_none = not math.isfinite(self.best_validation_loss)
+        return (has_none, (0.0, 0.0) if has_none else self.best_score, self.position)
 
 
 class RunHistory(JournalFold):
@@ -158,6 +170,7 @@ class RunHistory(JournalFold):
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first, as the journal tells it.
+        finalists: How those answered among whom answers choose the winner, best by the metric first.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
@@ -168,6 +181,7 @@ class RunHistory(JournalFold):
         self.rungs: list[RungOutcome] = []
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[Event] = []
+        self.finalists: tuple[FinalistScore, ...] = ()
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
         self._handlers = {
@@ -184,12 +198,18 @@ class RunHistory(JournalFold):
             "job_completed": self._on_completed,
             "warmup_ended": self._on_warmup_ended,
             "oom": self.memory_events.append,
+            "finalists_judged": self._on_finalists_judged,
             "task_completed": self._on_task_completed,
         }
 
     @property
     def name(self) -> str:
         return str(self.settings.get("task", "task"))
+
+    @property
+    def metric(self) -> str:
+        """What the task chooses by: ``loss``, or something its method measures of which more is better."""
+        return str(self.settings.get("metric") or LOSS)
 
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
@@ -243,7 +263,7 @@ class RunHistory(JournalFold):
         return min(1.0, (self.samples_trained + self.samples_saved) / self.samples_budgeted)
 
     def ranked(self) -> list[JobHistory]:
-        """All jobs, the chosen one first, then by best validation loss."""
+        """All jobs, the chosen one first, then by their best evaluation."""
         best = self.best
         return sorted(self.jobs.values(), key=lambda job: (job is not best, job.rank_key))
 
@@ -310,17 +330,20 @@ class RunHistory(JournalFold):
 
     def _on_eval(self, event: Event) -> None:
         job = self._job(event)
+        metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items()}
         point = LossPoint(
             job=job.job,
             step=int(event["step"]),
             total_steps=int(event.get("total_steps") or job.total_steps or event["step"]),
             train_ema=_number(event.get("train_ema")),
             validation_loss=_number(event.get("validation_loss")),
+            gain=gain_of(self.metric, metrics),
         )
         job.evaluations.append(point)
+        job.metrics.append(metrics)
         job.step = max(job.step, point.step)
-        if math.isfinite(point.validation_loss) and point.validation_loss < job.best_validation_loss:
-            job.best_step, job.best_validation_loss = point.step, point.validation_loss
+        if math.isfinite(point.validation_loss) and (not job.best_step or point.score < job.best_score):
+            _keep_best(job, point.step, point.validation_loss)
 
     def _on_parked(self, event: Event) -> None:
         job = self._job(event)
@@ -346,6 +369,9 @@ class RunHistory(JournalFold):
             )
         )
 
+    def _on_finalists_judged(self, event: Event) -> None:
+        self.finalists = tuple(FinalistScore(**score) for score in event["scores"])
+
     def _on_task_completed(self, event: Event) -> None:
         self.result = dict(event)
 
@@ -356,7 +382,7 @@ class RunHistory(JournalFold):
             job.samples_at_end = int(samples)
         best = _number(event.get("best_validation_loss"))
         if math.isfinite(best):
-            job.best_step, job.best_validation_loss = int(event.get("best_step") or 0), best
+            _keep_best(job, int(event.get("best_step") or 0), best)
 
     def _leave_slot(self, job: JobHistory, time: float | None, *, stage: Stage) -> None:
         for stay in self._open_stays.pop(job.job, ()):
@@ -372,6 +398,13 @@ def read_history(run_dir: str | Path) -> RunHistory:
         RunError: The journal is damaged, or says what no ALTO writes.
     """
     return RunHistory.read(RunDir(Path(run_dir)).journal_file)
+
+
+def _keep_best(job: JobHistory, step: int, validation_loss: float) -> None:
+    job.best_step, job.best_validation_loss = step, validation_loss
+    for point, metrics in zip(job.evaluations, job.metrics, strict=True):
+        if point.step == step:
+            job.best_gain, job.best_metrics = point.gain, metrics
 
 
 def _number(value: Any) -> float:

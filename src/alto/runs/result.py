@@ -31,6 +31,9 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         best_validation_loss=best.best_validation_loss,
         jobs=tuple(_job_result(job) for job in history.jobs.values()),
         duration_s=history.duration_s,
+        metric=history.metric,
+        best_metrics=best.best_metrics,
+        finalists=history.finalists,
     )
 
 
@@ -46,6 +49,7 @@ def _job_result(job: JobHistory) -> JobResult:
         best_validation_loss=job.best_validation_loss if job.best_step else math.inf,
         samples_trained=job.samples_trained,
         samples_budgeted=job.samples_budgeted,
+        best_metrics=job.best_metrics,
     )
 
 

@@ -48,7 +48,7 @@ class EarlyExit(SpecModel):
         window: Evaluations a divergence slope is fitted over.
         divergence_patience: Evaluations in a row at which a job must look diverging.
         overfitting_patience: Evaluations in a row at which a job must look overfit.
-        tau_slope: Slope from which a loss counts as rising, nats per token and evaluation.
+        tau_slope: Slope from which a loss counts as rising, in its own unit (nats per token) per evaluation.
         tau_gap: Gap between validation and smoothed training loss, relative to the latter (``paper`` only).
         tau_upturn: Rise of the validation loss over its best, relative to that best, below which it has not turned
             upward however smooth the curve is (``alto`` only).

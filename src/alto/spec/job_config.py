@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from alto.errors import UnsupportedError
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.method import LOSS_TYPES
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
@@ -82,11 +83,15 @@ class JobConfig(SpecModel):
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
     beta: float | None = Field(
-        default=None, gt=0, description="DPO: how dearly leaving the base is paid; ORPO: weight of the odds"
+        default=None,
+        gt=0,
+        description="DPO: how dearly leaving the base is paid; ORPO: weight of the odds; 0.1 if left",
     )
-    loss_type: str | None = Field(default=None, min_length=1, description="form of a preference loss")
+    loss_type: str | None = Field(
+        default=None, min_length=1, description=f"DPO: form of the loss: {', '.join(LOSS_TYPES)}; sigmoid if left"
+    )
     label_smoothing: float | None = Field(
-        default=None, ge=0, lt=0.5, description="DPO: share of pairs thought to be the wrong way round"
+        default=None, ge=0, lt=0.5, description="DPO: share of pairs thought to be the wrong way round; 0 if left"
     )
 
     def __init__(self, /, **values: Any) -> None:

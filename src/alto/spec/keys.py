@@ -55,6 +55,9 @@ TASK_ALIASES: Mapping[str, str] = {
 
 _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
+_FROZEN_BASE = "The reference of dpo is the frozen base, asked once for all jobs; remove the key."
+_ONLY_LOSS_TYPES = "The loss of dpo is one of 'loss_type' alone; remove the key."
+_CUT_AT_THE_END = "A talk is cut behind its first 'max_length' tokens, the prompt's included; remove the key."
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -108,8 +111,32 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "bf16": _USE_DTYPE,
     "fp16": _USE_DTYPE,
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
-    "label_smoothing_factor": "The loss is plain cross-entropy; remove the key.",
+    "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
     "neftune_noise_alpha": "No noise is added to embeddings; remove the key.",
+    **dict.fromkeys(
+        (
+            "precompute_ref_batch_size",
+            "precompute_ref_log_probs",
+            "ref_model",
+            "ref_model_init_kwargs",
+            "reference_free",
+            "sync_ref_model",
+        ),
+        _FROZEN_BASE,
+    ),
+    **dict.fromkeys(
+        (
+            "dpo_use_weighting",
+            "f_divergence_type",
+            "ld_alpha",
+            "loss_weights",
+            "pref_ftx",
+            "rpo_alpha",
+            "use_weighting",
+        ),
+        _ONLY_LOSS_TYPES,
+    ),
+    **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
 }
 """Well-known keys this version refuses, with the remedy: a user who writes one is not misspelling another."""
 
@@ -121,9 +148,13 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "fp16": (False,),
     "gradient_accumulation_steps": (1,),
     "label_smoothing_factor": (0,),
+    "f_divergence_type": ("reverse_kl",),
     "packing": (False,),
     "peft_type": ("LORA",),
+    "precompute_ref_log_probs": (False, True),
+    "pref_ftx": (0,),
     "task_type": ("CAUSAL_LM",),
+    "truncation_mode": ("keep_start",),
     **dict.fromkeys(("alpha_pattern", "loftq_config", "lr_scheduler_kwargs", "rank_pattern"), ({},)),
     **dict.fromkeys(
         (
@@ -131,9 +162,13 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
             "fan_in_fan_out",
             "lora_bias",
             "peft_use_dora",
+            "dpo_use_weighting",
             "pissa_init",
+            "reference_free",
+            "sync_ref_model",
             "use_dora",
             "use_qalora",
+            "use_weighting",
         ),
         (False,),
     ),

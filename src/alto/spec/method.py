@@ -9,7 +9,7 @@ from typing import Any
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.quoting import quoted
 
-__all__ = ["ENTRY_POINT_GROUP", "LOSS_TYPES", "OWN_METHODS", "check_method", "method_defaults"]
+__all__ = ["ENTRY_POINT_GROUP", "LOSS_TYPES", "OWN_METHODS", "check_method", "learns_from_pairs", "method_defaults"]
 
 ENTRY_POINT_GROUP = "alto.objectives"
 """Where packages register methods of their own."""
@@ -17,15 +17,18 @@ ENTRY_POINT_GROUP = "alto.objectives"
 LOSS_TYPES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down")
 """Forms of the loss of ``dpo``."""
 
+_SMOOTHED = ("sigmoid", "robust")
+"""Those of them that know ``label_smoothing``."""
+
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sft": {},
     "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
     "orpo": {"beta": 0.1},
 }
-OWN_METHODS = tuple(_DEFAULTS)
+"""Settings that a method has beside those of every job."""
 
-_KEYS = ("beta", "loss_type", "label_smoothing")
-_SMOOTHED = ("sigmoid", "robust")
+OWN_METHODS = tuple(_DEFAULTS)
+"""Methods that need no package."""
 
 
 def check_method(method: str) -> str:
@@ -34,13 +37,22 @@ def check_method(method: str) -> str:
     Raises:
         ValueError: Nobody does.
     """
-    others = sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
-    if method not in (*OWN_METHODS, *others):
-        raise ValueError(
-            f"should be one of {', '.join((*OWN_METHODS, *others))}, found {quoted(method)}. Correct the name, or "
-            f"install the package that registers it under {ENTRY_POINT_GROUP}."
+    if method in OWN_METHODS:
+        return method
+    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+    if method not in others:
+        remedy = (
+            f"Write method: dpo and loss_type: {method}."
+            if method in LOSS_TYPES
+            else f"Correct the name, or install the package that registers it under {ENTRY_POINT_GROUP}."
         )
+        raise ValueError(f"should be one of {', '.join((*OWN_METHODS, *others))}, found {quoted(method)}. {remedy}")
     return method
+
+
+def learns_from_pairs(method: str) -> bool | None:
+    """Whether the rows of ``method`` are preference pairs; None where a package brings it, which alone knows."""
+    return method != "sft" if method in OWN_METHODS else None
 
 
 def method_defaults(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +64,8 @@ def method_defaults(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = _DEFAULTS.get(method)
     if defaults is None:
-        return {}  # of a method of the user's own, which checks its settings itself
-    for key in _KEYS:
+        return {}  # of a package's method, whose objective checks its settings itself
+    for key in dict.fromkeys(key for known in _DEFAULTS.values() for key in known):
         if values.get(key) is not None and key not in defaults:
             having = [name for name, known in _DEFAULTS.items() if key in known]
             raise UnknownKeyError(
@@ -61,13 +73,18 @@ def method_defaults(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
                 "or change the method."
             )
     missing = {key: value for key, value in defaults.items() if values.get(key) is None}
-    chosen = {**values, **missing}
-    loss_type, smoothing = chosen.get("loss_type"), chosen.get("label_smoothing")
-    if method == "dpo" and loss_type not in LOSS_TYPES:
-        raise SpecError(f"loss_type should be one of {', '.join(LOSS_TYPES)}, found {quoted(loss_type)}. Correct it.")
-    if method == "dpo" and smoothing and loss_type not in _SMOOTHED:
-        raise SpecError(
-            f"label_smoothing should be 0 with loss_type {loss_type!r}, which knows none ({' and '.join(_SMOOTHED)} "
-            f"do), found {smoothing}. Remove one of the two."
-        )
+    if method == "dpo":
+        _check_dpo({**values, **missing})
     return missing
+
+
+def _check_dpo(settings: Mapping[str, Any]) -> None:
+    loss_type, smoothing = settings["loss_type"], settings["label_smoothing"]
+    if loss_type not in LOSS_TYPES:
+        remedy = f"Write method: {loss_type}." if loss_type in OWN_METHODS else "Write one of those."
+        raise SpecError(f"loss_type should be one of {', '.join(LOSS_TYPES)}, found {quoted(loss_type)}. {remedy}")
+    if smoothing and loss_type not in _SMOOTHED:
+        raise SpecError(
+            f"label_smoothing should be 0 with loss_type {loss_type!r}, found {smoothing}. Remove it, or write one of "
+            f"the forms that know it: {' or '.join(_SMOOTHED)}."
+        )

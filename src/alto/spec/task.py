@@ -17,6 +17,7 @@ from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import check_method, method_defaults
+from alto.spec.metric import LOSS, OWN_GAINS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
@@ -74,6 +75,9 @@ class Task(SpecModel):
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
             register others (:class:`alto.objectives.Objective`).
+        metric: What decides which checkpoint of a job is its best, who goes on at rungs, and who wins: the validation
+            loss, or something the method measures of which more is better; where that is equal, the loss. Divergence
+            and overfitting are told by losses in any case.
         data_seed: Decides the split and the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: Of tasks that wait, one of a lower priority never delays one of a higher.
@@ -82,6 +86,9 @@ class Task(SpecModel):
             preset says of its rows, and 1024 for any other dataset.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
+        select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
+            that end in ``#### N``, and most right answers win, ties by validation loss; on one GPU alone.
+        num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
         gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` leaves it to the engine, which
@@ -122,11 +129,14 @@ class Task(SpecModel):
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: str = Field(default="sft", description="what is learned from a row")
+    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is chosen by")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
+    select_by: Literal["metric", "eval_accuracy"] = Field(default="metric", description="what chooses the winner")
+    num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
     max_tokens_per_step: int | None = Field(
@@ -162,9 +172,13 @@ class Task(SpecModel):
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
         super().__init__(**given)
+        if self.method in OWN_GAINS:
+            check_metric(self.metric, self.method, OWN_GAINS[self.method])
         JobConfig(**fixed)
+        method_defaults(self.method, fixed)  # what is wrong with every job is not blamed on the first
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         self._jobs = _expand(fixed, self.search_space, self.data_seed, self.method)
+        _check_selection(self)
         _check_size(self)
 
     @field_validator("name")
@@ -351,6 +365,14 @@ def _check_path(text: str) -> None:
     if reason is not None:
         raise ValueError(
             f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
+        )
+
+
+def _check_selection(task: Task) -> None:
+    if task.select_by == "eval_accuracy" and task.method in ("dpo", "orpo"):
+        raise SpecError(
+            f"select_by should be 'metric' with method {task.method!r}, whose validation rows are pairs without "
+            f"a final answer, found 'eval_accuracy'. Remove the key."
         )
 
 

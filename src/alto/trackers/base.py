@@ -18,7 +18,8 @@ class Point:
     Attributes:
         step: Optimizer steps done, from 1.
         time: Unix seconds.
-        metrics: ``train/loss``, ``eval/loss`` and ``eval/train_ema`` in nats per token; may be NaN or infinite.
+        metrics: ``train/loss``, ``eval/loss`` and ``eval/train_ema``, and what the method measures beside them, under
+            TRL's name where it has one (``eval/rewards/accuracies``); may be NaN or infinite.
     """
 
     step: int
@@ -34,8 +35,8 @@ class JobOutcome:
         reason: ``completed``, or why it exited early.
         step: Steps it did.
         time: Unix seconds.
-        best_step: Step of its best validation loss, 0 if it never had a finite one.
-        best_loss: That loss, None if there is none.
+        best_step: Step of its best evaluation, 0 if it never had one with a finite loss.
+        best_loss: The validation loss there, None if there is none.
     """
 
     reason: str

@@ -14,6 +14,14 @@ __all__ = ["Feed"]
 
 _NOT_SETTINGS = ("seq", "time", "event", "jobs", "replayed")
 
+# As TRL's trainers name them.
+_TRL_NAMES = {
+    "reward_accuracy": "rewards/accuracies",
+    "reward_margin": "rewards/margins",
+    "chosen_reward": "rewards/chosen",
+    "rejected_reward": "rewards/rejected",
+}
+
 
 class Feed:
     """Tells a tracker what the events of a run say; events that concern no tracker are passed over."""
@@ -62,7 +70,11 @@ def _train_points(event: Event) -> list[Point]:
 
 def _eval_point(event: Event) -> Point:
     # Read back from a journal, numbers that are not finite are text; float takes both.
-    metrics = {"eval/loss": float(event["validation_loss"]), "eval/train_ema": float(event["train_ema"])}
+    metrics = {
+        "eval/loss": float(event["validation_loss"]),
+        "eval/train_ema": float(event["train_ema"]),
+        **{f"eval/{_TRL_NAMES.get(name, name)}": float(value) for name, value in event.get("metrics", {}).items()},
+    }
     return Point(step=event["step"], time=event["time"], metrics=metrics)
 
 

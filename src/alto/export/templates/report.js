@@ -1,7 +1,7 @@
 "use strict";
 (function () {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const lossFigures = ["validation", "train"].filter((id) => document.getElementById(id));
+  const curveFigures = Array.from(document.querySelectorAll(".figure[data-curves]"), (element) => element.id);
   // plotly.js would offer a button that uploads the figure's data; a report never leaves the machine by itself.
   const config = {
     showSendToCloud: false, plotlyServerURL: "", displaylogo: false, responsive: true,
@@ -41,7 +41,7 @@
     });
   }
 
-  function drawLoss(id) {
+  function drawCurves(id) {
     const figure = figures[id];
     const layout = Object.assign(baseLayout(), { height: 470, margin: { l: 64, r: 32, t: 48, b: 52 } });
     const first = Math.min(...figure.traces.flatMap((trace) => trace.x).filter((x) => x > 0));
@@ -49,7 +49,8 @@
       ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: ticks, ticktext: ticks.map((t) => +(t * 100).toFixed(2) + " %") }
       : { type: "linear", range: [0, 1.02], tickformat: ".0%" };
     Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 } });
-    Object.assign(layout.yaxis, { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice() });
+    const y = { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice(), tickformat: figure.yTickFormat };
+    Object.assign(layout.yaxis, y);
     return Plotly.react(id, figure.traces.map(styledCurve), layout, config);
   }
 
@@ -124,7 +125,7 @@
   }
 
   function draw() {
-    lossFigures.forEach(drawLoss);
+    curveFigures.forEach(drawCurves);
     drawParallel();
     drawSlots();
   }
@@ -133,7 +134,7 @@
     button.addEventListener("click", () => {
       scale = button.dataset.scale;
       document.querySelectorAll("[data-scale]").forEach((other) => other.setAttribute("aria-pressed", String(other === button)));
-      lossFigures.forEach(drawLoss);
+      curveFigures.forEach(drawCurves);
     });
   });
 

@@ -1,0 +1,244 @@
+"""Greedy answers of many adapters on one base, all at once, against PEFT, one adapter at a time.
+
+    python benchmarks/generate.py --scale cpu
+
+``alto-tiny`` and generated word problems; adapters of random weights, of other ranks, scales and modules each. ``peft``
+answers with one adapter after the other, all its questions in one padded batch of ``generate``; ``alto`` lets every
+adapter answer in the same passes. Model and adapters are in memory before either begins. The gate: every adapter writes
+the same tokens both ways, or parts from PEFT's where two tokens are as likely to the last digits of float32; and the
+adapters do not all write the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS_DIR, ROOT, Result, format_table, publish
+from peft import PeftModel
+from transformers import GenerationConfig
+
+from alto.backbone import Backbone, load_backbone, load_network, resolve_model
+from alto.data import Message, encode_prompt
+from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.generate import complete, end_tokens
+from alto.lora import linear_modules, write_adapter
+from alto.spec import JobConfig
+
+MODEL = "alto-tiny"
+GOALS = {"generation_speedup": (">=", 3.0)}
+TIE = 1e-4
+"""Two logits this near are as likely as each other to float32 sums in another order."""
+
+Texts = list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """So many adapters answer so many questions each, with at most so many tokens."""
+
+    num_adapters: int
+    num_questions: int
+    max_new_tokens: int
+    repeats: int
+
+
+PLANS = {
+    "smoke": (Case(num_adapters=3, num_questions=3, max_new_tokens=6, repeats=1),),
+    "cpu": (
+        Case(num_adapters=8, num_questions=16, max_new_tokens=128, repeats=5),
+        Case(num_adapters=8, num_questions=64, max_new_tokens=128, repeats=3),
+        Case(num_adapters=1, num_questions=16, max_new_tokens=128, repeats=5),
+    ),
+}
+"""Cases of every scale; the first one is the figure."""
+
+CONFIGS = (
+    {"r": 8},
+    {"r": 16, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    {"r": 4, "use_rslora": True},
+    {"r": 32, "lora_alpha": 32, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    {"r": 64, "lora_alpha": 32},
+    {"r": 8, "lora_alpha": 32, "target_modules": ["o_proj"]},
+    {"r": 16, "use_rslora": True, "target_modules": ["k_proj", "down_proj"]},
+    {"r": 2, "lora_alpha": 8},
+)
+"""Of the adapters, in turn."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in PLANS[options.scale]:
+            rows.append(measure(case, Path(folder), failures))
+            print(format_table(list(rows[-1]), [list(rows[-1].values())]), flush=True)
+    result = Result.of(
+        benchmark="generate",
+        scale=options.scale,
+        gate_failures=failures,
+        figures={"generation_speedup": rows[0]["speedup"]},
+        goals=GOALS,
+        rows=rows,
+        notes=[
+            "generation_speedup is of the first case; seconds are medians, the two ways taking turns.",
+            "ties are texts that part where two tokens are as likely to the last digits of float32.",
+        ],
+    )
+    return publish(result, options.output)
+
+
+def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
+    """The row of one case."""
+    backbone = load_backbone(MODEL)
+    adapters = [_adapter(backbone, number, folder / f"adapter-{number}") for number in range(case.num_adapters)]
+    prompts = questions(backbone.tokenizer, case.num_questions)
+    peft = _Peft(adapters, end_tokens(backbone.model.generation_config, backbone.tokenizer))
+
+    def alto() -> Texts:
+        with seated(backbone, adapters, MODEL) as served:
+            return complete(
+                backbone,
+                served,
+                prompts,
+                max_new_tokens=case.max_new_tokens,
+                batch_size=128,
+                on_done=lambda _: None,
+            )
+
+    ways: dict[str, Callable[[], Texts]] = {"peft": lambda: peft.complete(prompts, case.max_new_tokens), "alto": alto}
+    texts: dict[str, Texts] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(case.repeats):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            texts[name] = way()
+            seconds[name].append(time.perf_counter() - began)
+    ties = _compare(texts["peft"], texts["alto"], prompts, peft, failures)
+    if case.num_adapters > 1 and len({repr(of_adapter) for of_adapter in texts["alto"]}) < case.num_adapters:
+        failures.append(f"of {case.num_adapters} adapters two wrote the same: they do not matter to the texts")
+    medians = {name: statistics.median(durations) for name, durations in seconds.items()}
+    num_tokens = sum(len(text) + 1 for of_adapter in texts["alto"] for text in of_adapter)
+    return {
+        "adapters": case.num_adapters,
+        "questions": case.num_questions,
+        "tokens": num_tokens,
+        "peft_s": medians["peft"],
+        "alto_s": medians["alto"],
+        "alto_tokens_per_s": num_tokens / medians["alto"],
+        "speedup": medians["peft"] / medians["alto"],
+        "ties": ties,
+    }
+
+
+class _Peft:
+    """A model of its own with all adapters on it, of which one is in effect at a time."""
+
+    def __init__(self, adapters: Sequence[SavedAdapter], ends: frozenset[int]) -> None:
+        network, first = load_network(MODEL), adapters[0]
+        self._names = [f"adapter{number}" for number in range(len(adapters))]
+        model: Any = PeftModel.from_pretrained(network, first.folder, adapter_name=self._names[0])
+        for name, adapter in zip(self._names[1:], adapters[1:], strict=True):
+            model.load_adapter(adapter.folder, adapter_name=name)
+        self._model, self._ends = model.eval(), ends
+
+    def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Texts:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        config = GenerationConfig(
+            do_sample=False, eos_token_id=sorted(self._ends), pad_token_id=0, max_new_tokens=max_new_tokens
+        )
+        texts = []
+        for number in range(len(self._names)):
+            self._choose(number)
+            output = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            texts.append([self._cut(text) for text in output[:, width:].tolist()])
+        return texts
+
+    @torch.no_grad()
+    def logits(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
+        """Of the token behind ``tokens``, by adapter ``number``."""
+        self._choose(number)
+        found: torch.Tensor = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+        return found
+
+    def _choose(self, number: int) -> None:
+        self._model.set_adapter(self._names[number])
+
+    def _cut(self, text: Sequence[int]) -> list[int]:
+        return list(text[: next((at for at, token in enumerate(text) if token in self._ends), len(text))])
+
+
+def _compare(expected: Texts, found: Texts, prompts: Sequence[Sequence[int]], peft: _Peft, failures: list[str]) -> int:
+    """How many texts part at a tie; those that part elsewhere go to ``failures``."""
+    ties = 0
+    for number, (of_peft, of_alto) in enumerate(zip(expected, found, strict=True)):
+        for question, (first, second) in enumerate(zip(of_peft, of_alto, strict=True)):
+            if first == second:
+                continue
+            at = next((at for at, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), None)
+            gap = torch.inf
+            if at is not None:
+                logits = peft.logits(number, [*prompts[question], *first[:at]])
+                gap = float((logits[first[at]] - logits[second[at]]).abs())
+            if gap > TIE:
+                failures.append(f"adapter {number} answers question {question} otherwise than PEFT (gap {gap:.2g})")
+            else:
+                ties += 1
+    return ties
+
+
+def questions(tokenizer: Any, count: int) -> list[list[int]]:
+    """Word problems as the model is asked them."""
+    spec = importlib.util.spec_from_file_location("make_word_problems", ROOT / "examples" / "make_word_problems.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # where its dataclasses look for themselves
+    spec.loader.exec_module(script)
+    return [encode_prompt((Message("user", row["question"]),), tokenizer) for row in script.make_rows(count, 0)]
+
+
+def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:
+    """A random adapter that bends what the base writes, in a folder that both ways read."""
+    config = JobConfig(**CONFIGS[number % len(CONFIGS)])
+    generator = torch.Generator().manual_seed(number)
+    modules = linear_modules(backbone.model)
+
+    def is_meant(name: str) -> bool:
+        return config.target_modules == "all-linear" or name.rsplit(".", 1)[-1] in config.target_modules
+
+    weights = {
+        module.name: (
+            torch.randn(module.in_features, config.r, generator=generator) / module.in_features**0.5,
+            torch.randn(config.r, module.out_features, generator=generator) * 0.05,
+        )
+        for module in modules
+        if is_meant(module.name)
+    }
+    write_adapter(folder, weights, config, resolve_model(MODEL), modules)
+    return read_saved_adapter(folder)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

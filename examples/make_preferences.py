@@ -1,0 +1,97 @@
+"""Make preference pairs: short word problems, each with a good answer and a worse one.
+
+    python examples/make_preferences.py --output examples/data/preferences
+
+Writes ``train.jsonl`` and ``validation.jsonl``, one ``{"prompt": ..., "chosen": ..., "rejected": ...}`` a line. The
+chosen answer shows its arithmetic and ends with ``#### 36``, as in ``make_word_problems.py``, which makes the problems.
+The rejected one has, in turn, a wrong last step, no arithmetic, or no last line. Same seed and counts, same files.
+
+Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from make_word_problems import make_rows, row_count
+
+SLIPS = (-10, -2, -1, 1, 2, 10)
+
+
+def with_a_slip(answer: str, rng: random.Random) -> str:
+    """The same steps with a last result that is wrong."""
+    right = int(answer.rpartition("#### ")[2])
+    wrong = right + rng.choice([slip for slip in SLIPS if right + slip > 0])
+    *steps, last, _ = answer.split("\n")
+    return "\n".join([*steps, last.replace(f"= {right} ", f"= {wrong} "), f"#### {wrong}"])
+
+
+def without_steps(answer: str, rng: random.Random) -> str:
+    """The result alone."""
+    return answer.rpartition("\n")[2]
+
+
+def without_result(answer: str, rng: random.Random) -> str:
+    """The steps alone."""
+    return answer.rpartition("\n")[0]
+
+
+FAULTS: Sequence[Callable[[str, random.Random], str]] = (with_a_slip, without_steps, without_result)
+
+
+def make_pairs(count: int, seed: int) -> list[dict[str, str]]:
+    """``count`` pairs, the faults in turn.
+
+    Raises:
+        ValueError: There are not so many different problems.
+    """
+    rng = random.Random(seed)
+    return [
+        {
+            "prompt": row["question"],
+            "chosen": row["answer"],
+            "rejected": FAULTS[number % len(FAULTS)](row["answer"], rng),
+        }
+        for number, row in enumerate(make_rows(count, seed))
+    ]
+
+
+def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
+    """Cut one list of pairs into the splits and write a file for each.
+
+    The first split is written last, so that its presence says that all are there.
+    """
+    pairs = make_pairs(sum(sizes.values()), seed)
+    output.mkdir(parents=True, exist_ok=True)
+    ends = accumulate(sizes.values())
+    for (split, size), end in reversed(list(zip(sizes.items(), ends, strict=True))):
+        lines = "".join(json.dumps(pair) + "\n" for pair in pairs[end - size : end])
+        (output / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make preference pairs of right and wrong answers to word problems.")
+    default_output = Path(__file__).parent / "data" / "preferences"
+    parser.add_argument("--output", type=Path, default=default_output, help="folder for the two files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=row_count, default=240, metavar="PAIRS")
+    parser.add_argument("--validation", type=row_count, default=60, metavar="PAIRS")
+    options = parser.parse_args(arguments)
+    sizes = {"train": options.train, "validation": options.validation}
+    try:
+        write_splits(options.output, sizes, options.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    counts = ", ".join(f"{size} {split}" for split, size in sizes.items())
+    print(f"Wrote {counts} pairs to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Rows of a known form become conversations and pairs; what stands in them is checked as it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from alto.data.conversation import Conversation, Message, Pair
+from alto.data.formats import Layout
+from alto.data.rows import RawRow, quoted
+from alto.errors import DataFormatError
+
+__all__ = ["to_conversation", "to_pair"]
+
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
+_SHAREGPT_ROLES = {**_ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+
+
+def to_conversation(row: RawRow, layout: Layout) -> Conversation:
+    """The turns of one row.
+
+    Raises:
+        DataFormatError: A column does not hold what the form says; names file and line.
+    """
+    fields = _Fields(row, layout)
+    return _with_system(_CONVERTERS[layout.form](fields), fields)
+
+
+def to_pair(row: RawRow, layout: Layout) -> Pair:
+    """The two talks of one row; what both begin with is context, whoever says it.
+
+    Raises:
+        DataFormatError: A column does not hold what the form says, or the talks do not part at a reply of the
+            assistant; names file and line.
+    """
+    fields = _Fields(row, layout)
+    talks = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
+    chosen, rejected = (_with_system(turns, fields) for turns in talks)
+    return Pair(chosen=chosen, rejected=rejected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The values of one row by role, checked as they are taken."""
+
+    row: RawRow
+    layout: Layout
+
+    def get(self, role: str) -> Any:
+        column = self.layout.column(role)
+        return None if column is None else self.row.values.get(column)
+
+    def column(self, role: str) -> str:
+        """The name of the column that plays ``role``, for messages."""
+        return quoted(self.layout.column(role))[1:-1]
+
+    def text(self, role: str, *, optional: bool = False) -> str:
+        """A text; where it is optional and missing, an empty one."""
+        value = self.get(role)
+        if value is None and optional:
+            return ""
+        return self.checked(value, self.column(role))
+
+    def checked(self, value: object, what: str) -> str:
+        if not isinstance(value, str):
+            raise self.wrong(f"{what} to be a text", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            part = value[max(0, error.start - 20) : error.start + 20]
+            raise self.wrong(f"{what} to be a text of whole characters", part) from None
+        return value
+
+    def turns_or_text(self, role: str, speaker: str) -> list[Message]:
+        """A list of messages, or a single one, in either shape; or a text that ``speaker`` says."""
+        value = self.get(role)
+        messages = [value] if isinstance(value, Mapping) else value
+        if not isinstance(messages, list):
+            return [Message(speaker, self.text(role))]
+        first = messages[0] if messages else None
+        return self.turns(messages, role, is_sharegpt=isinstance(first, Mapping) and "from" in first)
+
+    def turns(self, value: object, role: str, *, is_sharegpt: bool = False) -> list[Message]:
+        """``value``, which stands in the column of ``role``, as a list of messages."""
+        if not isinstance(value, list) or not value:
+            raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
+        return [self._turn(message, is_sharegpt=is_sharegpt) for message in value]
+
+    def wrong(self, expected: str, value: object) -> DataFormatError:
+        return DataFormatError(f"{self.row.where}: expected {expected}, found {quoted(value)}; correct the row")
+
+    def _turn(self, message: Any, *, is_sharegpt: bool) -> Message:
+        speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
+        name = message.get(speaker) if isinstance(message, Mapping) else None
+        role = roles.get(name) if isinstance(name, str) else None
+        if role is None or not isinstance(message.get(says), str):
+            raise self.wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+        # OpenAI's form: a weight of 0 shows a turn without training it.
+        return Message(role, self.checked(message[says], says), is_context=message.get("weight") == 0)
+
+
+def _with_system(turns: list[Message], fields: _Fields) -> Conversation:
+    if fields.layout.column("system") is not None and turns[0].role != "system":
+        text = fields.text("system", optional=True)
+        turns = [Message("system", text), *turns] if text else turns
+    return tuple(turns)
+
+
+def _messages(fields: _Fields) -> list[Message]:
+    turns = fields.turns(fields.get("messages"), "messages", is_sharegpt=fields.layout.form == "sharegpt")
+    if not any(turn.role == "assistant" for turn in turns):
+        raise DataFormatError(
+            f"{fields.row.where}: expected at least one assistant message to train on, found none; add it"
+        )
+    return turns
+
+
+def _prompt_completion(fields: _Fields) -> list[Message]:
+    """Only the completion is trained, as in TRL: what the assistant says in a prompt of messages is context."""
+    return _behind(fields.turns_or_text("prompt", "user"), "completion", fields)
+
+
+def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
+    """``prompt``, of which nothing is trained, and the reply in the column of ``role`` behind it, which may repeat it.
+
+    Raises:
+        DataFormatError: There is no reply of the assistant.
+    """
+    reply = fields.turns_or_text(role, "assistant")
+    if _said(reply[: len(prompt)]) == _said(prompt):
+        reply = reply[len(prompt) :]
+    if not any(turn.role == "assistant" for turn in reply):
+        raise fields.wrong(f"{fields.column(role)} to hold an assistant message", fields.get(role))
+    return [*_as_context(prompt), *reply]
+
+
+def _said(turns: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content) for turn in turns]
+
+
+def _as_context(turns: Sequence[Message]) -> list[Message]:
+    return [replace(turn, is_context=turn.role == "assistant") for turn in turns]
+
+
+def _alpaca(fields: _Fields) -> list[Message]:
+    """Earlier turns of a history are trained as well."""
+    history = fields.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise fields.wrong(f"{fields.column('history')} to be a list of [question, reply]", history)
+    turns = []
+    for question, reply in history:
+        turns += [Message("user", fields.checked(question, "history"))]
+        turns += [Message("assistant", fields.checked(reply, "history"))]
+    return [*turns, _with_input("instruction", fields), Message("assistant", fields.text("output"))]
+
+
+def _with_input(role: str, fields: _Fields) -> Message:
+    """What the user says in the column of ``role``, and an input below it, behind a blank line."""
+    parts = [fields.text(role), fields.text("input", optional=True)]
+    return Message("user", "\n\n".join(part for part in parts if part))
+
+
+def _text(fields: _Fields) -> list[Message]:
+    return [Message("text", fields.text("text"))]
+
+
+_CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
+    "messages": _messages,
+    "sharegpt": _messages,
+    "prompt_completion": _prompt_completion,
+    "alpaca": _alpaca,
+    "text": _text,
+}
+
+_Talks = tuple[list[Message], list[Message]]
+
+
+def _preference(fields: _Fields) -> _Talks:
+    """A prompt that is a text is not asked for where lists of messages begin with it themselves, as in TRL."""
+    chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
+    given = fields.get("prompt")
+    if given is None and not all(isinstance(fields.get(role), list) for role in ("chosen", "rejected")):
+        raise fields.wrong("a prompt beside chosen and rejected replies", list(fields.row.values))
+    if given is None or (isinstance(given, str) and "assistant" not in (chosen[0].role, rejected[0].role)):
+        return chosen, rejected
+    prompt = [_with_input("prompt", fields)] if fields.get("input") else fields.turns_or_text("prompt", "user")
+    return _behind(prompt, "chosen", fields), _behind(prompt, "rejected", fields)
+
+
+def _openai_preference(fields: _Fields) -> _Talks:
+    given = fields.get("input")
+    if isinstance(given, Mapping) and given.get("tools"):
+        raise fields.wrong("an input without tools, which are not supported", given["tools"])
+    prompt = fields.turns(given.get("messages") if isinstance(given, Mapping) else given, "input")
+    return _behind(prompt, "preferred_output", fields), _behind(prompt, "non_preferred_output", fields)
+
+
+_PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Talks]] = {
+    "preference": _preference,
+    "openai_preference": _openai_preference,
+}
+
+
+def _parted(talks: _Talks, fields: _Fields) -> _Talks:
+    """Both talks; nothing is trained of what they begin with.
+
+    Raises:
+        DataFormatError: They share no turn, or part elsewhere than where the assistant answers.
+    """
+    chosen, rejected = (_said(talk) for talk in talks)
+    shared, most = 0, min(len(chosen), len(rejected)) - 1
+    while shared < most and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not shared:
+        raise fields.wrong(
+            "both talks of a pair to begin with the same turn, the prompt", [chosen[0][1], rejected[0][1]]
+        )
+    asks, answers = chosen[shared - 1][0], (chosen[shared][0], rejected[shared][0])
+    if asks == "assistant" or answers != ("assistant", "assistant"):
+        raise fields.wrong("both talks of a pair to part where the assistant answers somebody", [asks, *answers])
+    first, second = ([*_as_context(talk[:shared]), *talk[shared:]] for talk in talks)
+    return first, second

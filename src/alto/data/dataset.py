@@ -1,0 +1,102 @@
+"""Rows as token ids, with what each position has to predict: made once per task, shared by all jobs."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["IGNORED", "EncodedDataset", "Span", "digest_of"]
+
+IGNORED = -100
+"""The target of a position that has nothing to predict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A sequence of a row: as many tokens of it as ``length``, which go on behind the first ``prefix`` tokens of the
+    span before this one."""
+
+    length: int
+    prefix: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedDataset:
+    """All rows of a split, tokenised.
+
+    A row of talk is one sequence. A pair is two, the chosen and the rejected one, laid end to end; what both begin with
+    stands there once, except for its last token, which predicts the first token of each reply.
+
+    Attributes:
+        input_ids: One vector of token ids per row.
+        targets: Per row, the token each position has to predict; :data:`IGNORED` where nothing is trained.
+        num_truncated: Rows cut at ``max_length``.
+        num_skipped: Rows left out, for whatever reason.
+        num_masked: Those of them in which nothing was to be trained, however long; of a pair, in one of its replies.
+        num_unrolled: Conversations that became a row for every reply.
+        num_alike: Pairs left out because both replies have the same tokens.
+        spans: The sequences of every row; by default one each.
+        references: ``[rows, 2]`` float64, nats: what the frozen base gives the chosen and the rejected reply of every
+            pair; None until somebody has asked it.
+        num_trained: Trained tokens of every row.
+        weights: What every row counts for in a mean over rows: its trained tokens; of pairs, each the same.
+    """
+
+    input_ids: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    num_truncated: int
+    num_skipped: int
+    num_masked: int = 0
+    num_unrolled: int = 0
+    num_alike: int = 0
+    spans: tuple[tuple[Span, ...], ...] = ()
+    references: Tensor | None = None
+    num_trained: tuple[int, ...] = field(init=False)
+    weights: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_trained", tuple(int((targets != IGNORED).sum()) for targets in self.targets))
+        if not self.spans:
+            object.__setattr__(self, "spans", tuple((Span(ids.numel()),) for ids in self.input_ids))
+        object.__setattr__(self, "weights", (1,) * len(self) if self.is_paired else self.num_trained)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether its rows are pairs."""
+        return len(self.spans[0]) == 2
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence as its last token sees them, the prompt of a pair in both."""
+        return tuple(span.prefix + span.length for spans in self.spans for span in spans)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.sequence_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(ids.numel() for ids in self.input_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(self.num_trained)
+
+
+def digest_of(*datasets: EncodedDataset) -> str:
+    """A digest of every token and every target, in order, and of how pairs are laid out."""
+    digest = hashlib.sha256()
+    for dataset in datasets:
+        for rows in (dataset.input_ids, dataset.targets):
+            for row in rows:
+                digest.update(row.numel().to_bytes(8, "little"))
+                digest.update(row.numpy().tobytes())
+        if dataset.is_paired:
+            digest.update(repr([[(span.length, span.prefix) for span in spans] for spans in dataset.spans]).encode())
+    return digest.hexdigest()

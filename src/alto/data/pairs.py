@@ -1,0 +1,92 @@
+"""Preference pairs become token ids: two sequences a row, of which what both begin with goes through the model once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from alto.data.conversation import Conversation, Pair
+from alto.data.dataset import IGNORED, EncodedDataset, Span
+from alto.data.encode import EncodedRow, encode_conversation, ids_and_targets
+from alto.data.rows import quoted
+from alto.errors import DataError
+
+__all__ = ["encode_pairs"]
+
+
+def encode_pairs(
+    pairs: Sequence[Pair], tokenizer: Any, max_length: int, what: str, *, share_prompts: bool = True
+) -> EncodedDataset:
+    """Tokenise ``pairs``, cutting each talk at ``max_length`` tokens.
+
+    A pair is left out and counted where a reply is empty or only shown (it would teach how long to talk, not what to
+    say), where both replies have the same tokens, and where nothing in which they differ is left before the cut.
+
+    Args:
+        what: Name of the split for messages, e.g. ``"training"``.
+        share_prompts: Whether what both talks begin with goes through the model once.
+
+    Raises:
+        DataError: No pair is left; or after the talks part, one has several replies, which the chat template shows the
+            model in different ways.
+    """
+    input_ids, targets, spans = [], [], []
+    num_truncated = num_alike = num_masked = 0
+    for pair in pairs:
+        if not all(any(turn.is_trained and turn.content.strip() for turn in talk) for talk in pair.talks):
+            num_masked += 1
+            continue
+        rows = [_encode_talk(talk, tokenizer) for talk in pair.talks]
+        if rows[0].input_ids == rows[1].input_ids:
+            num_alike += 1
+            continue
+        num_truncated += any(len(row.input_ids) > max_length for row in rows)
+        (chosen, chosen_targets), (rejected, rejected_targets) = (ids_and_targets(row, max_length) for row in rows)
+        is_cut_off = any(not (sought != IGNORED).any() for sought in (chosen_targets, rejected_targets))
+        if is_cut_off or torch.equal(chosen, rejected):
+            continue
+        prefix = _num_shared(*rows) if share_prompts else 0
+        input_ids.append(torch.cat([chosen, rejected[prefix:]]))
+        targets.append(torch.cat([chosen_targets, rejected_targets[prefix:]]))
+        spans.append((Span(chosen.numel()), Span(rejected.numel() - prefix, prefix)))
+    if not input_ids:
+        raise DataError(
+            f"expected pairs to learn from in the {what} data, found none of {len(pairs)} with two different replies "
+            f"in max_length {max_length}; raise max_length or check that replies differ and are not empty"
+        )
+    return EncodedDataset(
+        input_ids=tuple(input_ids),
+        targets=tuple(targets),
+        num_truncated=num_truncated,
+        num_skipped=len(pairs) - len(input_ids),
+        num_masked=num_masked,
+        num_alike=num_alike,
+        spans=tuple(spans),
+    )
+
+
+def _encode_talk(talk: Conversation, tokenizer: Any) -> EncodedRow:
+    rows = encode_conversation(talk, tokenizer)
+    if len(rows) > 1:
+        raise DataError(
+            f"expected one reply where the two talks of a pair part, found {len(rows)} in the one that begins "
+            f"{quoted(talk[0].content)}, and the model's chat template rewrites earlier replies; make the last one the "
+            "reply, and the others part of the prompt"
+        )
+    return rows[0]
+
+
+def _num_shared(chosen: EncodedRow, rejected: EncodedRow) -> int:
+    """Tokens that both begin with and neither trains, without the last of them: it predicts the first of a reply."""
+    shared = 0
+    for first, second in zip(
+        zip(chosen.input_ids, chosen.is_trained, strict=True),
+        zip(rejected.input_ids, rejected.is_trained, strict=True),
+        strict=False,
+    ):
+        if first != second or first[1]:
+            break
+        shared += 1
+    return max(0, shared - 1)

@@ -1,0 +1,62 @@
+"""Keys and values of the tokens so far, in room that is kept: a token is written, and none before it is copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+__all__ = ["roomy_cache"]
+
+_GROWTH = 1.5
+
+
+def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
+    """A cache for a model with ``config``; layers with a sliding window keep transformers' own way."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class _RoomyLayer(DynamicLayer):
+    """One layer's; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of room for more tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens; returns all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, first = (key_states, value_states), self.get_seq_length()
+        end = first + key_states.shape[2]
+        if not self._rooms or self._rooms[0].shape[2] < end:
+            self._rooms = tuple(_with_room(*pair) for pair in zip((self.keys, self.values), new, strict=True))
+        for room, states in zip(self._rooms, new, strict=True):
+            room[:, :, first:end] = states
+        self._see(end)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows alone."""
+        if not self._rooms:
+            return
+        self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
+        self._see(self.get_seq_length())
+
+    def _see(self, num_tokens: int) -> None:
+        self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)
+
+
+def _with_room(known: Tensor, new: Tensor) -> Tensor:
+    """``known``, with room for ``new`` behind it and for more."""
+    num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
+    rows, heads, _, size = new.shape
+    room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)
+    if known.numel():
+        room[:, :, : known.shape[2]] = known
+    return room

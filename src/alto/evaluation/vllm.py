@@ -1,0 +1,93 @@
+"""vLLM as the one who writes: one engine, every adapter a LoRA request of it. ``pip install 'alto-lora[vllm]'``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from alto.backbone import resolve_model
+from alto.errors import DataError, UnsupportedError
+from alto.evaluation.adapter import SavedAdapter
+from alto.evaluation.base_model import BaseModel
+
+__all__ = ["complete_with_vllm"]
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM lays out room for; an adapter gets the next larger."""
+
+
+def complete_with_vllm(
+    base: BaseModel,
+    adapters: Sequence[SavedAdapter | None],
+    prompts: Sequence[Sequence[int]],
+    *,
+    ends: Sequence[int],
+    max_new_tokens: int,
+) -> list[list[list[int]]]:
+    """What :func:`alto.evaluation.generate.complete` gives, up to the rounding of vLLM's own kernels.
+
+    Args:
+        adapters: None is the base alone.
+        ends: Tokens that end a text, beside those the model's own file names.
+
+    Raises:
+        UnsupportedError: vLLM is not installed, or cannot serve the base model or an adapter as it is asked to.
+        DataError: A prompt leaves no position to write to.
+    """
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
+    except ImportError as error:
+        raise UnsupportedError(
+            f"backend: expected vLLM, found that it cannot be imported ({error}); pip install 'alto-lora[vllm]', or "
+            "leave --backend out"
+        ) from error
+    ranks = [adapter.rank for adapter in adapters if adapter is not None]
+    _check(base, ranks)
+    try:
+        engine = LLM(
+            model=resolve_model(base.model),
+            dtype=base.dtype,
+            trust_remote_code=base.trust_remote_code,
+            enable_lora=bool(ranks),
+            max_loras=max(1, len(ranks)),
+            max_lora_rank=min(rank for rank in _RANKS if rank >= max(ranks, default=1)),
+        )
+    except ValueError as error:
+        raise UnsupportedError(
+            f"backend: expected a base model that vLLM serves with LoRA, found: {error}; leave --backend out"
+        ) from error
+    requests = [
+        None if adapter is None else LoRARequest(f"adapter-{number}", number, str(adapter.folder))
+        for number, adapter in enumerate(adapters, start=1)
+    ]
+    asked = [(request, {"prompt_token_ids": list(prompt)}) for request in requests for prompt in prompts]
+    sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens, stop_token_ids=sorted(ends))
+    try:
+        outputs = engine.generate(
+            [prompt for _, prompt in asked], sampling, lora_request=[request for request, _ in asked]
+        )
+    except ValueError as error:
+        raise DataError(
+            f"exact_match: expected prompts that vLLM takes, found: {error}; leave long rows out, or use a base model "
+            "with more positions"
+        ) from error
+    texts = [_without_end(output.outputs[0].token_ids, ends) for output in outputs]
+    return [texts[start : start + len(prompts)] for start in range(0, len(texts), len(prompts))]
+
+
+def _check(base: BaseModel, ranks: Sequence[int]) -> None:
+    if base.load_in_4bit or base.load_in_8bit:
+        raise UnsupportedError(
+            "backend: expected a base model as it lies on disk, found one that is to be quantised (load_in_4bit, "
+            "load_in_8bit), which vLLM would do in its own way; leave --backend out"
+        )
+    if max(ranks, default=0) > _RANKS[-1]:
+        raise UnsupportedError(
+            f"backend: expected adapters of rank {_RANKS[-1]} at most, which vLLM takes, found rank {max(ranks)}; "
+            "leave --backend out"
+        )
+
+
+def _without_end(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    end = next((position for position, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[:end])

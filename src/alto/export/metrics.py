@@ -1,0 +1,88 @@
+"""What a task's method measures beside the loss, and in what its loss counts, as people read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from alto.export.wording import clean, format_loss, format_share
+from alto.runs import RunHistory
+
+__all__ = [
+    "describe_metrics",
+    "format_metric",
+    "is_share",
+    "loss_unit",
+    "metric_meaning",
+    "metric_name",
+    "short_metric",
+    "shown_metrics",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """Of one metric: its name in a narrow column, and what it is, with its unit."""
+
+    short: str
+    meaning: str
+
+
+# Of the metrics of preference methods those that have columns and curves.
+_WORDS: Mapping[str, _Words] = {
+    "reward_accuracy": _Words(
+        short="accuracy",
+        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected one.",
+    ),
+    "reward_margin": _Words(
+        short="margin",
+        meaning="Reward of the chosen reply less that of the rejected one, in nats times beta, as a mean over the "
+        "validation pairs.",
+    ),
+}
+
+_LOSS_UNITS: Mapping[str, str] = {"sft": "nats per token", "dpo": "mean over pairs", "orpo": "mean over pairs"}
+
+
+def shown_metrics(history: RunHistory) -> tuple[str, ...]:
+    """What has a column and a curve, as far as it was measured: first what the task chooses by, where not the loss."""
+    measured = {name for job in history.jobs.values() for name in job.best_metrics}
+    return tuple(name for name in dict.fromkeys((history.metric, *_WORDS)) if name in measured)
+
+
+def metric_name(metric: str) -> str:
+    """``reward_accuracy`` is ``reward accuracy``."""
+    return clean(metric.replace("_", " "))
+
+
+def short_metric(metric: str) -> str:
+    """The name in a narrow column."""
+    return _WORDS[metric].short if metric in _WORDS else metric_name(metric)
+
+
+def metric_meaning(metric: str) -> str:
+    """What it is, in a sentence; empty where only its method knows."""
+    return _WORDS[metric].meaning if metric in _WORDS else ""
+
+
+def is_share(metric: str) -> bool:
+    """Whether its values are fractions, by the name it has."""
+    return metric.endswith("accuracy")
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """A value: a fraction in percent, all else as a loss is written, a dash where there is none."""
+    if value is not None and is_share(metric) and math.isfinite(value):
+        return format_share(value)
+    return format_loss(value)
+
+
+def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> str:
+    """``reward accuracy 71 %, reward margin 0.2100``; empty where none of ``names`` was measured."""
+    return ", ".join(f"{metric_name(name)} {format_metric(name, metrics[name])}" for name in names if name in metrics)
+
+
+def loss_unit(method: str) -> str:
+    """In what the loss of a method counts."""
+    return _LOSS_UNITS.get(method, f"as {clean(method)} counts")

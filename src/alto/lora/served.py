@@ -1,0 +1,77 @@
+"""Finished adapters on a model, all of them at once: for passes that hold tokens of several, and train none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from transformers import PreTrainedModel
+
+from alto.kernels import TokenSchedule
+from alto.lora.bank import AdapterBank, AdapterWeights
+from alto.lora.injection import eject, inject
+from alto.lora.layout import AdapterShape, BankLayout
+from alto.lora.linear import PassContext
+from alto.lora.shared_inputs import find_shared_inputs
+from alto.lora.targets import linear_modules
+
+__all__ = ["ServedAdapters", "serving"]
+
+
+class ServedAdapters:
+    """The adapters of :func:`serving`, a slot each."""
+
+    def __init__(self, context: PassContext, scales: Sequence[float]) -> None:
+        self._context = context
+        self._scales = tuple(scales)
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    def schedule(self, num_tokens: Sequence[int]) -> TokenSchedule:
+        """Of passes with so many tokens of every slot, slot after slot."""
+        return TokenSchedule.build(range(len(self)), num_tokens, self._scales)
+
+    def use(self, schedule: TokenSchedule) -> AbstractContextManager[None]:
+        """Run the enclosed forward pass under ``schedule``."""
+        return self._context.use(schedule)
+
+
+@contextmanager
+def serving(
+    model: PreTrainedModel,
+    adapters: Sequence[tuple[AdapterWeights, float] | None],
+    forward: Callable[[], object],
+) -> Iterator[ServedAdapters]:
+    """Put ``adapters`` on ``model`` while the context lasts, instead of those of any other bank; then it has none.
+
+    Args:
+        adapters: Weights and scale of each, which fit the model; ranks and modules may differ. None is the base alone.
+        forward: Runs a forward pass of ``model``.
+    """
+    eject(model)
+    layout = BankLayout(
+        modules=tuple(
+            module
+            for module in linear_modules(model)
+            if any(adapter and module.name in adapter[0] for adapter in adapters)
+        ),
+        max_rank=max((_rank(adapter[0]) for adapter in adapters if adapter is not None), default=0),
+        shared_inputs=find_shared_inputs(model, forward),
+    )
+    bank = AdapterBank(layout, len(adapters), device=model.device, has_grads=False)
+    for slot, adapter in enumerate(adapters):
+        if adapter is not None:
+            weights, _ = adapter
+            targets = tuple(module for module in layout.modules if module.name in weights)
+            bank.occupy(slot, AdapterShape(rank=_rank(weights), targets=targets))
+            bank.write(slot, weights)
+    try:
+        yield ServedAdapters(inject(model, bank), [1.0 if adapter is None else adapter[1] for adapter in adapters])
+    finally:
+        eject(model)
+
+
+def _rank(weights: AdapterWeights) -> int:
+    a_KR, _ = next(iter(weights.values()))
+    return a_KR.shape[1]

@@ -1,0 +1,68 @@
+"""By what a task tells its adapters apart: the validation loss, or something its method measures, of which more is
+better."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from alto.errors import SpecError
+from alto.spec.job_config import JobConfig
+from alto.spec.quoting import quoted
+
+__all__ = ["LOSS", "OWN_GAINS", "check_metric", "gain_of", "metric_notes"]
+
+LOSS = "loss"
+
+_PREFERENCE_GAINS = ("reward_accuracy", "reward_margin")
+OWN_GAINS: Mapping[str, tuple[str, ...]] = {"sft": (), "dpo": _PREFERENCE_GAINS, "orpo": _PREFERENCE_GAINS}
+"""What a task may choose by under each of ALTO's own methods; those that packages register know theirs themselves."""
+
+_LEAST = -sys.float_info.max
+
+
+def check_metric(metric: str, method: str, gains: tuple[str, ...]) -> None:
+    """Make sure that a task of ``method``, which measures ``gains``, can choose by ``metric``.
+
+    Raises:
+        SpecError: It cannot.
+    """
+    if metric in (LOSS, *gains):
+        return
+    having = [name for name, known in OWN_GAINS.items() if metric in known]
+    remedy = f"change the method to {' or '.join(having)}" if having else "correct it"
+    raise SpecError(
+        f"metric should be {' or '.join((LOSS, *gains))} with method {quoted(method)}, found {quoted(metric)}. "
+        f"Remove the key to choose by the validation loss, or {remedy}."
+    )
+
+
+def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
+    configs = list(configs)
+    gains = OWN_GAINS.get(method, ())
+    differing = [key for key in ("loss_type", "beta") if len({getattr(config, key) for config in configs}) > 1]
+    if metric != LOSS or not gains or not differing:
+        return ()
+    keys = " and ".join(differing)
+    return (
+        f"Jobs differ in {keys}, and with that in the scale of the losses by which they are compared; "
+        f"metric: {gains[0]} compares them by how often they are right.",
+    )
+
+
+def gain_of(metric: str, metrics: Mapping[str, Any]) -> float:
+    """What an evaluation that measured ``metrics`` is worth to a task that chooses by ``metric``: more is better.
+
+    0 where it chooses by the loss, so that all have the same and the loss decides. A value that is not finite counts as
+    the least of all numbers, because an order has no place for it.
+
+    Raises:
+        KeyError: ``metric`` was not measured.
+    """
+    if metric == LOSS:
+        return 0.0
+    value = float(metrics[metric])
+    return value if math.isfinite(value) else _LEAST

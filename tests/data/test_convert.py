@@ -1,0 +1,165 @@
+"""What a row of pairs becomes: two talks that begin alike and part where the assistant answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from alto.data import Conversation, Message, Pair
+from alto.data.convert import to_pair
+from alto.data.formats import find_layout
+from alto.data.rows import RawRow
+from alto.errors import DataFormatError
+
+Turn = dict[str, str]
+
+
+def user(text: str) -> Turn:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str) -> Turn:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def convert(row: dict[str, Any]) -> Pair:
+    raw = RawRow("rows.jsonl:1", row)
+    return to_pair(raw, find_layout([raw], "auto", {}, is_paired=True))
+
+
+def talk(*turns: str) -> Conversation:
+    """Turns such as ``u:hello``; ``c`` is the assistant speaking without being trained."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
+    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+
+
+QUESTION = Pair(chosen=talk("u:q", "a:good"), rejected=talk("u:q", "a:bad"))
+SECOND = Pair(
+    chosen=talk("u:q", "c:x", "u:and?", "a:good"),
+    rejected=talk("u:q", "c:x", "u:and?", "a:bad"),
+)
+TOLD = Pair(chosen=talk("s:s", "u:q", "a:good"), rejected=talk("s:s", "u:q", "a:bad"))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, QUESTION),
+        ({"question": "q", "chosen": "good", "rejected": "bad", "system": "s"}, TOLD),
+        ({"question": "q", "chosen": "good", "rejected": "bad", "system": None}, QUESTION),
+        ({"instruction": "q", "input": None, "chosen_response": "good", "rejected_response": "bad"}, QUESTION),
+        # TRL: lists of messages with their prompt beside them, or in them
+        ({"prompt": [user("q")], "chosen": [reply("good")], "rejected": [reply("bad")]}, QUESTION),
+        ({"chosen": [user("q"), reply("good")], "rejected": [user("q"), reply("bad")]}, QUESTION),
+        (
+            {
+                "chosen": [user("q"), reply("x"), user("and?"), reply("good")],
+                "rejected": [user("q"), reply("x"), user("and?"), reply("bad")],
+            },
+            SECOND,
+        ),
+        (
+            {
+                "prompt": [user("q"), reply("x"), user("and?")],
+                "chosen": [reply("good")],
+                "rejected": [reply("bad")],
+            },
+            SECOND,
+        ),
+        # UltraFeedback: the talks hold what the prompt says
+        ({"prompt": "q", "chosen": [user("q"), reply("good")], "rejected": [user("q"), reply("bad")]}, QUESTION),
+        (
+            {
+                "prompt": "q",
+                "chosen": [SYSTEM, user("q"), reply("good")],
+                "rejected": [SYSTEM, user("q"), reply("bad")],
+            },
+            TOLD,
+        ),
+        ({"prompt": [user("q")], "chosen": [user("q"), reply("good")], "rejected": [reply("bad")]}, QUESTION),
+        # LLaMA-Factory and Axolotl: a single message each
+        ({"prompt": "q", "chosen": reply("good"), "rejected": reply("bad")}, QUESTION),
+        (
+            {
+                "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}],
+                "chosen": {"from": "gpt", "value": "good"},
+                "rejected": {"from": "gpt", "value": "bad"},
+            },
+            TOLD,
+        ),
+        (
+            {
+                "input": {"messages": [SYSTEM, user("q")], "tools": [], "parallel_tool_calls": True},
+                "preferred_output": [reply("good")],
+                "non_preferred_output": [reply("bad")],
+            },
+            TOLD,
+        ),
+    ],
+)
+def test_every_way_to_write_a_pair_comes_to_the_same(row: dict[str, Any], expected: Pair) -> None:
+    assert convert(row) == expected
+
+
+def test_an_input_goes_below_its_instruction() -> None:
+    pair = convert({"instruction": "Sum up.", "input": "A text.", "chosen": "good", "rejected": "bad"})
+    assert [talk[0].content for talk in pair.talks] == ["Sum up.\n\nA text."] * 2
+
+
+def test_talks_of_unlike_length_part_at_their_first_difference() -> None:
+    pair = convert({"chosen": [user("q"), reply("a"), user("r"), reply("b")], "rejected": [user("q"), reply("c")]})
+    assert [[turn.is_trained for turn in talk] for talk in pair.talks] == [[False, True, False, True], [False, True]]
+
+
+def test_the_same_reply_twice_is_still_a_pair() -> None:
+    pair = convert({"prompt": "q", "chosen": "same", "rejected": "same"})
+    assert pair.chosen == pair.rejected == talk("u:q", "a:same")
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "a prompt beside chosen and rejected replies, found ['chosen', 'rejected']"),
+        ({"chosen": reply("a"), "rejected": reply("b")}, "expected a prompt beside chosen and rejected replies"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "expected a prompt beside chosen and rejected replies"),
+        ({"prompt": "p", "chosen": None, "rejected": "b"}, "expected chosen to be a text, found None"),
+        ({"prompt": "p", "chosen": "a", "rejected": 7}, "expected rejected to be a text, found 7"),
+        ({"prompt": "p", "chosen": [], "rejected": "b"}, "expected chosen to be a list with at least one message"),
+        ({"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}, "expected every message to have a role"),
+        ({"prompt": [user("p")], "chosen": [user("a")], "rejected": [reply("b")]}, "to hold an assistant message"),
+        ({"prompt": "p", "chosen": "\ud800", "rejected": "b"}, r"a text of whole characters, found '\ud800'"),
+        (
+            {"chosen": [user("one"), reply("a")], "rejected": [user("two"), reply("b")]},
+            "both talks of a pair to begin with the same turn, the prompt, found ['one', 'two']",
+        ),
+        ({"chosen": [reply("a")], "rejected": [reply("b")]}, "to begin with the same turn, the prompt"),
+        (
+            {"chosen": [SYSTEM, user("one"), reply("a")], "rejected": [SYSTEM, user("two"), reply("b")]},
+            "to part where the assistant answers somebody, found ['system', 'user', 'user']",
+        ),
+        (
+            {"chosen": [user("q"), reply("x"), reply("a")], "rejected": [user("q"), reply("x"), reply("b")]},
+            "to part where the assistant answers somebody, found ['assistant', 'assistant', 'assistant']",
+        ),
+        (
+            {"input": "q", "preferred_output": [reply("a")], "non_preferred_output": [reply("b")]},
+            "expected input to be a list with at least one message, found 'q'",
+        ),
+        (
+            {"input": {"messages": [user("q")], "tools": [{"type": "function"}]}, "preferred_output": [reply("a")],
+             "non_preferred_output": [reply("b")]},
+            "expected an input without tools, which are not supported",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_pair_names_its_place_and_what_was_found(row: dict[str, Any], found: str) -> None:
+    with pytest.raises(DataFormatError) as caught:
+        convert(row)
+    said = str(caught.value)
+    assert said.startswith("rows.jsonl:1: expected ")
+    assert found in said
+    assert said.endswith("; correct the row")

@@ -1,0 +1,188 @@
+"""A race that is run by a gain: who is best, who is kept at a rung, who wins; and that a journal tells it again."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import Policy, Race, RecordedJob, Recording, audit, policy_from, race_of, replay
+from alto.early_exit.underperformance import select
+from alto.errors import RunError
+from alto.records import ExitReason, Rung, Standing
+from alto.spec.early_exit import EarlyExit
+from alto.spec.metric import gain_of
+
+HALF = Rung(progress=0.1, keep=0.5)
+LEAST = gain_of("x", {"x": math.nan})
+
+
+def standing(job: str, gain: float, loss: float, *, is_training: bool = True) -> Standing:
+    return Standing(job=job, step=5, validation_loss=loss, gain=gain, is_training=is_training)
+
+
+@pytest.mark.parametrize(
+    ("case", "standings", "kept"),
+    [
+        ("more is better, whatever the loss", [("a", 0.6, 0.1), ("b", 0.7, 9.0)], ["b"]),
+        ("ties by the loss", [("a", 0.7, 0.6), ("b", 0.7, 0.5)], ["b"]),
+        ("ties of both by job id", [("b", 0.7, 0.5), ("a", 0.7, 0.5)], ["a"]),
+        ("a gain that was not finite is the least", [("a", LEAST, 0.1), ("b", -5.0, 0.5)], ["b"]),
+        ("where no gain was finite the loss decides", [("a", LEAST, 0.6), ("b", LEAST, 0.5)], ["b"]),
+        ("a loss that is not finite is last", [("a", 0.9, math.nan), ("b", 0.1, 0.5)], ["b"]),
+        ("a negative margin is less than none", [("a", -0.1, 0.1), ("b", 0.0, 0.7)], ["b"]),
+    ],
+)
+def test_who_is_kept_at_a_rung(case: str, standings: list[tuple[str, float, float]], kept: list[str]) -> None:
+    assert list(select(HALF, [standing(*one) for one in standings]).kept) == kept
+
+
+def test_evidence_tells_the_gains_that_decided() -> None:
+    (verdict,) = select(HALF, [standing("a", 0.6, 0.1), standing("b", 0.7, 0.9)]).dropped
+    assert (verdict.job, verdict.reason) == ("a", ExitReason.UNDERPERFORMING)
+    assert verdict.evidence == {
+        "rank": 2.0, "validation_loss": 0.1, "gain": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
+        "cutoff_gain": 0.7,
+    }  # fmt: skip
+
+
+def train_to(race: Race, job: str, step: int, loss: float, gain: float) -> None:
+    done = race.history(job)[-1].step if race.history(job) else 0
+    race.observe_losses(job, done + 1, [1.0] * (step - done))
+    race.observe(job, step, loss, gain)
+
+
+def test_a_race_from_start_to_end() -> None:
+    race = Race(Policy(rungs=(HALF,)), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10))
+    for job, loss, gain in (("a", 0.5, 0.5), ("b", 0.6, 0.7), ("c", 0.7, 0.7), ("d", 0.1, 0.6)):
+        train_to(race, job, 1, loss, gain)
+    assert race.select().kept == ("b", "c")
+    train_to(race, "b", 5, 0.4, 0.65)
+    assert race.best("b").step == 1, "the loss fell, and it is right less often"
+    train_to(race, "b", 10, 0.55, 0.7)
+    assert race.best("b").step == 10, "as often right, with a lower loss"
+    train_to(race, "c", 10, 0.55, 0.7)
+    assert race.winner() == race.best("b"), "of equals the first job"
+    assert race.training == ()
+
+
+def test_the_last_evaluation_of_equals_does_not_replace_the_first() -> None:
+    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 10})
+    for step in (2, 4, 6):
+        train_to(race, "a", step, 0.5, 0.7)
+    assert race.best("a").step == 2
+
+
+def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> None:
+    race = Race(
+        Policy(rungs=(HALF, Rung(progress=0.5, keep=0.5))), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10)
+    )
+    train_to(race, "a", 1, 1e-9, 1.0)
+    train_to(race, "b", 1, 0.1, 0.9)
+    assert race.certain_to_be_kept() == frozenset()
+    train_to(race, "c", 1, 0.2, 0.8)
+    assert race.certain_to_be_kept() == frozenset("a")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdefgh"), st.tuples(st.sampled_from([0.5, 0.6, LEAST]), st.floats(0, 3)), min_size=1
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_telling_does_not_matter(worth: dict[str, tuple[float, float]], draw: random.Random) -> None:
+    standings = [standing(job, gain, loss) for job, (gain, loss) in worth.items()]
+    shuffled = draw.sample(standings, len(standings))
+    assert select(HALF, shuffled) == select(HALF, standings)
+
+
+# -- journals and recordings --------------------------------------------------------------------------------------
+
+
+def journal(metric: dict[str, str], evaluations: dict[str, list[tuple[int, float, dict[str, Any]]]]) -> list[dict]:
+    """What an executor would write of jobs of ten steps without early exit."""
+    early_exit = EarlyExit(enabled=False).resolved().model_dump()
+    config = {"per_device_train_batch_size": 1}
+    jobs = [{"job": job, "config": config, "total_steps": 10, "samples_budgeted": 10} for job in evaluations]
+    events: list[dict[str, Any]] = [
+        {
+            "event": "task_started", "task": "t", "num_train": 10, "num_validation": 2, "early_exit": early_exit,
+            "jobs": jobs, **metric,
+        }
+    ]  # fmt: skip
+    for job, found in evaluations.items():
+        done = 0
+        for step, loss, metrics in found:
+            events.append({"event": "train", "job": job, "first_step": done + 1, "losses": [0.6] * (step - done)})
+            events.append({"event": "eval", "job": job, "step": step, "validation_loss": loss, **metrics})
+            done = step
+    return [{"seq": seq, **event} for seq, event in enumerate(events)]
+
+
+def accuracy(value: float | str) -> dict[str, Any]:
+    return {"metrics": {"reward_accuracy": value, "kl": 0.1}}
+
+
+EVALUATIONS = {
+    "a": [(5, 0.5, accuracy(0.6)), (10, 0.4, accuracy(0.7))],
+    "b": [(5, 0.6, accuracy(0.8)), (10, 0.3, accuracy("nan"))],
+}
+BY_ACCURACY = {"metric": "reward_accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "winner", "best_steps"),
+    [
+        (BY_ACCURACY, ("b", 5), {"a": 10, "b": 5}),
+        ({"metric": "loss"}, ("b", 10), {"a": 10, "b": 10}),
+        ({}, ("b", 10), {"a": 10, "b": 10}),
+    ],
+)
+def test_a_journal_tells_the_race_again(
+    metric: dict[str, str], winner: tuple[str, int], best_steps: dict[str, int]
+) -> None:
+    events = journal(metric, EVALUATIONS)
+    race = race_of(events)
+    assert (race.winner().job, race.winner().step) == winner
+    assert {job: race.best(job).step for job in race.jobs} == best_steps
+    assert audit(events) == ()
+
+
+def test_a_journal_from_before_there_were_metrics_is_read() -> None:
+    events = journal({}, {"a": [(5, 0.5, {}), (10, 0.6, {})]})
+    assert race_of(events).best("a").step == 5
+    assert Recording.from_journal(events).jobs[0].gains == ()
+
+
+def test_an_evaluation_without_the_metric_is_another_version_s() -> None:
+    with pytest.raises(RunError, match=r"event 2.*reward_accuracy"):
+        race_of(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]}))
+
+
+def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
+    recording = Recording.from_journal(journal(BY_ACCURACY, EVALUATIONS))
+    assert recording.jobs[1].gains == (0.8, LEAST)
+    recording.write(tmp_path / "r.json.gz")
+    assert Recording.read(tmp_path / "r.json.gz") == recording
+    everything = replay(recording, Policy(), 0.1)
+    assert (everything.winner, everything.best_kept, everything.best_of_all, everything.regret) == ("b", 0.6, 0.6, 1.0)
+    halved = replay(recording, policy_from(EarlyExit(rungs=[(0.5, 0.5)])), 0.1)
+    assert halved.exits == {"a": (ExitReason.UNDERPERFORMING, 5)}
+
+
+def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:
+    recording = Recording.from_journal(journal({"metric": "loss"}, EVALUATIONS))
+    recording.write(tmp_path / "r.json")
+    assert "gains" not in (tmp_path / "r.json").read_text()
+
+
+def test_every_evaluation_has_a_gain_or_none_has() -> None:
+    with pytest.raises(RunError, match="a gain for each of 2 evaluations or none at all, found 1"):
+        RecordedJob(
+            job="a", config={}, total_steps=2, rows_per_step=1, train_losses=(1.0, 1.0),
+            evaluations=((1, 1.0), (2, 1.0)), gains=(0.5,),
+        )  # fmt: skip

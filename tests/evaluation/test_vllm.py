@@ -1,0 +1,161 @@
+"""vLLM behind its seam: what it is asked, by a stand-in with vLLM's documented interface."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from alto.backbone import resolve_model
+from alto.data import HeldoutRows, Message
+from alto.errors import DataError, UnsupportedError
+from alto.evaluation import BaseModel, EvaluationSettings, measure
+from alto.evaluation.adapter import SavedAdapter
+from alto.evaluation.vllm import complete_with_vllm
+
+BASE = BaseModel(model="alto-tiny", dtype="float32")
+END = 1
+MAX_MODEL_LENGTH = 64
+
+
+def adapter(name: str, rank: int = 4) -> SavedAdapter:
+    weights = {"x": (torch.zeros(4, rank), torch.zeros(rank, 4))}
+    return SavedAdapter(folder=Path("/adapters") / name, base_model="", scale=1.0, rank=rank, weights=weights)
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """``vllm.lora.request.LoRARequest``: ids count from 1."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        assert self.lora_int_id > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    temperature: float
+    max_tokens: int
+    stop_token_ids: Sequence[int]
+
+
+class LLM:
+    """``vllm.LLM``: completes a prompt with the number of its adapter and the prompt again, then ends."""
+
+    made: list[Mapping[str, Any]]
+
+    def __init__(self, **settings: Any) -> None:
+        LLM.made.append(settings)
+        if settings["max_lora_rank"] not in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+            raise ValueError("max_lora_rank")
+        self._settings = settings
+
+    def generate(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams,
+        *,
+        lora_request: Sequence[LoRARequest | None],
+    ) -> list[Any]:
+        assert len(lora_request) == len(prompts)
+        assert sampling_params.temperature == 0
+        assert len({request for request in lora_request if request}) <= self._settings["max_loras"]
+        outputs = []
+        for prompt, request in zip(prompts, lora_request, strict=True):
+            ids = prompt["prompt_token_ids"]
+            if len(ids) > MAX_MODEL_LENGTH:
+                raise ValueError(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length")
+            tokens = [*self.reply(ids, request), *sampling_params.stop_token_ids][: sampling_params.max_tokens]
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]))
+        return outputs
+
+    @staticmethod
+    def reply(ids: Sequence[int], request: LoRARequest | None) -> list[int]:
+        return [100 + (request.lora_int_id if request else 0), *ids]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, lora, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
+    LLM.made = []
+    module.LLM, module.SamplingParams, request.LoRARequest = LLM, SamplingParams, LoRARequest  # type: ignore[attr-defined]
+    for name, fake in (("vllm", module), ("vllm.lora", lora), ("vllm.lora.request", request)):
+        monkeypatch.setitem(sys.modules, name, fake)
+
+
+def complete(adapters: Sequence[SavedAdapter | None], prompts: Sequence[Sequence[int]], **changes: Any) -> Any:
+    return complete_with_vllm(BASE, adapters, prompts, **({"ends": [END], "max_new_tokens": 8} | changes))
+
+
+@pytest.mark.usefixtures("vllm")
+def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
+    found = complete([adapter("a", 4), adapter("b", 24), None], [[5, 6], [7]])
+    assert found == [[[101, 5, 6], [101, 7]], [[102, 5, 6], [102, 7]], [[100, 5, 6], [100, 7]]]
+    assert LLM.made == [
+        {
+            "model": resolve_model("alto-tiny"),
+            "dtype": "float32",
+            "trust_remote_code": False,
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": 32,
+        }
+    ]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_text_ends_where_it_ends_or_has_all_its_tokens() -> None:
+    assert complete([adapter("a")], [[5, END, 6]]) == [[[101, 5]]]
+    assert complete([adapter("a")], [[5, 6, 7, 8]], max_new_tokens=3) == [[[101, 5, 6]]]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_answers_are_judged_as_those_of_alto(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny import load_tokenizer
+
+    tokenizer = load_tokenizer()
+    answers = {1: "#### 3", 2: "#### 4"}
+
+    def reply(_: Sequence[int], request: LoRARequest | None) -> list[int]:
+        assert request is not None
+        return list(tokenizer(answers[request.lora_int_id], add_special_tokens=False)["input_ids"])
+
+    monkeypatch.setattr(LLM, "reply", staticmethod(reply))
+    rows = [(Message("user", f"{n} plus 2?"), Message("assistant", f"#### {n + 2}")) for n in (1, 2, 1)]
+    found = measure(
+        {"a": adapter("a"), "b": adapter("b")},
+        HeldoutRows(name="sums", rows=rows, max_length=100),
+        EvaluationSettings(backend="vllm"),
+        base=BASE,
+        max_tokens_per_pass=100,
+    )
+    assert [(one.name, one.evaluation.num_correct) for one in found.adapters] == [("a", 2), ("b", 1)]
+    assert {one.evaluation.settings["backend"] for one in found.adapters} == {"vllm"}
+    assert [one.evaluation.loss for one in found.adapters] == [None, None]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_vllm_cannot_do_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="rank 512 at most, which vLLM takes, found rank 600"):
+        complete([adapter("a", 600)], [[5]])
+    with pytest.raises(UnsupportedError, match="found one that is to be quantised"):
+        complete_with_vllm(
+            BaseModel(model="alto-tiny", load_in_4bit=True), [adapter("a")], [[5]], ends=[END], max_new_tokens=1
+        )
+    with pytest.raises(DataError, match="longer than the maximum model length"):
+        complete([adapter("a")], [list(range(2, 99))])
+
+
+def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[vllm\]'"):
+        complete([adapter("a")], [[5]])

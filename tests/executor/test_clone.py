@@ -1,0 +1,48 @@
+"""A clone's configuration is checked as a task's own is, settings of the method included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from alto.errors import JobCommandError, SpecError, UnknownKeyError
+from alto.executor.clone import clone_job, describe_changes
+from alto.spec import Job, Task
+
+
+def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:
+    """The only job of a task, and a clone of it."""
+    task = Task(model="alto-tiny", dataset="rows.jsonl", **keys)
+    [origin] = task.jobs
+    others = [SimpleNamespace(id=origin.id, config=origin.config)]
+    return origin, clone_job(origin, changes, others, warm=False, method=task.method)
+
+
+def test_settings_of_the_method_can_be_changed() -> None:
+    origin, other = clone({"rl_beta": 0.5, "loss_type": "ipo"}, method="dpo", beta=0.2)
+    assert other.id == "job-001"
+    assert describe_changes(origin, other) == "beta=0.5, loss_type=ipo"
+    assert other.config.replace(beta=0.2, loss_type="sigmoid") == origin.config
+
+
+def test_a_setting_taken_away_is_the_default_again() -> None:
+    _, other = clone({"beta": None}, method="orpo", beta=0.2)
+    assert other.config.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "error", "reason"),
+    [
+        ({}, {"beta": 0.2}, UnknownKeyError, "found with method 'sft'"),
+        ({"method": "orpo"}, {"loss_type": "ipo"}, UnknownKeyError, "found with method 'orpo'"),
+        ({"method": "dpo"}, {"loss_type": "simpo"}, SpecError, "found 'simpo'"),
+        ({"method": "dpo", "label_smoothing": 0.1}, {"loss_type": "ipo"}, SpecError, "label_smoothing should be 0"),
+        ({"method": "dpo"}, {"beta": -1}, SpecError, r"^beta .* > 0"),
+        ({"method": "dpo"}, {"beta": 0.1}, JobCommandError, "found that job-000 has it"),
+    ],
+)
+def test_refused(keys: dict[str, Any], changes: dict[str, Any], error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        clone(changes, **keys)

@@ -1,0 +1,224 @@
+"""Law 1 on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
+
+The oracle is TRL's ``DPOTrainer`` with PEFT and torch's AdamW on the unmodified model (``tests/oracle.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import SoloPairs, as_trl_has_it, flat, make_dpo_trainer, padded_batch, reference_model, relative_distance
+from preference_pairs import make_pairs
+from seated_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.data import Span
+from alto.executor import Executor, JobRun, plan_jobs
+from alto.lora import read_adapter
+from alto.runs import Journal, RunDir, read_events, read_history
+from alto.spec import Task
+
+pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+JOBS = [
+    {"loss_type": "sigmoid", "beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
+    {"loss_type": "sigmoid", "beta": 0.5, "lr": 5e-4, "r": 8, "batch_size": 4, "weight_decay": 0.1, "seed": 2},
+    {
+        "loss_type": "sigmoid",
+        "beta": 2.0,
+        "lr": 2e-4,
+        "r": 32,
+        "batch_size": 8,
+        "lr_scheduler_type": "cosine",
+        "seed": 3,
+    },
+    {"loss_type": "ipo", "beta": 0.05, "lr": 2e-4, "r": 16, "batch_size": 2, "seed": 4},
+    {"loss_type": "ipo", "beta": 0.5, "lr": 5e-4, "r": 8, "batch_size": 5, "max_grad_norm": None, "seed": 5},
+    {"loss_type": "ipo", "beta": 1.0, "lr": 5e-4, "r": 64, "batch_size": 3, "lora_alpha": 32, "seed": 6},
+    {"loss_type": "hinge", "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 2, "seed": 7},
+    {"loss_type": "robust", "beta": 0.2, "label_smoothing": 0.1, "lr": 5e-4, "r": 16, "batch_size": 8, "seed": 8},
+    {"loss_type": "apo_zero", "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 3, "seed": 9},
+    {"loss_type": "apo_down", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "max_grad_norm": 0.05, "seed": 10},
+    {"loss_type": "sigmoid_norm", "beta": 2.0, "lr": 1e-3, "r": 8, "batch_size": 2, "seed": 11},
+]
+FEW = [JOBS[index] for index in (1, 4, 7)]
+SLOTS = [5, 2, 8, 0, 9, 4, 11, 7, 1, 10, 3]
+METRICS = {
+    "reward_accuracy": "rewards/accuracies",
+    "reward_margin": "rewards/margins",
+    "chosen_reward": "rewards/chosen",
+    "rejected_reward": "rewards/rejected",
+}
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_dpo_trainer(tmp_path_factory.mktemp("trl"))
+
+
+def dpo_task(configs: list[dict[str, object]], **settings: object) -> Task:
+    return make_task(configs, method="dpo", **settings)
+
+
+def solo_of(run: JobRun, base: PreTrainedModel, trl: Any) -> SoloPairs:
+    return SoloPairs(base, PAIRS.train, run.config, trl=trl, reference=reference_model(base))
+
+
+def state_of(bank: Bank, run: JobRun) -> tuple[Any, Any]:
+    return bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)
+
+
+def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+    base, bank = make_model("qwen3"), Bank(make_model("qwen3"), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
+    solos = [solo_of(run, base, trl) for run in bank.runs]
+    for _ in range(3):
+        bank.step()
+    states, found = [state_of(bank, run) for run in bank.runs], bank.step()
+    for run, solo, state in zip(bank.runs, solos, states, strict=True):
+        solo.load(*state)
+        assert_same_step(found[run.id], solo.train_step())
+    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
+    for run, solo, worth in zip(bank.runs, solos, bank.trainer.evaluate(bank.runs), strict=True):
+        solo.load(*state_of(bank, run))
+        expected = solo.evaluate(PAIRS.validation)
+        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+        for metric, name_in_trl in METRICS.items():
+            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
+        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / run.config.beta
+        assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
+        assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
+
+
+def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl: Any) -> None:
+    base = make_model("llama")
+    found = Bank(make_model("llama"), dpo_task(JOBS[:1]), data=PAIRS).data.train.references
+    batch = as_trl_has_it(padded_batch(PAIRS.train, range(len(PAIRS.train))))
+    expected = torch.stack(trl.compute_ref_log_probs(reference_model(base), batch), 1)
+    assert found.numpy() == pytest.approx(expected.double().numpy(), rel=LOSS_TOLERANCE)
+
+
+def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the executor, with fewer slots than jobs: these are parked, and come back to other slots."""
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    data = replace(PAIRS, train=make_pairs(16, seed=3))
+    task = dpo_task(
+        FEW,
+        max_slots=2,
+        eval_steps=0.5,
+        early_exit={"rungs": [[0.3, 1.0], [0.6, 1.0]], "detect_divergence": False, "detect_overfitting": False},
+    )
+    run_dir = RunDir.create(tmp_path / "runs", task)
+    backbone = Backbone(make_model("llama"), None, "unused")
+    with Journal(run_dir.journal_file) as journal:
+        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+    events = read_events(run_dir.journal_file)
+    assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
+    assert not events[0]["references"]["is_cached"]
+    told = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
+
+    base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=data), read_history(run_dir.root)
+    for run in fresh.runs:
+        solo = SoloPairs(base, data.train, run.config, trl=trl, reference=reference_model(base))
+        solo.load(fresh.trainer.bank.read(run.slot))
+        expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[run.id].train_losses))
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, run.config
+        assert relative_distance(flat(read_adapter(run_dir.job(run.id, "last"))), solo.weights()) <= 1e-4, run.config
+        last, worth = told[run.id, run.total_steps], solo.evaluate(PAIRS.validation)
+        assert last["validation_loss"] == pytest.approx(worth["loss"], rel=1e-4)
+        assert last["metrics"]["reward_accuracy"] == pytest.approx(worth["rewards/accuracies"])
+
+
+@pytest.mark.parametrize("poison", ["weights", "gradient"])
+def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> None:
+    clean_bank, poisoned_bank = (Bank(make_model("llama"), dpo_task(FEW), data=PAIRS) for _ in range(2))
+    for bank in (clean_bank, poisoned_bank):
+        bank.step()
+    victim = poisoned_bank.runs[1]
+    if poison == "weights":
+        poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
+    else:
+        poisoned_bank.trainer.optimizer.exp_avg_ZP[victim.slot].fill_(float("nan"))
+    for _ in range(2):
+        clean, poisoned = clean_bank.step(), poisoned_bank.step()
+        for run in clean_bank.runs:
+            if run.id != victim.id:
+                assert clean[run.id].loss == poisoned[run.id].loss
+                for kind in ("gradients", "updates"):
+                    for name, matrix in getattr(clean[run.id], kind).items():
+                        assert torch.equal(matrix, getattr(poisoned[run.id], kind)[name])
+    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
+    for run, clean_worth, poisoned_worth in zip(
+        clean_bank.runs, *(bank.trainer.evaluate(bank.runs) for bank in (clean_bank, poisoned_bank)), strict=True
+    ):
+        assert (clean_worth == poisoned_worth) == (run.id != victim.id)
+
+
+def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step() -> None:
+    whole, parted = (Bank(make_model("llama"), dpo_task(FEW, max_tokens_per_pass=n), data=PAIRS) for n in (10_000, 60))
+    batch = whole.runs[2].order.rows_of_step(0)
+    assert sum(PAIRS.train.input_ids[row].numel() for row in batch) > 2 * 60
+    for _ in range(2):
+        expected, found = whole.step(), parted.step()
+        for run in whole.runs:
+            assert_same_step(found[run.id], expected[run.id])
+        for mine, others in zip(parted.runs, whole.runs, strict=True):  # go on from equal state
+            weights, optimizer = state_of(whole, others)
+            parted.trainer.bank.write(mine.slot, weights)
+            parted.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)
+    for found, expected in zip(parted.trainer.evaluate(parted.runs), whole.trainer.evaluate(whole.runs), strict=True):
+        assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-5)
+
+
+def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
+    configs = [
+        {"beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
+        {"beta": 0.5, "lr": 5e-4, "r": 16, "batch_size": 4, "seed": 2},
+        {"beta": 1.0, "lr": 5e-4, "r": 8, "batch_size": 8, "seed": 3},
+    ]
+    together = Bank(make_model("llama"), make_task(configs, method="orpo"), data=PAIRS).step()
+    for index, config in enumerate(configs):
+        bank = Bank(make_model("llama"), make_task([config], method="orpo"), data=PAIRS)
+        (alone,) = bank.step().values()
+        assert_same_step(list(together.values())[index], alone)
+
+
+@pytest.fixture(scope="module")
+def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
+    """After three steps: the states before the last, and what it did."""
+    bank = Bank(make_model("llama"), dpo_task(FEW), data=PAIRS)
+    for _ in range(2):
+        bank.step()
+    states = [state_of(bank, run) for run in bank.runs]
+    return bank, states, bank.step()
+
+
+class TestTheOracleBites:
+    """The comparison of one step fails for each mistake that a preference loss invites."""
+
+    def compare(self, stepped: Any, trl: Any, *, data: Any = PAIRS.train, **changes: Any) -> None:
+        (bank, states, found), base = stepped, make_model("llama")
+        run = bank.runs[0]
+        config = run.config.replace(**changes)
+        solo = SoloPairs(base, data, config, trl=trl, reference=reference_model(base))
+        solo.load(*states[0])
+        assert_same_step(found[run.id], solo.train_step())
+
+    def test_control(self, stepped: Any, trl: Any) -> None:
+        self.compare(stepped, trl)
+
+    @pytest.mark.parametrize("changes", [{"beta": 0.505}, {"loss_type": "hinge"}, {"loss_type": "ipo"}])
+    def test_a_setting_of_another_job(self, stepped: Any, trl: Any, changes: dict[str, Any]) -> None:
+        with pytest.raises(AssertionError):
+            self.compare(stepped, trl, **changes)
+
+    def test_a_rejected_reply_behind_another_prompt(self, stepped: Any, trl: Any) -> None:
+        spans = tuple((first, Span(second.length, max(0, second.prefix - 1))) for first, second in PAIRS.train.spans)
+        with pytest.raises(AssertionError):
+            self.compare(stepped, trl, data=replace(PAIRS.train, spans=spans))

@@ -1,0 +1,233 @@
+"""What the frozen base gives replies: asked once, kept on disk, and asked anew whenever it may be another answer."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from preference_pairs import make_pairs
+from seated_jobs import PAIRS, Bank, make_model, make_task, with_references
+
+from alto.backbone import Backbone, load_network
+from alto.data import TaskData, TokenBatch
+from alto.errors import DeviceMemoryError, ModelError
+from alto.executor import Executor, plan_jobs, recover, references
+from alto.executor.memory_errors import MemoryEvent
+from alto.executor.passes import Passes
+from alto.executor.ranks import Ranks
+from alto.executor.references import References, find_references
+from alto.runs import Event, Journal, RunDir, read_events
+from alto.spec import Task
+
+TASK = make_task(
+    [{"loss_type": "sigmoid", "beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 4, "seed": seed} for seed in (1, 2)],
+    method="dpo",
+    num_train_epochs=1,
+    early_exit={"enabled": False},
+)
+ask = references.reference_log_probs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_the_libraries_alone() -> Iterator[None]:
+    """What is imported by now is not looked through whenever memory is released."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Base:
+    """Counts the passes of the base, and may refuse them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_asked = 0
+        self.max_tokens = 10**6
+        self.on_ask: Callable[[], None] = lambda: None
+        monkeypatch.setattr(references, "reference_log_probs", self._asked)
+
+    def _asked(self, backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
+        self.num_asked += 1
+        self.on_ask()
+        if batch.input_ids_T.numel() > self.max_tokens:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+        return ask(backbone, batch)
+
+    def asked_in(self, work: Callable[[], Any]) -> bool:
+        """Whether ``work`` has asked the base."""
+        before = self.num_asked
+        work()
+        return self.num_asked > before
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
+    """Beside a cache that is empty."""
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    return Base(monkeypatch)
+
+
+def find(
+    task: Task = TASK,
+    data: TaskData = PAIRS,
+    *,
+    path: str = "a-model",
+    dtype: torch.dtype = torch.float32,
+    passes: Passes | None = None,
+) -> References:
+    backbone = Backbone(make_model("llama").to(dtype), None, path)
+    return find_references(task, backbone, data, passes or Passes(100, lambda event: None), Ranks())
+
+
+def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
+    first = find()
+    assert base.num_asked > 2
+    num_asked, second = base.num_asked, find()
+    assert base.num_asked == num_asked
+    assert (first.is_cached, second.is_cached) == (False, True)
+    expected = with_references(Backbone(make_model("llama"), None, "unused"), PAIRS)
+    for split in ("train", "validation"):
+        found, cached, wanted = (getattr(data, split).references for data in (first.data, second.data, expected))
+        assert torch.equal(found, cached)
+        assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-6)
+
+
+def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    local = TASK.replace(model=str(tmp_path))
+    first, *others = PAIRS.train.spans
+    other_spans = replace(PAIRS.train, spans=(tuple(replace(span, prefix=0) for span in first), *others))
+    changes: list[dict[str, Any]] = [
+        {},
+        {"path": "another-model"},
+        {"dtype": torch.bfloat16},
+        {"task": TASK.replace(load_in_4bit=True)},
+        {"task": TASK.replace(load_in_8bit=True)},
+        {"task": local},
+        {"data": TaskData(train=make_pairs(28, seed=9), validation=make_pairs(6, seed=8))},
+        {"data": TaskData(train=other_spans, validation=make_pairs(5, seed=2))},
+    ]
+    for change in changes:
+        assert base.asked_in(lambda change=change: find(**change)), change
+    for change in changes:
+        assert not base.asked_in(lambda change=change: find(**change)), change
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert base.asked_in(lambda: find(local))
+
+
+def test_settings_of_jobs_ask_nothing_anew(base: Base) -> None:
+    find()
+    other = make_task([{"loss_type": "ipo", "beta": 0.5, "lr": 1e-4, "r": 8, "seed": 7}], method="dpo")
+    assert not base.asked_in(lambda: find(other))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"measured": [[1.0, 2.0',
+        b'{"measured": null}',
+        b'{"measured": [[1.0, 2.0]]}',
+        b'{"measured": [1.0, [2.0]]}',
+        b'{"measured": {"a": 1}}',
+        b'{"measured": [%s]}' % b", ".join([b"[NaN, 1.0]"] * 28),
+        b"[]",
+        b"\xff\xfe",
+    ],
+)
+def test_a_broken_file_is_as_good_as_none(base: Base, tmp_path: Path, content: bytes) -> None:
+    whole = find().data.train.references
+    for file in (tmp_path / "cache" / "references").iterdir():
+        file.write_bytes(content)
+    again = find()
+    assert not again.is_cached
+    assert torch.equal(again.data.train.references, whole)
+    assert find().is_cached
+
+
+def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
+    events: list[MemoryEvent] = []
+    passes = Passes(400, events.append)
+    base.max_tokens = 150
+    found = find(passes=passes).data.train.references
+    assert [event.phase for event in events] == ["evaluation"] * len(events)
+    assert events
+    assert passes.max_tokens <= 200
+    expected = with_references(Backbone(make_model("llama"), None, "unused"), PAIRS).train.references
+    assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-6)
+
+
+def test_a_pair_that_does_not_fit_is_said_to_be_too_large(base: Base) -> None:
+    base.max_tokens = longest = max(ids.numel() for ids in PAIRS.train.input_ids) - 1
+    with pytest.raises(DeviceMemoryError, match=rf"pair of {longest + 1} tokens, found less on cpu; lower max_length"):
+        find()
+
+
+def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
+    backbone = Backbone(make_model("llama"), None, "broken")
+    with torch.no_grad():
+        backbone.model.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="found others in 28 of 28 pairs"):
+        find_references(TASK, backbone, PAIRS, Passes(100, lambda event: None), Ranks())
+
+
+def finish(run_dir: RunDir) -> list[Event]:
+    """Begin or go on with a run; its events."""
+    past, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
+    with Journal(run_dir.journal_file, past=past.events) as journal:
+        runs = plan_jobs(TASK, backbone, PAIRS)
+        Executor(TASK, runs, backbone, PAIRS, run_dir=run_dir, journal=journal, past=past).run()
+    return list(read_events(run_dir.journal_file))
+
+
+def worths(events: list[Event]) -> list[tuple[Any, ...]]:
+    return [
+        (event["job"], event["step"], event["validation_loss"], event["metrics"])
+        for event in events
+        if event["event"] == "eval"
+    ]
+
+
+def test_a_run_that_is_killed_while_the_base_is_asked_ends_as_if_it_had_not_been(base: Base, tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "killed", TASK)
+    child = os.fork()
+    if not child:
+        base.on_ask = lambda: base.num_asked > 3 and os.kill(os.getpid(), signal.SIGKILL)
+        finish(run_dir)
+        os._exit(0)  # not reached
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert run_dir.journal_file.read_bytes() == b""
+    events, undisturbed = finish(run_dir), finish(RunDir.create(tmp_path / "undisturbed", TASK))
+    assert events[0]["event"] == "task_started"
+    assert events[-1]["event"] == "task_completed"
+    assert worths(events) == worths(undisturbed)
+    assert undisturbed[0]["references"]["is_cached"]
+
+
+def test_a_task_goes_on_with_the_passes_that_the_base_fitted_into(base: Base, tmp_path: Path) -> None:
+    base.max_tokens = 150
+    started, told, *_ = finish(RunDir.create(tmp_path, TASK))
+    assert started["references"]["is_cached"] is False
+    assert (told["event"], told["phase"], told["residents"]) == ("oom", "evaluation", [])
+    assert told["max_tokens_per_pass"] <= 150
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_a_quantised_base_is_its_own_reference() -> None:
+    task = TASK.replace(load_in_4bit=True)
+    quantised = Bank(load_network("alto-tiny", load_in_4bit=True), task, data=PAIRS)
+    plain = Bank(load_network("alto-tiny"), TASK, data=PAIRS)
+    apart = (quantised.data.train.references - plain.data.train.references).abs().mean()
+    assert apart > 0.1
+    for worth in quantised.trainer.evaluate(quantised.runs):
+        assert worth.loss == pytest.approx(math.log(2), rel=1e-5)
+        assert worth.metrics["kl"] == pytest.approx(0.0, abs=1e-4)

@@ -1,0 +1,236 @@
+"""Losses on pairs against plain float64 formulas, each pair by itself; and what a pair's company may not change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from preference_pairs import laid_out_whole, make_pairs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate
+from alto.errors import DataError
+from alto.kernels import TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
+from alto.objectives import Objective, Terms, find_objective, job_losses, pass_terms, reference_log_probs
+from alto.spec import JobConfig
+from alto.spec.method import LOSS_TYPES
+
+PAIRS = make_pairs(40, seed=0, vocabulary=97)
+DATA = replace(
+    PAIRS, references=-40 * torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+)
+DPO, ORPO = find_objective("dpo"), find_objective("orpo")
+JOBS = [JobRows(2, (0, 3, 9)), JobRows(0, (1,)), JobRows(1, tuple(range(10, 38))), JobRows(3, (4, 2, 7, 39))]
+
+
+def config(loss_type: str | None = None, **values: Any) -> JobConfig:
+    defaults = {"beta": 0.1, "loss_type": loss_type, "label_smoothing": 0.0}
+    return JobConfig(**(defaults | values))
+
+
+class GivenLosses:
+    """A backbone whose token losses are given."""
+
+    def __init__(self, losses_S: Tensor) -> None:
+        self.losses_S = losses_S
+
+    def hidden_states(self, input_ids_T: Tensor, *_: object) -> Tensor:
+        return input_ids_T[:, None]
+
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
+        return self.losses_S
+
+
+def draw_losses(batch: TokenBatch) -> Tensor:
+    return 6 * torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0))
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    return (1 / (1 + (-x).exp())).log()
+
+
+def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings: JobConfig) -> Tensor:
+    """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it."""
+    beta, noise = settings.beta, settings.label_smoothing
+    gains = chosen.sum() - references[0], rejected.sum() - references[1]
+    per_token = gains[0] / len(chosen) - gains[1] / len(rejected)
+    right, wrong = (-log_sigmoid(sign * beta * (gains[0] - gains[1])) for sign in (1, -1))
+    return {
+        "sigmoid": lambda: (1 - noise) * right + noise * wrong,
+        "sigmoid_norm": lambda: -log_sigmoid(beta * per_token),
+        "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
+        "hinge": lambda: (1 - beta * (gains[0] - gains[1])).clamp(min=0),
+        "robust": lambda: ((1 - noise) * right - noise * wrong) / (1 - 2 * noise),
+        "apo_zero": lambda: 1 - torch.sigmoid(beta * gains[0]) + torch.sigmoid(beta * gains[1]),
+        "apo_down": lambda: torch.sigmoid(beta * gains[0]) + 1 - torch.sigmoid(beta * (gains[0] - gains[1])),
+    }[settings.loss_type]()
+
+
+def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings: JobConfig) -> Tensor:
+    p = [side.mean().exp() for side in (chosen, rejected)]
+    odds = [x / (1 - x) for x in p]
+    return -p[0].log() - settings.beta * log_sigmoid((odds[0] / odds[1]).log())
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected", "configs"),
+    [
+        *((DPO, expected_dpo, [config(name, beta=beta) for beta in (0.01, 0.1, 0.5, 2.0)]) for name in LOSS_TYPES),
+        (DPO, expected_dpo, [config("sigmoid", label_smoothing=noise) for noise in (0.0, 0.1, 0.3, 0.49)]),
+        (DPO, expected_dpo, [config("robust", label_smoothing=noise) for noise in (0.0, 0.1, 0.3, 0.4)]),
+        (DPO, expected_dpo, [config(name) for name in ("ipo", "sigmoid", "apo_zero", "ipo")]),
+        (ORPO, expected_orpo, [config(beta=beta) for beta in (0.05, 0.1, 0.5, 2.0)]),
+    ],
+    ids=[*LOSS_TYPES, "smoothed-sigmoid", "smoothed-robust", "mixed", "orpo"],
+)
+def test_losses_and_gradients_are_those_of_the_papers(
+    objective: Objective, expected: Callable[..., Tensor], configs: list[JobConfig]
+) -> None:
+    batch = collate(DATA, JOBS)
+    losses_S = draw_losses(batch)
+    (found_J, gradient_S), _ = reduced(objective, losses_S, batch, configs)
+    log_probs_S = (-losses_S.double()).requires_grad_()
+    replies = iter(log_probs_S.split(batch.sequence_targets))
+    means = [
+        sum(expected(next(replies), next(replies), DATA.references[row], settings) for row in job.rows) / len(job.rows)
+        for job, settings in zip(JOBS, configs, strict=True)
+    ]
+    (wanted_S,) = torch.autograd.grad(sum(means), log_probs_S)
+    assert found_J.tolist() == pytest.approx([float(mean.detach()) for mean in means], rel=1e-6)
+    assert -gradient_S.double().numpy() == pytest.approx(wanted_S.numpy(), rel=1e-5, abs=1e-12)
+    assert gradient_S.abs().max() > 1e-4
+
+
+def reduced(
+    objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]
+) -> tuple[tuple[Tensor, Tensor], Terms]:
+    """Loss per job, the gradient of their sum towards the token losses, and the terms."""
+    losses_S = losses_S.detach().clone().requires_grad_()
+    backbone: Any = GivenLosses(losses_S)
+    losses_J = job_losses(objective, backbone, batch, configs)
+    (gradient_S,) = torch.autograd.grad(losses_J.sum(), losses_S)
+    with torch.no_grad():
+        return (losses_J.detach(), gradient_S), pass_terms(objective, backbone, batch, configs)
+
+
+COMPANY = [JobRows(slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
+"""Small jobs: whose pairs fill no vector alone, and all do together."""
+
+MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "configs"),
+    [
+        *((DPO, [config(name, beta=beta) for beta in (0.3, 0.1, 0.5, 0.05)]) for name in LOSS_TYPES),
+        (DPO, [config(name, beta=beta) for name, beta in zip(MIXED, (0.3, 0.1, 0.5, 0.05), strict=True)]),
+        (ORPO, [config(beta=beta) for beta in (0.05, 0.1, 0.5, 2.0)]),
+    ],
+    ids=[*LOSS_TYPES, "mixed", "orpo"],
+)
+def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
+    batch, configs = collate(DATA, COMPANY), configs * (len(COMPANY) // 4)
+    clean_S = draw_losses(batch)
+    poisoned_S = clean_S.clone()
+    poisoned_S[batch.job_targets[0]] = float("nan")  # of the second job
+    (_, clean), terms = reduced(objective, clean_S, batch, configs)
+    (_, poisoned), poisoned_terms = reduced(objective, poisoned_S, batch, configs)
+    assert poisoned_terms.sums_J.isnan().nonzero().flatten().tolist() == [1]
+    parts = zip(*(x.split(batch.job_targets) for x in (clean_S, clean, poisoned)), strict=True)
+    for index, (mine_S, gradient, beside_nan) in enumerate(parts):
+        (_, expected), alone = reduced(objective, mine_S, collate(DATA, [COMPANY[index]]), [configs[index]])
+        company = [terms] if index == 1 else [terms, poisoned_terms]
+        assert torch.equal(gradient, expected)
+        assert index == 1 or torch.equal(beside_nan, expected)
+        assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
+        for name in objective.metrics:
+            assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
+
+
+def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:
+    batch = collate(DATA, JOBS[:1])
+    losses_S = draw_losses(batch)
+    terms = pass_terms(DPO, GivenLosses(losses_S), batch, [config("sigmoid", beta=0.5)])
+    log_probs = -torch.stack([part.double().sum() for part in losses_S.split(batch.sequence_targets)]).view(-1, 2)
+    gains = log_probs - DATA.references[list(JOBS[0].rows)]
+    expected = {
+        "reward_accuracy": float((gains[:, 0] > gains[:, 1]).double().mean()),
+        "reward_margin": 0.5 * float((gains[:, 0] - gains[:, 1]).mean()),
+        "chosen_reward": 0.5 * float(gains[:, 0].mean()),
+        "rejected_reward": 0.5 * float(gains[:, 1].mean()),
+        "kl": float(gains.mean()),
+    }
+    assert batch.job_weights == (3,)
+    assert {name: float(sums_J[0]) / 3 for name, sums_J in terms.metrics.items()} == pytest.approx(expected)
+
+
+def test_a_reply_that_is_certain_has_finite_odds_and_gradients() -> None:
+    batch = collate(DATA, JOBS[1:2])
+    losses_S = draw_losses(batch)
+    losses_S[: batch.sequence_targets[0]] = 0.0
+    (found_J, gradient_S), _ = reduced(ORPO, losses_S, batch, [config()])
+    assert math.isfinite(float(found_J))
+    assert bool(gradient_S.isfinite().all())
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_rows_with_one_reply_are_refused(method: str) -> None:
+    talk = EncodedDataset(
+        input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),), num_truncated=0, num_skipped=0
+    )
+    with pytest.raises(DataError, match=f"method {method}: expected preference pairs"):
+        find_objective(method).check(talk, [])
+    with pytest.raises(DataError, match="method sft: expected rows of talk"):
+        find_objective("sft").check(DATA, [])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
+    tiny_model: Callable[..., PreTrainedModel], architecture: str
+) -> None:
+    configs = [config("sigmoid"), config("ipo", beta=0.5), config("hinge")]
+    jobs = [JobRows(slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
+    whole = laid_out_whole(PAIRS)
+    assert whole.num_tokens > 1.2 * PAIRS.num_tokens
+    results = []
+    for pairs in (PAIRS, whole):
+        backbone = Backbone(tiny_model(architecture), None, "tiny")
+        batch = collate(pairs, jobs)
+        with torch.no_grad():
+            references = reference_log_probs(backbone, batch)
+        batch = replace(batch, references_Q2=references)
+        bank, run = adapted(backbone)
+        results.append((references, run(DPO, batch, configs), bank.grads_ZP))
+    (references, losses, gradients), (wanted_references, wanted_losses, wanted_gradients) = results
+    assert references.numpy() == pytest.approx(wanted_references.numpy(), rel=1e-5)
+    assert losses.tolist() == pytest.approx(wanted_losses.tolist(), rel=1e-5)
+    for slot in range(3):
+        assert float((gradients[slot] - wanted_gradients[slot]).norm() / wanted_gradients[slot].norm()) < 1e-4
+
+
+def adapted(backbone: Backbone) -> tuple[AdapterBank, Callable[..., Tensor]]:
+    """Three random adapters on ``backbone``, and a function that runs a forward and backward pass."""
+    modules = linear_modules(backbone.model)
+    bank = AdapterBank(BankLayout(modules=modules, max_rank=4), 3)
+    context = inject(backbone.model, bank)
+    for slot in range(3):
+        bank.occupy(slot, AdapterShape(rank=4 - slot, targets=modules))
+        bank.initialise(slot, slot)
+        for _, _, b in bank.matrices(bank.params_ZP, slot):
+            b.copy_(0.05 * torch.randn(b.shape, generator=torch.Generator().manual_seed(slot)))
+
+    def run(objective: Objective, batch: TokenBatch, configs: Sequence[JobConfig]) -> Tensor:
+        with context.use(TokenSchedule.build(batch.slots, batch.job_tokens, [2.0] * len(batch.slots))):
+            losses = job_losses(objective, backbone, batch, configs)
+            losses.sum().backward()
+        return losses.detach()
+
+    return bank, run

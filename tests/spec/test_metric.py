@@ -1,0 +1,91 @@
+"""By what a task may choose its adapter, and what an evaluation is worth to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from alto.errors import SpecError
+from alto.objectives import find_objective
+from alto.spec import Task
+from alto.spec.method import OWN_METHODS
+from alto.spec.metric import LOSS, OWN_GAINS, check_metric, gain_of, metric_notes
+
+ROWS = {"model": "alto-tiny", "dataset": "pairs.jsonl"}
+
+
+def test_a_task_chooses_by_the_loss_unless_told_otherwise() -> None:
+    assert Task(**ROWS).metric == LOSS
+    assert Task(**ROWS, method="dpo").metric == LOSS
+
+
+@pytest.mark.parametrize(("method", "metric"), [("dpo", "reward_accuracy"), ("orpo", "reward_margin"), ("sft", "loss")])
+def test_a_metric_of_the_method_is_kept_in_its_file(method: str, metric: str) -> None:
+    task = Task(**ROWS, method=method, metric=metric)
+    assert task.metric == metric
+    assert Task(**task.to_dict()) == task
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"metric": "reward_accuracy"},
+            "metric should be loss with method 'sft', found 'reward_accuracy'.*dpo or orpo",
+        ),
+        (
+            {"method": "dpo", "metric": "accuracy"},
+            "metric should be loss or reward_accuracy or reward_margin with method 'dpo', found 'accuracy'.*correct it",
+        ),
+        ({"method": "dpo", "metric": "kl"}, "found 'kl'"),
+        ({"method": "dpo", "metric": 3}, "metric"),
+        ({"method": "dpo", "metric": ""}, "metric"),
+    ],
+)
+def test_a_metric_that_the_method_does_not_measure_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Task(**ROWS, **settings)
+
+
+@pytest.mark.parametrize("method", OWN_METHODS)
+def test_the_gains_of_our_methods_are_those_of_their_objectives(method: str) -> None:
+    objective = find_objective(method)
+    assert OWN_GAINS[method] == objective.gains
+    assert set(objective.gains) <= set(objective.metrics)
+
+
+def test_a_method_of_a_package_has_gains_of_its_own() -> None:
+    check_metric("win_rate", "my_method", ("win_rate",))
+    with pytest.raises(SpecError, match="loss or win_rate with method 'my_method', found 'reward_accuracy'"):
+        check_metric("reward_accuracy", "my_method", ("win_rate",))
+
+
+@pytest.mark.parametrize(
+    ("metric", "space", "said"),
+    [
+        (LOSS, {"beta": [0.1, 0.2]}, "Jobs differ in beta, "),
+        (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in loss_type and beta, "),
+        (LOSS, {"lr": [1e-4, 2e-4]}, ""),
+        ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
+    ],
+)
+def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[str, list[object]], said: str) -> None:
+    task = Task(**ROWS, method="dpo", metric=metric, search_space=space)
+    notes = metric_notes(task.metric, task.method, [job.config for job in task.jobs])
+    assert "".join(notes).startswith(said)
+    assert bool(notes) is bool(said)
+
+
+def test_what_an_evaluation_is_worth() -> None:
+    assert gain_of("reward_accuracy", {"reward_accuracy": 0.75, "kl": 3.0}) == 0.75
+    assert gain_of(LOSS, {"reward_accuracy": 0.75}) == gain_of(LOSS, {}) == 0.0
+    with pytest.raises(KeyError):
+        gain_of("reward_accuracy", {})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf"])
+def test_a_value_that_is_not_finite_is_worth_the_least_and_can_be_compared(value: float | str) -> None:
+    gain = gain_of("reward_margin", {"reward_margin": value})
+    assert math.isfinite(gain)
+    assert gain < -1e300

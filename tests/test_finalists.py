@@ -1,0 +1,183 @@
+"""``select_by: eval_accuracy``: the best jobs answer the validation rows, and the best answers win."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model, write_rows
+
+import alto
+from alto.backbone import Backbone
+from alto.data import Message
+from alto.engine import runner
+from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
+from alto.evaluation import FinalistJudge
+from alto.records import FinalistScore, TaskResult
+
+SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def task(tmp_path: Path, model: Path) -> alto.Task:
+    sums = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{n} plus 1?", "answer": f"#### {n + 1}"} for n in range(5)]
+    sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return make_task(
+        tmp_path,
+        **{"model": str(model), "dataset": str(sums), "validation_dataset": str(sums), "max_steps": 2},
+        search_space=SPACE,
+        early_exit=False,
+        select_by="eval_accuracy",
+        num_finalists=3,
+    )
+
+
+class Judge:
+    """Gives every finalist the answers that are set down for its place among them."""
+
+    def __init__(self, num_correct: Sequence[int]) -> None:
+        self.num_correct = num_correct
+        self.asked: list[dict[str, Path]] = []
+
+    def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
+        assert all((folder / "adapter_model.safetensors").is_file() for folder in finalists.values())
+        on_turn()
+        self.asked.append(dict(finalists))
+        return [
+            FinalistScore(job=job, num_correct=right, num_questions=5)
+            for job, right in zip(finalists, self.num_correct, strict=True)
+        ]
+
+
+def tune(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TaskResult:
+    monkeypatch.setattr(runner, "FinalistJudge", lambda *_: judge)
+    return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
+
+
+def by_loss(result: TaskResult) -> list[str]:
+    return [job.job for job in sorted(result.jobs, key=lambda job: job.best_validation_loss)]
+
+
+def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge([1, 0, 4])
+    result = tune(task, judge, monkeypatch)
+    finalists = by_loss(result)[:3]
+    run = Path(result.run_dir)
+    assert [list(asked) for asked in judge.asked] == [finalists]
+    assert result.best_job == finalists[2]
+    assert [score.num_correct for score in result.finalists] == [1, 0, 4]
+    *_, judged, completed = read_journal(run)
+    scores = [{"job": job, "num_correct": n, "num_questions": 5} for job, n in zip(finalists, (1, 0, 4), strict=True)]
+    assert (judged["event"], judged["scores"]) == ("finalists_judged", scores)
+    assert (completed["event"], completed["best_job"]) == ("task_completed", finalists[2])
+    metrics = json.loads((run / "best" / "metrics.json").read_text())
+    assert (metrics["job"], metrics["eval_accuracy"], metrics["finalists"]) == (finalists[2], 0.8, scores)
+    own = run / "jobs" / finalists[2] / "best" / "adapter_model.safetensors"
+    assert (run / "best" / own.name).read_bytes() == own.read_bytes()
+    told = f"{finalists[0]} 1 of 5 right, {finalists[1]} 0 of 5 right, {finalists[2]} 4 of 5 right"
+    assert told in (run / "report.html").read_text(encoding="utf-8")
+    again = alto.Engine().resume(run)
+    assert (again.best_job, again.finalists, len(judge.asked)) == (result.best_job, result.finalists, 1)
+
+
+def test_equal_answers_are_decided_by_the_validation_loss(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tune(task, Judge([2, 3, 3]), monkeypatch)
+    assert result.best_job == by_loss(result)[1]
+
+
+def test_without_it_nobody_is_asked(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge([])
+    result = tune(task.replace(select_by="metric"), judge, monkeypatch)
+    assert (result.best_job, judge.asked, result.finalists) == (by_loss(result)[0], [], ())
+    metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
+    assert not {"eval_accuracy", "finalists"} & set(metrics)
+
+
+def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
+    task: alto.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(Judge):
+        def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        tune(task, Dying([]), monkeypatch)
+    (run,) = (Path(task.dataset).parent / "runs").iterdir()
+    assert "finalists_judged" not in {event["event"] for event in read_journal(run)}
+    judge = Judge([0, 5, 0])
+    monkeypatch.setattr(runner, "FinalistJudge", lambda *_: judge)
+    result = alto.Engine().resume(run)
+    assert result.best_job == by_loss(result)[1]
+    events = [event["event"] for event in read_journal(run)]
+    assert events[-2:] == ["finalists_judged", "task_completed"]
+
+
+def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: alto.Task) -> None:
+    """With the real judge: the question is asked between two tokens."""
+    ended: list[str] = []
+
+    def observe(event: Mapping[str, Any]) -> None:
+        if event["event"] == "job_completed":
+            ended.append(event["job"])
+
+    folder = Path(task.dataset).parent / "runs"
+    engine = alto.Engine(output_dir=folder, observers=[observe], is_interrupted=lambda: len(ended) == 4)
+    with pytest.raises(TaskInterruptedError, match="with 0 of 4 jobs still to train"):
+        engine.tune(task)
+    (run,) = folder.iterdir()
+    assert read_journal(run)[-1]["event"] == "task_interrupted"
+    result = alto.Engine().resume(run)
+    assert [score.job for score in result.finalists] == by_loss(result)[:3]
+    assert [score.num_questions for score in result.finalists] == [5, 5, 5]
+    done = alto.Engine().evaluate(run, jobs=by_loss(result)[:3], metric="exact_match", max_new_tokens=512)
+    assert [found.evaluation.num_correct for found in done.adapters] == [
+        score.num_correct for score in result.finalists
+    ]
+
+
+def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
+    backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
+    rows = [
+        (Message("user", "1 plus 1?"), Message("assistant", "#### 2")),
+        (Message("user", "Who?"), Message("assistant", "Nobody.")),
+        (Message("text", "#### 3"),),
+    ]
+    assert len(FinalistJudge(rows, backbone, "tiny")._prompts) == 1
+    with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):
+        FinalistJudge(rows[1:], backbone, "tiny")
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_answers_are_refused_before_anything_is_written(task: alto.Task, tmp_path: Path) -> None:
+    plain = str(write_rows(tmp_path / "plain.jsonl", 6))
+    with pytest.raises(DataError, match="found none of 6; add final answers, or remove select_by"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task.replace(validation_dataset=plain, dataset_format="auto"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_methods_that_learn_from_pairs_are_refused(tmp_path: Path, method: str) -> None:
+    with pytest.raises(SpecError, match=f"select_by should be 'metric' with method '{method}'"):
+        make_task(tmp_path, method=method, select_by="eval_accuracy")
+
+
+def test_several_ranks_are_refused(task: alto.Task) -> None:
+    with pytest.raises(UnsupportedError, match="select_by: expected 'metric' with num_gpus 2, found 'eval_accuracy'"):
+        alto.Engine().tune(task.replace(num_gpus=2))
+
+
+@pytest.mark.parametrize("changes", [{"select_by": "accuracy"}, {"num_finalists": 0}])
+def test_values_out_of_their_domain_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(changes))):
+        make_task(tmp_path, **changes)
