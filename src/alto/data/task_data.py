@@ -20,7 +20,15 @@ from alto.errors import DataFormatError
 from alto.spec import Task
 from alto.spec.method import learns_from_pairs
 
-__all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskData", "TaskRows", "read_heldout_rows", "read_task_rows"]
+__all__ = [
+    "DEFAULT_VALIDATION_SHARE",
+    "HeldoutRows",
+    "TaskData",
+    "TaskRows",
+    "encode_rows",
+    "read_heldout_rows",
+    "read_task_rows",
+]
 
 DEFAULT_VALIDATION_SHARE = 0.1
 """Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
@@ -80,8 +88,8 @@ class TaskRows:
             DataError: See :func:`encode_dataset`, :func:`encode_pairs`; or the tokenizer leaves replies without an end.
         """
         about_tokenizer = tokenizer_notes(tokenizer, _talks(self.train))
-        train = _encoded(self.train, tokenizer, self.max_length, "training")
-        validation = _encoded(self.validation, tokenizer, self.max_length, "validation")
+        train = encode_rows(self.train, tokenizer, self.max_length, "training")
+        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation")
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         return TaskData(
@@ -189,7 +197,7 @@ def _talks(rows: Sequence[Row]) -> list[Conversation]:
     return [talk for row in rows for talk in (row.talks if isinstance(row, Pair) else (row,))]
 
 
-def _encoded(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
+def encode_rows(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
     """Rows of either kind, tokenised; all have one layout."""
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
