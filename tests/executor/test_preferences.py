@@ -12,8 +12,7 @@ import torch
 from tiny import load_tokenizer, random_llama, read_journal
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, TaskData
-from alto.data.encode import Span
+from alto.data import EncodedDataset, Span, TaskData
 from alto.early_exit import audit, race_of
 from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Executor, plan_jobs, recover
