@@ -34,13 +34,10 @@ class Tuned:
     validation: Worth
     heldout: Worth
 
-    @cached_property
+    @property
     def told_accuracy(self) -> float:
         """Reward accuracy on the validation pairs, as ALTO tells it of the adapter it exported."""
-        events = read_events(Path(self.result.run_dir) / "journal.jsonl")
-        of_winner = [event for event in events if event["event"] == "eval" and event["job"] == self.result.best_job]
-        accuracy: float = [event for event in of_winner if event["is_best"]][-1]["metrics"]["reward_accuracy"]
-        return accuracy
+        return self.result.best_metrics["reward_accuracy"]
 
     @property
     def saved_by(self) -> Mapping[ExitReason, float]:
