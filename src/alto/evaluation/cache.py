@@ -35,11 +35,11 @@ class _RoomyLayer(DynamicLayer):
         new, first = (key_states, value_states), self.get_seq_length()
         end = first + key_states.shape[2]
         if not self._rooms or self._rooms[0].shape[2] < end:
-            self._rooms = tuple(_with_room(*pair) for pair in zip((self.keys, self.values), new, strict=True))
+            self._rooms = tuple(_with_room(known, states) for known, states in zip(self._known(), new, strict=True))
         for room, states in zip(self._rooms, new, strict=True):
             room[:, :, first:end] = states
         self._see(end)
-        return self.keys, self.values
+        return self._known()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows alone."""
@@ -47,6 +47,11 @@ class _RoomyLayer(DynamicLayer):
             return
         self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
         self._see(self.get_seq_length())
+
+    def _known(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
 
     def _see(self, num_tokens: int) -> None:
         self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)

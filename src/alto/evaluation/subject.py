@@ -125,7 +125,7 @@ def _listed(names: Mapping[str, Path]) -> str:
 def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
     if base is not None:
         return base
-    named = {}
+    named: dict[str, str] = {}
     for adapter in adapters.values():
         if not adapter.base_model:
             raise SpecError(
