@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from queues import NODE, one_by_one, tiny_tasks
+from queues import one_by_one, tiny_tasks
 from tiny import make_task, save_model
 from typer.testing import CliRunner
 
@@ -16,7 +16,7 @@ from alto.cli import app
 from alto.early_exit import audit
 from alto.engine.queues import fitting_gpus, unique_names
 from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
-from alto.records import Gpu, Node, Placement, Schedule
+from alto.records import Gpu, Node
 from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
 
 
