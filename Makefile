@@ -32,8 +32,8 @@ test: $(VENV)/.dev ## Set up, then run the tests
 .PHONY: test-long
 test-long: export OMP_NUM_THREADS = 1
 test-long: export ALTO_TEST_LONG = 1
-test-long: $(VENV)/.dev ## Set up, then kill runs at more than a hundred instants
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/faults/test_kills.py
+test-long: $(VENV)/.dev ## Set up, then run the tests that take longest
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/faults/test_kills.py tests/examples/test_paper_listing.py
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Set up, then check style, types and the doors between rooms
