@@ -34,6 +34,12 @@ test: export TOKENIZERS_PARALLELISM = false
 test: $(VENV)/.dev ## Set up, then run the tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
+.PHONY: test-long
+test-long: export OMP_NUM_THREADS = 1
+test-long: export ALTO_TEST_LONG = 1
+test-long: $(VENV)/.dev ## Set up, then run the tests that take longest
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/faults/test_kills.py tests/examples/test_paper_listing.py
+
 .PHONY: lint
 lint: $(VENV)/.dev ## Set up, then check style, types and the doors between rooms
 	$(BIN)/ruff check

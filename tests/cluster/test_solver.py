@@ -20,7 +20,7 @@ PROBLEM = SchedulingProblem(
     nodes=NODES,
     pending=tuple(
         TaskDemand(task=name, num_gpus=gpus, duration_s=seconds)
-        for name, gpus, seconds in (("a", 1, 3.0), ("b", 1, 3.0), ("c", 2, 4.0), ("d", 1, 2.0))
+        for name, gpus, seconds in (("a", 1, 3000.0), ("b", 1, 3000.0), ("c", 2, 4000.0), ("d", 1, 2000.0))
     ),
 )
 
@@ -37,7 +37,7 @@ def test_the_answer_is_the_solvers() -> None:
     with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
         schedule = solve(PROBLEM)
         assert (schedule.method, schedule.status, schedule.notice) == ("cp-sat", "optimal", "")
-        assert schedule.makespan_s == pytest.approx(9.0)
+        assert schedule.makespan_s == pytest.approx(9000.0)
 
 
 def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("kill_trials.py")
 NUM_KILLS = 52
+SEEDS = (1, 2) if os.environ.get("ALTO_TEST_LONG") else (1,)
+"""Of which instants; `make test-long` tries more of them."""
 
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def test_jobs_that_ran_ahead_of_a_rung_go_on_from_where_they_were(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
     outcome = outcome_of_trials(tmp_path, seed, NUM_KILLS)
     kinds = ("file", "line", "weights", "ahead", "time", "command")
