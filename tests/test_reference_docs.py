@@ -126,8 +126,11 @@ def test_events_and_their_fields_are_those_of_a_real_journal(run: Run) -> None:
     found: dict[str, set[str]] = {}
     for event in run.events:
         found.setdefault(event["event"], set()).update(event.keys() - {"seq", "time", "event"})
-    others = set(reference.OF_SEVERAL_RANKS)
-    expected = {name: set(fields) - others for name, (_, fields) in reference.EVENTS.items() if name not in others}
+    expected = {
+        name: set(fields) - set(reference.FIELDS_OF_SEVERAL_RANKS)
+        for name, (_, fields) in reference.EVENTS.items()
+        if name not in reference.EVENTS_OF_SEVERAL_RANKS
+    }
     assert found == expected
 
 
