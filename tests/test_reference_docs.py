@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         select_by="eval_accuracy",
         model=str(save_model(folder / "model")),
         search_space={"lr": [1e-3, 3e-3, 1e-2]},
-        early_exit={"rungs": [[0.4, 0.5]]},
+        early_exit={"rungs": [[0.4, 0.5]], "detect_overfitting": False},
         max_slots=2,
         report_to="none",
     )
@@ -130,8 +130,12 @@ def test_events_and_their_fields_are_those_of_a_real_journal(run: Run) -> None:
     found: dict[str, set[str]] = {}
     for event in run.events:
         found.setdefault(event["event"], set()).update(event.keys() - {"seq", "time", "event"})
-    others = {*reference.OF_SEVERAL_RANKS, *reference.OF_PREFERENCES}
-    expected = {name: set(fields) - others for name, (_, fields) in reference.EVENTS.items() if name not in others}
+    others = {*reference.FIELDS_OF_SEVERAL_RANKS, *reference.FIELDS_OF_PREFERENCES}
+    expected = {
+        name: set(fields) - others
+        for name, (_, fields) in reference.EVENTS.items()
+        if name not in reference.EVENTS_OF_SEVERAL_RANKS
+    }
     assert found == expected
 
 
@@ -155,7 +159,7 @@ def test_events_of_queues_and_their_fields_are_those_in_the_source() -> None:
 
 def test_every_number_of_an_exit_is_explained() -> None:
     exits = reference.exits()
-    assert len(exits) == 6
+    assert len(exits) == 7
     assert {key for _, decision in exits for key in decision.evidence} == set(reference.EVIDENCE)
 
 

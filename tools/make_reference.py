@@ -153,11 +153,12 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
 
-OF_PREFERENCES = ("references", "metrics")
+FIELDS_OF_PREFERENCES = ("references", "metrics")
 """Fields that there are where the base is asked, or more is measured than the loss."""
 
-OF_SEVERAL_RANKS = ("ranks", "gpus_offered")
-"""Fields, and events, that there are only where the task is trained on several ranks."""
+FIELDS_OF_SEVERAL_RANKS = ("ranks",)
+EVENTS_OF_SEVERAL_RANKS = ("gpus_offered",)
+"""What is told only where the task is trained on several ranks."""
 
 QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_started": (
@@ -442,8 +443,8 @@ def journal_section() -> str:
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
 A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added; `alto resume` cuts back to
-the last whole checkpoint. {_codes(OF_SEVERAL_RANKS[:1])}, the ranks that train a job, is told only where there are
-several.
+the last whole checkpoint. {_codes(FIELDS_OF_SEVERAL_RANKS)}, the ranks that train a job, and the event
+{_codes(EVENTS_OF_SEVERAL_RANKS)} are told only where there are several.
 
 {_table(("event", "meaning", "fields"), rows)}
 

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alto.early_exit import OverfittingUpturn, Policy, Race
@@ -62,6 +62,7 @@ def run(
                 race.observe(job, step, validation_loss)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(races(), st.randoms(use_true_random=False))
 def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces, Failures], shuffler: random.Random) -> None:
     policy, traces, failures = case

@@ -150,8 +150,6 @@ class Controller:
             attempt.began_at, attempt.share_before = self._clock(), share
             attempt.start_s = attempt.began_at - attempt.launched_at
             self._tell(Started(time_s=self._now_s(), task=told.task, attempt=told.attempt))
-        elif name == "profile" and not told.event["is_cached"]:
-            attempt.start_s = max(0.0, attempt.start_s - told.event["profile_s"])  # nobody measures twice
         elif name == "gpus_offered":
             line = told.event
             self._tell(
