@@ -28,7 +28,7 @@ from alto.executor import JobRun, Trainer, plan_jobs
 from alto.executor.ranks import Ranks
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, bank_bytes, find_shared_inputs, inject, linear_modules
-from alto.objectives import sft_losses
+from alto.objectives import find_objective, job_losses
 
 Settings = dict[str, Any]
 
@@ -173,7 +173,7 @@ class Adapted:
         """The same of a pass without rows."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([], [], [])):
-            losses = sft_losses(self.backbone, idle_batch())
+            losses = job_losses(find_objective("sft"), self.backbone, idle_batch())
             losses.sum().backward()
         return losses.detach(), self.bank.grads_ZP.clone()
 

@@ -13,8 +13,8 @@ from tiny import load_tiny, make_task, read_journal
 
 from alto.engine import Engine
 from alto.errors import DeviceMemoryError, ProfileError
-from alto.executor import plan_jobs
-from alto.executor.profiling import Subject, cache, measure, meter, pack, plan, planning, profile
+from alto.executor import cache, plan_jobs
+from alto.executor.profiling import Subject, measure, meter, pack, plan, planning, profile
 from alto.executor.profiling.measure import Measured, Packing, packings
 from alto.executor.profiling.sketch import RowLength, lengths_of, synthetic_rows
 from alto.spec import Task
