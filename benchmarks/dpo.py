@@ -30,7 +30,7 @@ from dpo_lib.judge import Judge
 from dpo_lib.measured import Measured, Tuned
 from dpo_lib.start import first_adapter
 from dpo_lib.tell import best_loss, figures, notes, rows
-from sweep import OBSERVE, PAPER_LEARNING_RATES, eval_steps, tune
+from sweep import LEARNING_RATE_FACTOR, OBSERVE, PAPER_LEARNING_RATES, eval_steps, tune
 
 from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
@@ -41,9 +41,6 @@ SOURCE = "rasbt/"
 """Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
 
 BETA = 0.1
-LEARNING_RATE_FACTOR = 40
-"""With it, on so small a base, the best of the paper's learning rates lies inside of the grid."""
-
 EVAL_STEPS = 0.1
 """Share of a job's steps between two evaluations; the default policy's rungs come on top."""
 
@@ -89,9 +86,9 @@ SIZES = {
         seeds=(1, 2),
     ),
     "cpu": Size(
-        train=192,
+        train=384,
         validation=48,
-        heldout=800,
+        heldout=600,
         epochs=1,
         max_length=256,
         learning_rates=tuple(LEARNING_RATE_FACTOR * rate for rate in PAPER_LEARNING_RATES),
