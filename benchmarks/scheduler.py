@@ -78,7 +78,7 @@ SIZES = {
         seeds=(0,),
         replan_tasks=40,
         replan_nodes=4,
-        simulated_tasks=100,
+        simulated_tasks=40,
         simulated_nodes=16,
         ablation_nodes=(1,),
     ),

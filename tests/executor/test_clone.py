@@ -39,7 +39,7 @@ def test_a_setting_taken_away_is_the_default_again() -> None:
         ({"method": "orpo"}, {"loss_type": "ipo"}, UnknownKeyError, "found with method 'orpo'"),
         ({"method": "dpo"}, {"loss_type": "simpo"}, SpecError, "found 'simpo'"),
         ({"method": "dpo", "label_smoothing": 0.1}, {"loss_type": "ipo"}, SpecError, "label_smoothing should be 0"),
-        ({"method": "dpo"}, {"beta": -1}, SpecError, r"^beta .* > 0"),
+        ({"method": "dpo"}, {"beta": -1}, SpecError, r"^beta .* >= 1e-06"),
         ({"method": "dpo"}, {"beta": 0.1}, JobCommandError, "found that job-000 has it"),
     ],
 )

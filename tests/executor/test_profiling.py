@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from alto.errors import DeviceMemoryError, ProfileError
 from alto.executor import cache, plan_jobs
 from alto.executor.profiling import Subject, measure, meter, pack, plan, planning, profile
 from alto.executor.profiling.measure import Measured, Packing, packings
-from alto.executor.profiling.sketch import RowLength, lengths_of, synthetic_rows
+from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
+from alto.objectives import job_losses
 from alto.spec import Task
 
 CPU = torch.device("cpu")
@@ -37,16 +39,41 @@ def subject_of(task: Task) -> Subject:
     return Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
 
 
-def test_a_sketch_has_about_the_mean_of_all_rows_and_rows_made_of_it_have_its_lengths():
-    lengths = [RowLength(num_tokens=n, num_trained=n // 3) for n in range(20, 420)]
+@pytest.mark.parametrize("is_paired", [False, True], ids=["talk", "pairs"])
+def test_a_sketch_has_about_the_mean_of_all_rows_and_rows_made_of_it_have_its_lengths(is_paired: bool):
+    lengths = [
+        RowLength((SpanLength(n, n // 3), *([SpanLength(n // 2, n // 4, n // 5)] if is_paired else [])))
+        for n in range(20, 420)
+    ]
     rows = synthetic_rows(lengths, 50, len(lengths)).train
+    assert rows.is_paired == is_paired
     assert sorted(ids.numel() for ids in rows.input_ids) == [length.num_tokens for length in lengths]
     trained = sorted(int((targets >= 0).sum()) for targets in rows.targets)
-    assert trained == [length.num_trained for length in lengths]
+    assert trained == [sum(span.num_trained for span in length.spans) for length in lengths]
     sketched = lengths_of(rows)
     assert len(sketched) == 64
+    assert set(sketched) <= set(lengths)
     mean = sum(length.num_tokens for length in sketched) / 64
     assert mean == pytest.approx(rows.num_tokens / len(rows), rel=0.02)
+
+
+def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(12)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8")
+    subject = subject_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
+    seen = []
+
+    def watched(objective: Any, backbone: Any, batch: Any, configs: Any) -> Any:
+        seen.append((type(objective).__name__, max(batch.sequence_prefixes)))
+        return job_losses(objective, backbone, batch, configs)
+
+    monkeypatch.setattr("alto.executor.trainer.job_losses", watched)
+    found = take_measures(subject)
+    assert {name for name, _ in seen} == {"Dpo"}
+    assert all(prefix > 0 for _, prefix in seen)
+    longest = max(ids.numel() for ids in subject.data.train.input_ids)
+    assert found.memory[-1].num_tokens <= longest * subject.task.jobs[0].config.per_device_train_batch_size
 
 
 def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():

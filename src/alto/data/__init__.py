@@ -2,7 +2,7 @@
 
 from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
 from alto.data.conversation import Conversation, Message, Pair
-from alto.data.dataset import EncodedDataset, Span, digest_of
+from alto.data.dataset import IGNORED, EncodedDataset, Span, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
@@ -10,6 +10,7 @@ from alto.data.split import DataOrder, sample_rows, split_rows
 from alto.data.task_data import HeldoutRows, TaskData, TaskRows, encode_rows, read_heldout_rows, read_task_rows
 
 __all__ = [
+    "IGNORED",
     "Conversation",
     "DataOrder",
     "EncodedDataset",

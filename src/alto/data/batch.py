@@ -38,7 +38,7 @@ class TokenBatch:
 
     Attributes:
         slots: Slot of every job, ``J`` of them, in token order.
-        input_ids_T, position_ids_T: Token ids, and positions that start at 0 for every sequence.
+        input_ids_T, position_ids_T: Token ids, and positions, which go on behind the prefix of a sequence.
         sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
         sequence_prefixes: Tokens of the sequence before it that each goes on behind: 0, or the prompt of a pair.
         job_tokens: Tokens of every job.

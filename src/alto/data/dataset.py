@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -65,6 +66,18 @@ class EncodedDataset:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
+        """So many rows after the other, each part a dataset of its own; what was left out is nobody's."""
+        for start in range(0, len(self), num_rows):
+            stop = start + num_rows
+            yield EncodedDataset(
+                input_ids=self.input_ids[start:stop],
+                targets=self.targets[start:stop],
+                num_truncated=0,
+                num_skipped=0,
+                spans=self.spans[start:stop],
+            )
+
     @property
     def is_paired(self) -> bool:
         """Whether its rows are pairs."""
@@ -76,9 +89,14 @@ class EncodedDataset:
         return tuple(span.prefix + span.length for spans in self.spans for span in spans)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
+    def longest_sequence(self) -> int:
+        """Tokens that the model sees of the longest sequence, its prefix with it."""
         return max(self.sequence_lengths)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row, which goes through the model in one pass: of a pair, both replies."""
+        return max(ids.numel() for ids in self.input_ids)
 
     @property
     def num_tokens(self) -> int:

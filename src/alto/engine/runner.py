@@ -21,7 +21,7 @@ from alto.evaluation import FinalistJudge
 from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
-from alto.objectives import find_objective
+from alto.objectives import check_rows, find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
 from alto.spec import Task, load_task
@@ -85,7 +85,7 @@ class TaskRunner:
         backbone = self._load(task)
         data = rows.encode(backbone.tokenizer)
         for split in (data.train, data.validation):
-            objective.check(split, [job.config for job in task.jobs])
+            check_rows(objective, split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         runs = plan_jobs(task, backbone, data)
         return _Prepared(

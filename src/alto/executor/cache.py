@@ -41,7 +41,7 @@ def weights_of(model: str) -> list[tuple[str, int, int]]:
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return []
-    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors", ".bin"})
+    files = sorted(path for path in folder.iterdir() if path.suffix in {".json", ".safetensors", ".bin", ".py"})
     return [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
 
 

@@ -78,7 +78,15 @@ class Executor:
         self._run_dir = run_dir
         self._forecast = forecast
         self._state = TaskRun(
-            task, runs, backbone, data, run_dir=run_dir, journal=journal, past=self._past, ranks=self._ranks
+            task,
+            runs,
+            backbone,
+            data,
+            run_dir=run_dir,
+            journal=journal,
+            past=self._past,
+            ranks=self._ranks,
+            on_turn=self._stop_before_training,
         )
         self._control = Control(self._state, Mailbox(run_dir), self._past, writes=self._ranks.is_first)
         self._save_interval_s = task.checkpoint_interval_s
@@ -260,6 +268,13 @@ class Executor:
     def _stop_if_asked(self) -> None:
         if self._is_interrupted():
             self._interrupt()
+
+    def _stop_before_training(self) -> None:
+        if self._ranks.from_first(self._is_interrupted()):
+            raise TaskInterruptedError(
+                "stopped as asked while the base model was asked about the data, with what it has said on disk; go on "
+                f"with: alto resume {self._run_dir.root}"
+            )
 
     def _why_there_is_none(self) -> str:
         decisions = [self._state.race.decision_on(job) for job in self._state.runs]

@@ -105,6 +105,6 @@ def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:
         UnsupportedError: A job's optimizer is not installed, or not there on the model's device.
         UnsupportedModelError: A row is too long for this base model to train beside others.
     """
-    backbone.check_length(max(data.train.longest, data.validation.longest))
+    backbone.check_length(max(data.train.longest_sequence, data.validation.longest_sequence))
     planner = JobPlanner(task, backbone.model, len(data.train))
     return [planner.plan(job) for job in task.jobs]

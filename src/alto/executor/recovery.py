@@ -99,7 +99,7 @@ def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
 
 
 def data_fingerprint(data: TaskData) -> str:
-    """A digest of every token and every target of a task's data."""
+    """A digest of every token and every target of a task's data, and of how its pairs are laid out."""
     return digest_of(data.train, data.validation)
 
 
@@ -117,7 +117,7 @@ def check_data(started: Event, data: TaskData) -> None:
 
 
 def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> None:
-    """Make sure that a run goes on with the jobs, the metric and the early-exit settings it began with.
+    """Make sure that a run goes on with the jobs, the method, the metric and the early-exit settings it began with.
 
     Raises:
         RunError: ``task.yaml`` says something else now.
@@ -125,6 +125,8 @@ def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> 
     changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
     if started["early_exit"] != task.early_exit.resolved().model_dump(mode="json"):
         changed.append("early_exit")
+    if started["method"] != task.method:
+        changed.append("method")
     if started.get("metric", LOSS) != task.metric:
         changed.append("metric")
     if changed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from alto.spec import Task
 
 __all__ = ["References", "find_references"]
 
+PART_ROWS = 2048
+"""Pairs that are asked about and kept together: what a run that ends in between has found, the next one need not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
@@ -37,38 +41,45 @@ class References:
     duration_s: float
 
 
-def find_references(task: Task, backbone: Backbone, data: TaskData, passes: Passes, ranks: Ranks) -> References:
+def find_references(
+    task: Task,
+    backbone: Backbone,
+    data: TaskData,
+    passes: Passes,
+    ranks: Ranks,
+    on_turn: Callable[[], None] = lambda: None,
+) -> References:
     """Log-probabilities of every reply in ``data`` under ``backbone``, before any adapter is injected or outside of
     their passes; each rank asks about its share of the rows.
+
+    Args:
+        on_turn: Called before every pass, on all ranks; what it raises ends the asking.
 
     Raises:
         DeviceMemoryError: A pair does not fit into memory by itself; or a pass does not, and other ranks have begun it.
         ModelError: The base model gives a reply no finite number.
     """
     began = time.perf_counter()
-    found = [_found(task, backbone, split, passes, ranks) for split in (data.train, data.validation)]
-    train, validation = (
-        replace(split, references=references)
-        for split, (references, _) in zip((data.train, data.validation), found, strict=True)
-    )
+    is_cached = True
+    splits = []
+    for split in (data.train, data.validation):
+        found = []
+        for part in split.parts(PART_ROWS):
+            key = _key(task, backbone, part)
+            references = ranks.from_first(_known(key, len(part)) if ranks.is_first else None)
+            if references is None:
+                is_cached = False
+                references = _asked(backbone, part, passes, ranks, on_turn)
+                if ranks.is_first:
+                    cache.save("references", key, references.tolist())
+            found.append(references)
+        splits.append(replace(split, references=torch.cat(found)))
+    train, validation = splits
     return References(
         data=replace(data, train=train, validation=validation),
-        is_cached=all(is_cached for _, is_cached in found),
+        is_cached=is_cached,
         duration_s=time.perf_counter() - began,
     )
-
-
-def _found(
-    task: Task, backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks
-) -> tuple[Tensor, bool]:
-    key = _key(task, backbone, dataset)
-    known = ranks.from_first(_known(key, len(dataset)) if ranks.is_first else None)
-    if known is not None:
-        return known, True
-    references = _asked(backbone, dataset, passes, ranks)
-    if ranks.is_first:
-        cache.save("references", key, references.tolist())
-    return references, False
 
 
 def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
@@ -80,7 +91,9 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _asked(backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks) -> Tensor:
+def _asked(
+    backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks, on_turn: Callable[[], None]
+) -> Tensor:
     everything = JobRows(0, tuple(range(len(dataset))))
     shares = share_rows(dataset, everything, ranks.size)
     work = [[] if share is None else [share] for share in shares]
@@ -88,10 +101,11 @@ def _asked(backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: R
     found: dict[int, Sequence[float]] = {}
 
     def ask(jobs: Sequence[JobRows]) -> None:
+        on_turn()
         with watching("evaluation"):
             batch = collate(dataset, jobs, backbone.device) if jobs else idle_batch(backbone.device)
             log_probs = reference_log_probs(backbone, batch).tolist()
-        found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=False))
+        found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=bool(jobs)))
 
     try:
         passes.run(dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_passes=num_passes)
@@ -121,6 +135,16 @@ def _key(task: Task, backbone: Backbone, dataset: EncodedDataset) -> dict[str, A
         "dtype": str(backbone.dtype),
         "load_in_4bit": task.load_in_4bit,
         "load_in_8bit": task.load_in_8bit,
+        "trust_remote_code": task.trust_remote_code,
+        "use_safetensors": task.use_safetensors,
+        "versions": {name: _version(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")},
         "device": backbone.device.type,
         "data": digest_of(dataset),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +20,7 @@ from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
 from alto.executor.references import References, find_references
 from alto.executor.roster import Roster
-from alto.objectives import find_objective
+from alto.objectives import check_rows, find_objective
 from alto.records import ExitDecision, ExitReason, LossPoint, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
@@ -42,11 +42,17 @@ class TaskRun:
         run_dir, journal: Where everything goes.
         past: What an interrupted run goes on from; empty for a task that begins.
         ranks: This process among those that train the task. Each has all of this, and it is the same on all.
+        on_turn: Called now and then while the base is asked about the data, on all ranks; it may raise.
 
     Attributes:
         runs: Every job by id, clones last.
         race: Who trains, who waits, who has ended.
         roster: Who sits where.
+
+    Raises:
+        RunError: The data, the jobs, the method, the metric or the early-exit settings are other ones than the run
+            began with.
+        DeviceMemoryError, ModelError: See :func:`alto.executor.references.find_references`.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class TaskRun:
         journal: Journal,
         past: Past,
         ranks: Ranks,
+        on_turn: Callable[[], None],
     ) -> None:
         self.task = task
         self.journal = journal
@@ -68,6 +75,9 @@ class TaskRun:
         self._backbone = backbone
         self._planner = JobPlanner(task, backbone.model, len(data.train))
         self.runs = {run.id: run for run in [*runs, *self._clones(past)]}
+        if past.events:
+            check_data(past.events[0], data)
+            check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, task)
         self.race = self._race_after(past)
         self._untold: list[MemoryEvent] = []
         self._has_begun = False
@@ -75,7 +85,7 @@ class TaskRun:
         self._references: References | None = None
         if find_objective(task.method).asks_base:
             passes = Passes(max_tokens, self._on_memory_event, can_retry=ranks.is_alone)
-            self._references = find_references(task, backbone, data, passes, ranks)
+            self._references = find_references(task, backbone, data, passes, ranks, on_turn)
             data, max_tokens = self._references.data, passes.max_tokens
         self._data = data
         self.roster = Roster(
@@ -124,13 +134,7 @@ class TaskRun:
         self._tell_memory_events()
 
     def go_on(self, past: Past) -> None:
-        """Put every job where the checkpoint left it.
-
-        Raises:
-            RunError: The data, the jobs or the early-exit settings are other ones than the run began with.
-        """
-        check_data(past.events[0], self._data)
-        check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, self.task)
+        """Put every job where the checkpoint left it."""
         self.journal.append(
             "task_resumed",
             notes=list(past.notes),
@@ -228,7 +232,8 @@ class TaskRun:
             self.journal.append("job_exited", reason=decision.reason, evidence=dict(decision.evidence), **facts)
 
     def plan_clone(self, job: Job) -> JobRun:
-        """The run of a job that may be added; raises as :meth:`JobPlanner.plan` does."""
+        """The run of a job that may be added; raises as :func:`check_rows` and :meth:`JobPlanner.plan` do."""
+        check_rows(find_objective(self.task.method), self._data.train, [job.config])
         return self._planner.plan(job)
 
     def add(self, clone: JobRun, origin: JobRun, command: str) -> None:

@@ -3,7 +3,7 @@
 from alto.objectives.base import Objective, Terms
 from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
 from alto.objectives.passes import job_losses, pass_terms, reference_log_probs, token_losses
-from alto.objectives.registry import find_objective
+from alto.objectives.registry import check_rows, find_objective
 from alto.objectives.sums import run_sums
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Pairs",
     "Terms",
     "check_pairs",
+    "check_rows",
     "find_objective",
     "job_losses",
     "pass_terms",

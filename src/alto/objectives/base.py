@@ -41,7 +41,7 @@ class Objective(Protocol):
     Attributes:
         metrics: Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`.
         gains: Those of them of which more is better; a task may choose its winner by one.
-        asks_base: Whether it reads ``batch.references_Q2``, for which the frozen base runs over all rows once.
+        asks_base: Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once.
     """
 
     metrics: tuple[str, ...]

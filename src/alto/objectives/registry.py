@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from alto.errors import UnsupportedError
+from alto.data import EncodedDataset
+from alto.errors import DataError, UnsupportedError
 from alto.objectives.base import Objective
 from alto.objectives.dpo import Dpo
 from alto.objectives.orpo import Orpo
 from alto.objectives.sft import Sft
+from alto.spec import JobConfig
 from alto.spec.method import ENTRY_POINT_GROUP
 
-__all__ = ["find_objective"]
+__all__ = ["check_rows", "find_objective"]
 
 _OWN: dict[str, Objective] = {"sft": Sft(), "dpo": Dpo(), "orpo": Orpo()}
 _MEMBERS = ("metrics", "gains", "asks_base", "check", "terms")
@@ -21,7 +24,8 @@ def find_objective(method: str) -> Objective:
     """The objective of a task's ``method``.
 
     Raises:
-        UnsupportedError: No installed package brings it, or the one that does cannot be loaded or brings no objective.
+        UnsupportedError: No installed package brings it, or several do, or what is brought cannot be loaded or is no
+            objective.
     """
     if method in _OWN:
         return _OWN[method]
@@ -31,7 +35,13 @@ def find_objective(method: str) -> Objective:
             f"method: expected one of {', '.join(_OWN)} or one that an installed package registers, found {method!r}; "
             "install that package here"
         )
-    entry = next(iter(found))
+    if len(found) > 1:
+        values = ", ".join(sorted(entry.value for entry in found))
+        raise UnsupportedError(
+            f"method: expected one installed package that registers {method!r}, found {len(found)} ({values}); remove "
+            "all but one"
+        )
+    (entry,) = found
     try:
         objective = entry.load()()
     except Exception as error:
@@ -45,4 +55,25 @@ def find_objective(method: str) -> Objective:
             f"method: expected {entry.value}, which is registered for {method!r}, to be an objective, found it without "
             f"{', '.join(missing)}; give it what docs/objectives.md lists"
         )
+    if "loss" in objective.metrics or not set(objective.gains) <= set(objective.metrics):
+        raise UnsupportedError(
+            f"method: expected {entry.value}, which is registered for {method!r}, to measure its gains, "
+            f"found metrics {objective.metrics} and gains {objective.gains}; name every gain among the metrics, and "
+            "none of them 'loss'"
+        )
     return objective
+
+
+def check_rows(objective: Objective, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
+    """Make sure that ``objective`` can learn from such rows with such settings.
+
+    Raises:
+        DataError: The rows are no pairs, or are pairs.
+        SpecError: A setting is out of its domain.
+    """
+    if objective.asks_base and not dataset.is_paired:
+        raise DataError(
+            f"{type(objective).__name__} asks the base about the two replies of a pair: expected preference pairs, "
+            "found rows with one reply; name a dataset of pairs"
+        )
+    objective.check(dataset, configs)

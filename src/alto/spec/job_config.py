@@ -84,7 +84,8 @@ class JobConfig(SpecModel):
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
     beta: float | None = Field(
         default=None,
-        gt=0,
+        ge=1e-6,
+        le=1e6,
         description="DPO: how dearly leaving the base is paid; ORPO: weight of the odds; 0.1 if left",
     )
     loss_type: str | None = Field(

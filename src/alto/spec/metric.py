@@ -20,6 +20,9 @@ _PREFERENCE_GAINS = ("reward_accuracy", "reward_margin")
 OWN_GAINS: Mapping[str, tuple[str, ...]] = {"sft": (), "dpo": _PREFERENCE_GAINS, "orpo": _PREFERENCE_GAINS}
 """What a task may choose by under each of ALTO's own methods; those that packages register know theirs themselves."""
 
+_SCALING: Mapping[str, tuple[str, ...]] = {LOSS: ("loss_type", "beta", "label_smoothing"), "reward_margin": ("beta",)}
+"""Settings of jobs that decide on which scale a metric is."""
+
 _LEAST = -sys.float_info.max
 
 
@@ -42,14 +45,14 @@ def check_metric(metric: str, method: str, gains: tuple[str, ...]) -> None:
 def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
     """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
     configs = list(configs)
-    gains = OWN_GAINS.get(method, ())
-    differing = [key for key in ("loss_type", "beta") if len({getattr(config, key) for config in configs}) > 1]
-    if metric != LOSS or not gains or not differing:
+    keys = _SCALING.get(metric, ()) if method in OWN_GAINS else ()
+    differing = [key for key in keys if len({getattr(config, key) for config in configs}) > 1]
+    if not differing:
         return ()
-    keys = " and ".join(differing)
+    what = "losses" if metric == LOSS else "margins"
     return (
-        f"Jobs differ in {keys}, and with that in the scale of the losses by which they are compared; "
-        f"metric: {gains[0]} compares them by how often they are right.",
+        f"Jobs differ in {' and '.join(differing)}, and with that in the scale of the {what} by which they are "
+        f"compared; metric: {_PREFERENCE_GAINS[0]} compares them by how often they are right.",
     )
 
 

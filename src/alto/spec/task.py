@@ -16,7 +16,7 @@ from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
-from alto.spec.method import check_method, method_defaults
+from alto.spec.method import check_method, learns_from_pairs, method_defaults
 from alto.spec.metric import LOSS, OWN_GAINS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
@@ -369,7 +369,7 @@ def _check_path(text: str) -> None:
 
 
 def _check_selection(task: Task) -> None:
-    if task.select_by == "eval_accuracy" and task.method in ("dpo", "orpo"):
+    if task.select_by == "eval_accuracy" and learns_from_pairs(task.method):
         raise SpecError(
             f"select_by should be 'metric' with method {task.method!r}, whose validation rows are pairs without "
             f"a final answer, found 'eval_accuracy'. Remove the key."

@@ -15,7 +15,7 @@ from alto.backbone import load_backbone
 from alto.errors import DeviceMemoryError
 from alto.executor.memory_errors import is_out_of_memory
 from alto.executor.profiling.measure import measure
-from alto.executor.profiling.sketch import RowLength
+from alto.executor.profiling.sketch import RowLength, SpanLength
 from alto.spec import Task
 
 __all__ = ["answer"]
@@ -36,7 +36,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             trust_remote_code=task.trust_remote_code,
             use_safetensors=task.use_safetensors,
         )
-        lengths = [RowLength(*length) for length in request["lengths"]]
+        lengths = [RowLength(tuple(SpanLength(*span) for span in spans)) for spans in request["lengths"]]
         measured = measure(task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"])
     except DeviceMemoryError as error:
         return {"no_memory": str(error)}

@@ -23,6 +23,7 @@ from alto.executor.profiling.sketch import RowLength, synthetic_rows
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject, linear_modules
+from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import Task
@@ -232,6 +233,7 @@ def _trainer(
         num_slots=num_slots,
         max_tokens_per_pass=2**62,
         optims={job.config.optim for job in task.jobs},
+        objective=find_objective(task.method),
         adapter_dtype=task.adapter_dtype,
         on_memory_event=refused.append,
         ranks=ranks,

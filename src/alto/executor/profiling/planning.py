@@ -16,6 +16,7 @@ from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
 from alto.executor.ranks import Ranks
+from alto.objectives import find_objective
 from alto.records import PackingForecast, TaskPlan
 from alto.scheduler import (
     JobWork,
@@ -125,7 +126,7 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
     profile = _profile(subject, task, refresh=refresh)
     bytes_per_slot = slot_bytes(task, [run.shape for run in runs])
     works = [_work(run, subject.row_tokens) for run in runs]
-    longest = max(subject.data.train.longest, subject.data.validation.longest)
+    longest = max(subject.data.train.longest_row, subject.data.validation.longest_row)
     packing = choose_packing(
         PackingRequest(
             step_tokens=[work.num_tokens for work in works],
@@ -144,6 +145,9 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
     validation_tokens = subject.data.validation.num_tokens
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     rungs = policy_from(task.early_exit).rungs
+    asking_s = 0.0
+    if find_objective(task.method).asks_base:  # at most: an earlier task may have
+        asking_s = (subject.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
     expected_s = (
         expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
         if rungs
@@ -166,8 +170,8 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
         packings=_forecasts(profile, packing, bytes_per_slot, len(runs), subject.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
-        duration_s=duration_s,
-        expected_duration_s=expected_s,
+        duration_s=asking_s + duration_s,
+        expected_duration_s=asking_s + expected_s,
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
     )
@@ -206,7 +210,7 @@ def _is_roomy(subject: Subject) -> bool:
     weights = subject.backbone.num_bytes
     num_slots = min(subject.task.max_slots or USUAL_SLOTS, len(shapes))
     bank = slot_bytes(subject.task, shapes, num_slots)
-    longest = max(subject.data.train.longest, subject.data.validation.longest)
+    longest = max(subject.data.train.longest_row, subject.data.validation.longest_row)
     tokens = max(subject.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token
     return bool(bound <= _ROOMY * MARGIN * capacity_bytes(subject.backbone.device, subject.ranks.size))

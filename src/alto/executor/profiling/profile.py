@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +29,7 @@ CHILD_TIMEOUT_S = 1800.0
 
 _KEYS = (
     "model",
+    "method",
     "dtype",
     "load_in_4bit",
     "load_in_8bit",
@@ -151,7 +152,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
                 for job in task.jobs
             }
         ),
-        "lengths": [asdict(length) for length in lengths],
+        "lengths": [length.spans for length in lengths],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
         "ranks": num_ranks,
@@ -162,7 +163,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
 def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: int, max_tokens: int) -> Measured:
     request = {
         "task": task.to_dict(),
-        "lengths": [(length.num_tokens, length.num_trained) for length in lengths],
+        "lengths": [length.spans for length in lengths],
         "num_rows": num_rows,
         "max_tokens": max_tokens,
         "threads": torch.get_num_threads(),

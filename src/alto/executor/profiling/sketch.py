@@ -1,6 +1,7 @@
 """The lengths of a task's rows in a few numbers, and rows of random tokens with these lengths.
 
-What a step takes depends on how long its rows are and how much of them is trained, not on what they say.
+What a step takes depends on how long its rows are, how much of them is trained and what pairs share, not on what they
+say.
 """
 
 from __future__ import annotations
@@ -8,60 +9,85 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from alto.data import EncodedDataset, TaskData
+from alto.data import IGNORED, EncodedDataset, Span, TaskData
 
-__all__ = ["RowLength", "lengths_of", "synthetic_rows"]
+__all__ = ["RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
 
 _SKETCHED = 64
 _EVALUATED = 32
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RowLength:
-    """Tokens of a row, and how many of them are trained."""
+class SpanLength(NamedTuple):
+    """Tokens of a sequence, how many of them are trained, and how many of the sequence before it go before them."""
 
     num_tokens: int
     num_trained: int
+    prefix: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowLength:
+    """The sequences of a row: one of talk, two of a pair."""
+
+    spans: tuple[SpanLength, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return sum(span.num_tokens for span in self.spans)
 
 
 def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
     """At most 64 lengths at equal distances in the order of all, so that their mean is about that of the rows."""
-    lengths = sorted(
-        RowLength(ids.numel(), int((targets >= 0).sum()))
-        for ids, targets in zip(dataset.input_ids, dataset.targets, strict=True)
-    )
+    rows = []
+    for targets, spans in zip(dataset.targets, dataset.spans, strict=True):
+        of_spans = zip(spans, targets.split([span.length for span in spans]), strict=True)
+        rows.append(
+            RowLength(tuple(SpanLength(span.length, int((of != IGNORED).sum()), span.prefix) for span, of in of_spans))
+        )
+    lengths = sorted(rows, key=lambda row: (row.num_tokens, row.spans))
     count = min(_SKETCHED, len(lengths))
     return tuple(lengths[int((index + 0.5) * len(lengths) / count)] for index in range(count))
 
 
 def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> TaskData:
-    """``count`` rows of random tokens to train on, and a few to evaluate.
+    """``count`` rows of random tokens to train on, and a few to evaluate; of pairs, what the base would give them is 0.
 
     Their lengths go around ``lengths`` in strides, so that short and long ones mix.
     """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
-    chosen = [lengths[index * stride % len(lengths)] for index in range(count)]
+    rows = [lengths[index * stride % len(lengths)] for index in range(count)]
+    train = _dataset(rows, vocabulary, generator)
+    return TaskData(train=train, validation=_dataset(rows[:_EVALUATED], vocabulary, generator))
+
+
+def _dataset(rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator) -> EncodedDataset:
     input_ids, targets = [], []
-    for length in chosen:
-        ids = torch.randint(0, vocabulary, (length.num_tokens,), generator=generator)
+    for row in rows:
+        ids = torch.randint(0, vocabulary, (row.num_tokens,), generator=generator)
         predicted = ids.roll(-1)
-        # The last token predicts nothing; what is trained lies before it, as a reply lies at the end of its row.
-        predicted[: length.num_tokens - 1 - length.num_trained] = -100
-        predicted[-1] = -100
+        end = 0
+        for span in row.spans:
+            start, end = end, end + span.num_tokens
+            # The last token predicts nothing; what is trained lies before it, as a reply lies at the end of its row.
+            predicted[start : end - 1 - span.num_trained] = IGNORED
+            predicted[end - 1] = IGNORED
         input_ids.append(ids)
         targets.append(predicted)
-    return TaskData(
-        train=_dataset(input_ids, targets), validation=_dataset(input_ids[:_EVALUATED], targets[:_EVALUATED])
+    spans = tuple(tuple(Span(span.num_tokens, span.prefix) for span in row.spans) for row in rows)
+    return EncodedDataset(
+        input_ids=tuple(input_ids),
+        targets=tuple(targets),
+        num_truncated=0,
+        num_skipped=0,
+        spans=spans,
+        references=torch.zeros(len(rows), 2, dtype=torch.float64) if len(spans[0]) == 2 else None,
     )
-
-
-def _dataset(input_ids: Sequence[Tensor], targets: Sequence[Tensor]) -> EncodedDataset:
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
 
 
 def _coprime_to(count: int) -> int:

@@ -1,0 +1,185 @@
+"""Preference pairs whose prompt goes through the model once, against both talks whole, as trainers usually have them.
+
+    python benchmarks/shared_prompts.py --scale cpu
+
+DPO steps of several jobs on ``pref_mix``, and on each of its sources, as their prompts are of unlike length; both ways
+in turns, from the same adapters, in the same batches. The gate: every step has the same losses both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS_DIR, ROOT, Result, format_table, publish
+
+from alto import Task
+from alto.backbone import load_backbone
+from alto.data import EncodedDataset, TaskData, encode_pairs, read_task_rows
+from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor.passes import Passes
+from alto.executor.ranks import Ranks
+from alto.executor.references import find_references
+from alto.lora import linear_modules
+from alto.objectives import find_objective
+
+MODEL = "alto-tiny"
+ALL = "all"
+MAX_TOKENS = 4096
+NUM_JOBS, RANK, BATCH_SIZE = 4, 16, 4
+TOLERANCE = 1e-4
+"""Of losses, relative: both ways add in other orders, and training carries that on."""
+
+GOALS = {"shared_over_whole": (">=", 1.0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Pairs of the mixture, and of each of its sources where ``by_source``, cut at ``max_length``; and steps."""
+
+    by_source: bool
+    num_pairs: int
+    max_length: int
+    num_steps: int
+
+
+SIZES = {
+    "smoke": Size(by_source=False, num_pairs=24, max_length=128, num_steps=2),
+    "cpu": Size(by_source=True, num_pairs=320, max_length=512, num_steps=15),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    size = SIZES[options.scale]
+    torch.set_num_threads(options.threads)
+    pairs = read_pairs(options.data)
+    sources = [ALL, *(sorted({pair["source"] for pair in pairs}) if size.by_source else [])]
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for source in sources:
+        chosen = [pair for pair in pairs if source in (ALL, pair["source"])]
+        sample = random.Random(0).sample(chosen, min(size.num_pairs, len(chosen)))
+        rows.append(measure(source, sample, size, failures))
+        print(format_table(list(rows[-1]), [list(rows[-1].values())]), flush=True)
+    result = Result.of(
+        benchmark="shared_prompts",
+        scale=options.scale,
+        gate_failures=failures,
+        figures={} if failures else {"shared_over_whole": rows[0]["speedup"]},
+        goals=GOALS if options.scale == "cpu" else {},
+        rows=[] if failures else rows,
+        notes=[
+            f"Steps of {NUM_JOBS} jobs, batch size {BATCH_SIZE}, rank {RANK}, DPO; pairs cut at {size.max_length} "
+            "tokens. shared_over_whole is of the first row; seconds are medians, the two ways taking turns.",
+        ],
+    )
+    return publish(result, options.output)
+
+
+def measure(source: str, pairs: Sequence[dict[str, str]], size: Size, failures: list[str]) -> dict[str, Any]:
+    """The row of ``pairs``."""
+    ways = {name: _Way(pairs, size, share_prompts=name == "shared") for name in ("whole", "shared")}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(size.num_steps):
+        losses = {}
+        for name in sorted(ways, reverse=bool(step % 2)):
+            losses[name], duration_s = ways[name].step()
+            seconds[name].append(duration_s)
+        for shared, whole in zip(losses["shared"], losses["whole"], strict=True):
+            if not abs(shared - whole) <= TOLERANCE * abs(whole):
+                failures.append(f"{source}: step {step}: loss {shared} with shared prompts, {whole} without")
+    medians = {name: statistics.median(durations) for name, durations in seconds.items()}
+    return {
+        "source": source,
+        "pairs": len(pairs),
+        "whole_tokens": ways["whole"].tokens_per_pair,
+        "shared_tokens": ways["shared"].tokens_per_pair,
+        "whole_s": medians["whole"],
+        "shared_s": medians["shared"],
+        "speedup": medians["whole"] / medians["shared"],
+    }
+
+
+class _Way:
+    """Jobs on pairs that are laid out in one way."""
+
+    def __init__(self, pairs: Sequence[dict[str, str]], size: Size, *, share_prompts: bool) -> None:
+        backbone = load_backbone(MODEL)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "pairs.jsonl"
+            file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+            task = Task(
+                model=MODEL,
+                dataset=str(file),
+                validation_split=0.1,
+                method="dpo",
+                max_length=size.max_length,
+                r=RANK,
+                per_device_train_batch_size=BATCH_SIZE,
+                search_space={"learning_rate": [1e-4 * (job + 1) for job in range(NUM_JOBS)]},
+            )
+            talks = read_task_rows(task)
+        train, validation = (
+            encode_pairs(split, backbone.tokenizer, size.max_length, what, share_prompts=share_prompts)
+            for what, split in (("training", talks.train), ("validation", talks.validation))
+        )
+        self.tokens_per_pair = _tokens_per_pair(train)
+        passes = Passes(MAX_TOKENS, lambda event: None, can_retry=True)
+        data = find_references(task, backbone, TaskData(train=train, validation=validation), passes, Ranks()).data
+        self._runs: list[JobRun] = [replace(run, slot=slot) for slot, run in enumerate(plan_jobs(task, backbone, data))]
+        self._trainer = Trainer(
+            backbone,
+            data,
+            modules=linear_modules(backbone.model),
+            max_rank=RANK,
+            num_slots=NUM_JOBS,
+            max_tokens_per_pass=MAX_TOKENS,
+            optims={run.config.optim for run in self._runs},
+            objective=find_objective(task.method),
+        )
+        for slot, run in enumerate(self._runs):
+            self._trainer.seat_fresh(run, slot)
+
+    def step(self) -> tuple[list[float], float]:
+        """Losses of all jobs, and seconds."""
+        began = time.perf_counter()
+        losses = self._trainer.step(self._runs)
+        duration_s = time.perf_counter() - began
+        for run in self._runs:
+            run.step += 1
+        return list(losses), duration_s
+
+
+def _tokens_per_pair(dataset: EncodedDataset) -> float:
+    return dataset.num_tokens / len(dataset)
+
+
+def read_pairs(path: Path) -> list[dict[str, str]]:
+    """All pairs of the mixture whose replies differ."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        pairs = [json.loads(line) for line in lines]
+    return [pair for pair in pairs if pair["chosen"].strip() != pair["rejected"].strip()]
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(SIZES), default="smoke")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz")
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
