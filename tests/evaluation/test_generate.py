@@ -15,7 +15,7 @@ from peft_adapters import save_with_peft
 from transformers import GenerationConfig, PreTrainedModel
 
 from alto.backbone import Backbone
-from alto.errors import DataError
+from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
 from alto.evaluation.generate import check_prompts, complete, max_positions
 
@@ -166,3 +166,34 @@ def test_a_prompt_without_a_position_to_write_to_is_an_error(tiny_model: ModelFa
         check_prompts([[5], list(range(2, 66))], limit)
     check_prompts([[5], list(range(2, 65))], limit)
     check_prompts([list(range(2, 66))], None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory, as the test wants it"), MemoryError()])
+def test_where_memory_runs_out_fewer_are_written_at_a_time(tiny_model: ModelFactory, error: Exception) -> None:
+    expected = base_completions(tiny_model("llama"), PROMPTS)
+    model, rows = tiny_model("llama"), []
+
+    def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:
+        """Late: some texts are finished by then."""
+        rows.append(len(settings["input_ids"]))
+        if rows[-1] > 2 and settings["attention_mask"].shape[1] > 35:
+            raise error
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert base_completions(model, PROMPTS, batch_size=7) == expected
+    assert max(rows) == 7
+    assert set(rows[-4:]) <= {1, 2, 3}
+
+
+def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFactory) -> None:
+    model = tiny_model("llama")
+
+    def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:
+        if "past_key_values" in settings:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    backbone = Backbone(model, TOKENIZER, "tiny")
+    said = "one answer of up to 12 tokens to a prompt of 30, found less on cpu"
+    with pytest.raises(DeviceMemoryError, match=said), seated(backbone, [None], "tiny") as served:
+        complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=lambda _: None)

@@ -121,3 +121,24 @@ def test_several_adapters_are_of_one_base_and_know_their_rows(run: Path, tmp_pat
         find(tmp_path / "mine", run, all_jobs=True, dataset="test.jsonl")
     with pytest.raises(SpecError, match="expected at least one run or adapter"):
         find(dataset="test.jsonl")
+
+
+def test_some_jobs_and_all_are_a_contradiction(run: Path) -> None:
+    with pytest.raises(SpecError, match="job: expected some jobs or all, found job-001 and all"):
+        find(run, jobs=["job-001"], all_jobs=True)
+
+
+def test_runs_whose_base_is_loaded_otherwise_are_not_mixed(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for folder in ("best", "jobs/job-000/best"):
+        write_adapter(other / folder)
+    (other / "task.yaml").write_text(make_task(tmp_path, load_in_4bit=True).to_yaml())
+    with pytest.raises(SpecError, match=r"loaded in one way, found .*run: dtype auto, load_in_4bit False.*4bit True"):
+        find(run, other, dataset="rows.jsonl")
+
+
+def test_a_folder_that_is_called_base_is_not_the_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_adapter(tmp_path / "base")
+    write_adapter(tmp_path / "other")
+    assert list(find(Path("base"), Path("other"), dataset="rows.jsonl").adapters) == ["./base", "other"]

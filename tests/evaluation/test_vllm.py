@@ -107,6 +107,7 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
             "trust_remote_code": False,
             "enable_lora": True,
             "max_loras": 2,
+            "max_cpu_loras": 2,
             "max_lora_rank": 32,
         }
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alto.executor.memory_errors import NoMemoryError, is_out_of_memory, watching
+from alto.backbone import is_out_of_memory
+from alto.executor.memory_errors import NoMemoryError, watching
 
 
 def test_what_pytorch_says_on_this_machine_is_recognised() -> None:

@@ -16,6 +16,7 @@ from alto.data import EncodedDataset, Span, TaskData
 from alto.early_exit import audit, race_of
 from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Executor, plan_jobs, recover
+from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Journal, Mailbox, Observer, RunDir, read_history, task_result
 from alto.spec import EarlyExit, Task, load_task
@@ -175,6 +176,15 @@ def test_a_run_is_not_gone_on_with_by_another_metric(tmp_path: Path) -> None:
     run_dir.task_file.write_text(text.replace("metric: reward_accuracy", "metric: reward_margin"), encoding="utf-8")
     with pytest.raises(RunError, match="other settings of metric"):
         train(run_dir)
+
+
+def test_a_run_is_not_gone_on_with_by_another_method() -> None:
+    task = Task(model="alto-tiny", dataset="rows.jsonl", method="dpo")
+    settings = task.early_exit.resolved().model_dump(mode="json")
+    started = {"event": "task_started", "jobs": [], "early_exit": settings, "method": "sft", "metric": "loss"}
+    with pytest.raises(RunError, match="other settings of method;"):
+        check_jobs(started, {}, task)
+    check_jobs({**started, "method": "dpo"}, {}, task)
 
 
 def test_jobs_are_cloned_and_stopped_while_they_learn_preferences(tmp_path: Path) -> None:

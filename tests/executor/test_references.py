@@ -19,7 +19,7 @@ from seated_jobs import PAIRS, Bank, make_model, make_task, with_references
 
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
-from alto.errors import DeviceMemoryError, ModelError
+from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
 from alto.executor import Executor, plan_jobs, recover, references
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.passes import Passes
@@ -83,9 +83,10 @@ def find(
     path: str = "a-model",
     dtype: torch.dtype = torch.float32,
     passes: Passes | None = None,
+    on_turn: Callable[[], None] = lambda: None,
 ) -> References:
     backbone = Backbone(make_model("llama").to(dtype), None, path)
-    return find_references(task, backbone, data, passes or Passes(100, lambda event: None), Ranks())
+    return find_references(task, backbone, data, passes or Passes(100, lambda event: None), Ranks(), on_turn)
 
 
 def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
@@ -112,6 +113,8 @@ def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: 
         {"dtype": torch.bfloat16},
         {"task": TASK.replace(load_in_4bit=True)},
         {"task": TASK.replace(load_in_8bit=True)},
+        {"task": TASK.replace(trust_remote_code=True)},
+        {"task": TASK.replace(use_safetensors=False)},
         {"task": local},
         {"data": TaskData(train=make_pairs(28, seed=9), validation=make_pairs(6, seed=8))},
         {"data": TaskData(train=other_spans, validation=make_pairs(5, seed=2))},
@@ -180,12 +183,14 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
         find_references(TASK, backbone, PAIRS, Passes(100, lambda event: None), Ranks())
 
 
-def finish(run_dir: RunDir) -> list[Event]:
+def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] | None = None) -> list[Event]:
     """Begin or go on with a run; its events."""
     past, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=past.events) as journal:
-        runs = plan_jobs(TASK, backbone, PAIRS)
-        Executor(TASK, runs, backbone, PAIRS, run_dir=run_dir, journal=journal, past=past).run()
+        runs = plan_jobs(TASK, backbone, data)
+        Executor(
+            TASK, runs, backbone, data, run_dir=run_dir, journal=journal, past=past, is_interrupted=is_interrupted
+        ).run()
     return list(read_events(run_dir.journal_file))
 
 
@@ -231,3 +236,45 @@ def test_a_quantised_base_is_its_own_reference() -> None:
     for worth in quantised.trainer.evaluate(quantised.runs):
         assert worth.loss == pytest.approx(math.log(2), rel=1e-5)
         assert worth.metrics["kl"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = find().data.train.references
+    monkeypatch.setattr(references, "PART_ROWS", 5)
+    asked_at: list[int] = []
+
+    def stop() -> None:
+        asked_at.append(base.num_asked)
+        if len(asked_at) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find(on_turn=stop)
+    before = base.num_asked
+    rest = find()
+    in_vain = base.num_asked - before
+    assert not rest.is_cached
+    assert rest.data.train.references.numpy() == pytest.approx(whole.numpy(), rel=1e-6)
+    monkeypatch.setenv("ALTO_CACHE", os.environ["ALTO_CACHE"] + "-2")
+    before = base.num_asked
+    find()
+    assert in_vain < base.num_asked - before, "what was kept was asked again"
+
+
+def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base: Base, tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, TASK)
+    with pytest.raises(TaskInterruptedError, match=f"the base model was asked .* alto resume {run_dir.root}"):
+        finish(run_dir, is_interrupted=lambda: base.num_asked > 2)
+    assert run_dir.journal_file.read_bytes() == b""
+    assert finish(run_dir)[-1]["event"] == "task_completed"
+
+
+def test_other_data_are_refused_before_the_base_is_asked_about_them(base: Base, tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, TASK)
+    with pytest.raises(TaskInterruptedError):
+        finish(run_dir, is_interrupted=lambda: run_dir.journal_file.stat().st_size > 0)
+    before = base.num_asked
+    others = TaskData(train=make_pairs(28, seed=9), validation=PAIRS.validation)
+    with pytest.raises(RunError, match="expected the data that the run began with"):
+        finish(run_dir, data=others)
+    assert base.num_asked == before

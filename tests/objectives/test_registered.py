@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from alto.backbone import Backbone
 from alto.data import JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnsupportedError
 from alto.executor import Executor, plan_jobs
-from alto.objectives import find_objective, job_losses, pass_terms
-from alto.runs import Journal, RunDir, read_events
+from alto.objectives import check_rows, find_objective, job_losses, pass_terms, registry
+from alto.runs import Action, Journal, Mailbox, RunDir, read_events
 from alto.spec import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
@@ -28,6 +29,13 @@ CONFIGS: list[dict[str, object]] = [
 ]
 
 Install = Callable[[str], None]
+
+OBJECTIVE = """
+class SimPO:
+    metrics, gains, asks_base = {metrics}, {gains}, True
+    def check(self, dataset, configs): ...
+    def terms(self, losses_S, batch, configs): ...
+"""
 
 
 def block(language: str) -> str:
@@ -124,6 +132,8 @@ def test_a_method_that_nobody_brings_is_unknown() -> None:
         ("import nothing_like_it", "cannot be loaded .*nothing_like_it"),
         ("class SimPO:\n    metrics = gains = ()\n    asks_base = False", "found it without check, terms"),
         ("SimPO = 3", "cannot be loaded .*not callable"),
+        (OBJECTIVE.format(metrics=("wins",), gains=("win_rate",)), "found metrics .*wins.* and gains .*win_rate"),
+        (OBJECTIVE.format(metrics=("loss",), gains=()), "none of them 'loss'"),
     ],
 )
 def test_a_package_that_brings_no_objective_is_named(install: Install, source: str, message: str) -> None:
@@ -145,3 +155,37 @@ def test_terms_that_are_not_one_per_job_are_refused(install: Install, line: str,
     batch = collate(PAIRS.train, [JobRows(0, (3, 1)), JobRows(1, (8,))])
     with pytest.raises(ShapeError, match=f"SimPO.terms: expected numbers per job .* found {re.escape(found)}"):
         pass_terms(find_objective("simpo"), backbone, batch, [job.config for job in task.jobs])
+
+
+def test_one_that_asks_the_base_about_rows_of_talk_is_refused(install: Install) -> None:
+    install(OBJECTIVE.format(metrics=(), gains=()))
+    check_rows(find_objective("simpo"), PAIRS.train, [])
+    with pytest.raises(DataError, match=r"SimPO asks the base .* expected preference pairs, found rows with one reply"):
+        check_rows(find_objective("simpo"), DATA.train, [])
+
+
+def test_two_packages_with_one_method_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [EntryPoint(name="simpo", value=f"{package}:SimPO", group="alto.objectives") for package in ("b", "a")]
+    monkeypatch.setattr(registry, "entry_points", lambda **_: both)
+    with pytest.raises(UnsupportedError, match=r"registers 'simpo', found 2 \(a:SimPO, b:SimPO\); remove all but one"):
+        find_objective("simpo")
+
+
+def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
+    refusing = block("python").replace(
+        'check_pairs(dataset, "simpo")',
+        'check_pairs(dataset, "simpo")\n        if any(config.beta > 10 for config in configs):\n'
+        '            from alto.errors import SpecError\n            raise SpecError("beta is too large")',
+    )
+    install(refusing)
+    task = make_task(CONFIGS, method="simpo")
+    run_dir = RunDir.create(tmp_path / "runs", task)
+    backbone = Backbone(make_model("llama"), None, "unused")
+    mailbox = Mailbox(run_dir)
+    command = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
+    with Journal(run_dir.journal_file) as journal:
+        Executor(task, plan_jobs(task, backbone, PAIRS), backbone, PAIRS, run_dir=run_dir, journal=journal).run()
+    events = read_events(run_dir.journal_file)
+    refused = next(event for event in events if event["event"] == "command_refused")
+    assert (refused["command"], refused["why"]) == (command, "beta is too large")
+    assert events[-1]["event"] == "task_completed"

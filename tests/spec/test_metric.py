@@ -66,7 +66,14 @@ def test_a_method_of_a_package_has_gains_of_its_own() -> None:
     [
         (LOSS, {"beta": [0.1, 0.2]}, "Jobs differ in beta, "),
         (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in loss_type and beta, "),
+        (
+            LOSS,
+            {"label_smoothing": [0.0, 0.2]},
+            "Jobs differ in label_smoothing, ",
+        ),
         (LOSS, {"lr": [1e-4, 2e-4]}, ""),
+        ("reward_margin", {"beta": [0.1, 0.2]}, "Jobs differ in beta, and with that in the scale of the margins"),
+        ("reward_margin", {"label_smoothing": [0.0, 0.2]}, ""),
         ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
     ],
 )

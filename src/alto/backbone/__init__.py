@@ -2,5 +2,15 @@
 
 from alto.backbone.backbone import Backbone
 from alto.backbone.load import SHIPPED_MODELS, load_backbone, load_network, load_tokenizer, resolve_model
+from alto.backbone.memory import is_out_of_memory, release_memory
 
-__all__ = ["SHIPPED_MODELS", "Backbone", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
+__all__ = [
+    "SHIPPED_MODELS",
+    "Backbone",
+    "is_out_of_memory",
+    "load_backbone",
+    "load_network",
+    "load_tokenizer",
+    "release_memory",
+    "resolve_model",
+]

@@ -151,8 +151,8 @@ class Backbone:
         """The model with the attention it came with, nothing recomputed and nothing compiled: as keys and values can be
         kept from token to token."""
         recomputed = [layer for layer in self.model.modules() if layer.training]
-        self.model.eval().set_attn_implementation(self._own_attention)
         try:
+            self.model.eval().set_attn_implementation(self._own_attention)
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:

@@ -62,7 +62,8 @@ class ReplayResult:
     def regret(self) -> float:
         """Best kept over best of all: 1 when the winner was kept, larger the worse.
 
-        Infinite where the best of all is not above zero, as the losses of some preference methods may be.
+        Infinite where the best of all is not above zero, as the losses of some preference methods may be. It compares
+        losses: of a task that chooses by another metric it says nothing of who won.
         """
         if self.best_kept == self.best_of_all:
             return 1.0

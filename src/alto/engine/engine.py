@@ -19,6 +19,7 @@ from alto.evaluation import (
     EvaluationSettings,
     OnProgress,
     add_evaluation,
+    check_metrics,
     find_subject,
     measure,
 )
@@ -192,6 +193,8 @@ class Engine:
         )
         paths = [targets] if isinstance(targets, str | Path) else list(targets)
         subject = find_subject([Path(path) for path in paths], jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
+        for adapter in subject.adapters.values():
+            check_metrics(adapter.folder)
         task = subject.task
         rows = read_heldout_rows(task, dataset)
         result = measure(

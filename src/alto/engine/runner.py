@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, Backbone, load_backbone, resolve_model
+from alto.backbone import SHIPPED_MODELS, Backbone, is_out_of_memory, load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.errors import AltoError, DeviceMemoryError
 from alto.evaluation import FinalistJudge
-from alto.executor import Executor, Past, Ranks, is_out_of_memory, plan_jobs, recover
+from alto.executor import Executor, Past, Ranks, plan_jobs, recover
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
 from alto.objectives import check_rows, find_objective

@@ -3,7 +3,7 @@
 from alto.evaluation.base_model import BaseModel
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.measure import OnProgress, measure
-from alto.evaluation.metrics_file import add_evaluation
+from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.subject import Subject, find_subject
 
@@ -14,6 +14,7 @@ __all__ = [
     "OnProgress",
     "Subject",
     "add_evaluation",
+    "check_metrics",
     "find_subject",
     "measure",
 ]

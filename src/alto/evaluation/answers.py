@@ -51,8 +51,8 @@ def reference_answers(conversations: Sequence[Conversation]) -> list[str]:
         answer = _number(conversation)
         if answer is None:
             raise DataError(
-                f"exact_match: expected every reference to end in a line '{_MARK} N', found none in row {number} of "
-                f"{len(conversations)} ({_reference(conversation)[-60:]!r}); measure the loss, or name other rows "
+                f"expected every reference to end in a line '{_MARK} N', found none in row {number} of "
+                f"{len(conversations)} ({_reference(conversation)[-60:]!r}); name other rows "
                 "with --dataset"
             )
         answers.append(answer)

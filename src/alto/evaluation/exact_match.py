@@ -37,7 +37,7 @@ def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> lis
         try:
             ids = encode_prompt(conversation[:position], tokenizer)
         except DataError as error:
-            raise DataError(f"exact_match: row {number}: {error}; or measure the loss with --metric loss") from error
+            raise DataError(f"row {number}: {error}") from error
         reference = conversation[position].content
         questions.append(Question(prompt_ids=tuple(ids), reference=reference, answer=answer))
     return questions

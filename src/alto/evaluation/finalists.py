@@ -37,9 +37,14 @@ class FinalistJudge:
                 f"select_by eval_accuracy: expected validation rows whose replies end in a line '#### N', found none "
                 f"of {len(rows)}; add final answers, or remove select_by"
             )
-        self._questions = make_questions(answered, backbone.tokenizer)
-        self._prompts = [question.prompt_ids for question in self._questions]
-        check_prompts(self._prompts, max_positions(backbone))
+        try:
+            self._questions = make_questions(answered, backbone.tokenizer)
+            self._prompts = [question.prompt_ids for question in self._questions]
+            check_prompts(self._prompts, max_positions(backbone))
+        except DataError as error:
+            raise DataError(
+                f"select_by eval_accuracy: of the validation rows that end in '#### N', {error}; or remove select_by"
+            ) from error
         self._backbone = backbone
         self._model = model
 

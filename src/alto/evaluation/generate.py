@@ -1,16 +1,18 @@
-"""Greedy completions of many prompts by many adapters at once, each as its adapter would write it alone."""
+"""Greedy completions of many prompts by many adapters at once, each as its adapter would write it alone, up to the
+rounding that decides between two tokens as likely as each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from alto.backbone import Backbone
-from alto.errors import DataError
+from alto.backbone import Backbone, is_out_of_memory, release_memory
+from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.cache import roomy_cache
 from alto.lora import ServedAdapters
 
@@ -36,7 +38,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
             raise DataError(
-                f"exact_match: expected prompts shorter than the model's {limit} positions, found {len(prompt)} tokens "
+                f"expected prompts shorter than the model's {limit} positions, found {len(prompt)} tokens "
                 f"in row {number}; leave the row out, or use a base model with more positions"
             )
 
@@ -64,11 +66,15 @@ def complete(
     Args:
         served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Texts written at a time.
-        on_done: Called after every pass with the number of texts that it finished, often 0.
+        batch_size: Texts written at a time; half as many each time that memory runs out.
+        on_done: Called after every pass with the number of texts that it finished, often 0; less than 0 where memory
+            ran out and so many are written again.
 
     Returns:
         Of every adapter, the new tokens of every prompt, without the one that ended them.
+
+    Raises:
+        DeviceMemoryError: Not even one text fits.
     """
     limit = max_positions(backbone)
     texts = [
@@ -83,9 +89,20 @@ def complete(
     queue = [of_slot[number] for number in by_length for of_slot in texts]
     ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
     with backbone.own_attention():
-        for start in range(0, len(queue), batch_size):
-            batch = sorted(queue[start : start + batch_size], key=lambda text: text.slot)
-            _write(backbone, served, batch, ends, on_done)
+        while queue:
+            batch = sorted(queue[:batch_size], key=lambda text: text.slot)
+            if _has_room(partial(_write, backbone, served, batch, ends, on_done)):
+                del queue[:batch_size]
+                continue
+            release_memory()
+            if len(batch) == 1:
+                raise DeviceMemoryError(
+                    f"expected memory for one answer of up to {batch[0].budget} tokens to a prompt of "
+                    f"{len(batch[0].prompt)}, found less on {backbone.device}; free memory, name fewer adapters at a "
+                    "time, or lower max_new_tokens"
+                )
+            on_done(-sum(text.start_again() for text in batch))
+            batch_size = len(batch) // 2
     return [[text.tokens for text in of_slot] for of_slot in texts]
 
 
@@ -97,13 +114,31 @@ class _Text:
     prompt: Sequence[int]
     budget: int
     tokens: list[int] = field(default_factory=list)
+    is_finished: bool = False
 
     def take(self, token: int, ends: AbstractSet[int]) -> bool:
         """Add the next token; whether another is to follow."""
-        if token in ends:
-            return False
-        self.tokens.append(token)
-        return len(self.tokens) < self.budget
+        if token not in ends:
+            self.tokens.append(token)
+        self.is_finished = token in ends or len(self.tokens) == self.budget
+        return not self.is_finished
+
+    def start_again(self) -> bool:
+        """Forget what was written; whether it was finished."""
+        self.tokens.clear()
+        was_finished, self.is_finished = self.is_finished, False
+        return was_finished
+
+
+def _has_room(work: Callable[[], None]) -> bool:
+    """Do ``work``; whether memory sufficed. Once this has returned, no error holds any tensor."""
+    try:
+        work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _write(

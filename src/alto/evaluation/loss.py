@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ def heldout_losses(
     served: ServedAdapters,
     dataset: EncodedDataset,
     *,
+    names: Sequence[str],
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[float]:
     """Of every adapter, nats per trained token over all rows: the very number the trainer calls validation loss.
 
     Args:
+        names: What the adapters are called in messages.
         on_done: Called after every pass with the number of its rows, each counted once an adapter.
 
     Raises:
@@ -39,8 +41,7 @@ def heldout_losses(
         for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
             totals[slot] += total
     losses = [total / dataset.num_trained_tokens for total in totals]
-    for loss in losses:
-        _check_finite(loss)
+    _check_finite(dict(zip(names, losses, strict=True)))
     return losses
 
 
@@ -49,6 +50,7 @@ def reply_log_probs(
     served: ServedAdapters,
     dataset: EncodedDataset,
     *,
+    names: Sequence[str],
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> list[Tensor]:
@@ -62,8 +64,7 @@ def reply_log_probs(
         for slot, of_slot in zip(batch.slots, log_probs_Q2.split(batch.job_rows), strict=True):
             parts[slot].append(of_slot)
     log_probs = [torch.cat(of_slot) for of_slot in parts]
-    for of_slot in log_probs:
-        _check_finite(float(of_slot.sum()))
+    _check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, log_probs, strict=True)})
     return log_probs
 
 
@@ -86,9 +87,10 @@ def _passes(
         on_done(sum(batch.job_rows))
 
 
-def _check_finite(value: float) -> None:
-    if not math.isfinite(value):
+def _check_finite(values: Mapping[str, float]) -> None:
+    broken = [name for name, value in values.items() if not math.isfinite(value)]
+    if broken:
         raise NoResultError(
-            f"expected a finite held-out loss, found {value}; an adapter or its base model holds broken weights, or "
-            "the base's precision is too low for it"
+            f"expected a finite held-out loss, found {values[broken[0]]} with {', '.join(broken)}; these adapters, or "
+            "the base model, hold broken weights, or the base's precision is too low for them; leave them out"
         )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from alto.backbone import Backbone, load_tokenizer
+from alto.backbone import Backbone, is_out_of_memory, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
-from alto.errors import DataError, SpecError
+from alto.errors import DataError, DeviceMemoryError, SpecError
 from alto.evaluation.adapter import SavedAdapter, seated
 from alto.evaluation.answers import has_final_answers
 from alto.evaluation.base_model import BaseModel
@@ -18,15 +18,13 @@ from alto.evaluation.exact_match import Question, judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
+from alto.evaluation.subject import BASE
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import ServedAdapters
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
 
-__all__ = ["BASE", "OnProgress", "measure"]
-
-BASE = "base"
-"""What the base model alone is called among the weights that are measured."""
+__all__ = ["OnProgress", "measure"]
 
 OnProgress = Callable[[str, int, int], None]
 """Is told what is measured, how many rows of it are done, and of how many; a row counts once an adapter."""
@@ -54,6 +52,7 @@ def measure(
         SpecError: The settings ask for what such rows cannot tell.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite.
+        DeviceMemoryError: There is not enough of it.
         UnsupportedError: vLLM is to write, and cannot.
     """
     chosen = rows.rows[: settings.limit]
@@ -62,12 +61,20 @@ def measure(
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     metrics = _metrics(talks, rows.name, settings)
     tokenizer = load_tokenizer(base.model, trust_remote_code=base.trust_remote_code)
-    questions = make_questions(talks, tokenizer) if "exact_match" in metrics else []  # before a model is loaded in vain
+    questions = _questions(talks, tokenizer) if "exact_match" in metrics else []  # before a model is loaded in vain
     bench = _Bench(adapters, base, settings, on_progress)
     if settings.backend == "vllm":
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
     else:
-        found = bench.measure(metrics, chosen, questions, max_tokens_per_pass, max_length)
+        try:
+            found = bench.measure(metrics, chosen, questions, max_tokens_per_pass, max_length)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceMemoryError(
+                f"expected memory for the base model {base.model} and {len(adapters)} adapters on {base.device}, found "
+                "less; name fewer adapters at a time, or load the base with load_in_4bit: true in the run's task.yaml"
+            ) from error
 
     evaluations, predictions = {}, []
     for slot, name in enumerate(bench.names):
@@ -90,7 +97,10 @@ def measure(
                 "limit": settings.limit,
                 "max_length": found.max_length,
                 "max_new_tokens": settings.max_new_tokens if judged else None,
-                "backend": settings.backend if judged else None,
+                # What is usual is left out, as in what earlier versions wrote.
+                **({"backend": settings.backend} if judged and settings.backend != "alto" else {}),
+                **({"load_in_4bit": True} if base.load_in_4bit else {}),
+                **({"load_in_8bit": True} if base.load_in_8bit else {}),
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -150,7 +160,10 @@ class _Bench:
         backbone = self._base.load()
         limit = max_positions(backbone)
         prompts = [question.prompt_ids for question in questions]
-        check_prompts(prompts, limit)
+        try:
+            check_prompts(prompts, limit)
+        except DataError as error:
+            raise DataError(f"exact_match: {error}") from error
         max_length = max_length or limit
         dataset = None
         if "loss" in metrics or "preference" in metrics:
@@ -166,6 +179,7 @@ class _Bench:
                     backbone,
                     served,
                     dataset,
+                    names=self.names,
                     max_tokens_per_pass=max_tokens_per_pass,
                     on_done=self._counter("loss", len(dataset) * len(slots)),
                 )
@@ -204,6 +218,7 @@ class _Bench:
             backbone,
             served,
             dataset,
+            names=[*self.names, BASE],
             max_tokens_per_pass=max_tokens_per_pass,
             on_done=self._counter("preference", len(dataset) * len(served)),
         )
@@ -221,6 +236,13 @@ class _Bench:
 
         count(0)
         return count
+
+
+def _questions(talks: Sequence[Conversation], tokenizer: Any) -> list[Question]:
+    try:
+        return make_questions(talks, tokenizer)
+    except DataError as error:
+        raise DataError(f"exact_match: {error}; or measure the loss with --metric loss") from error
 
 
 def _metrics(talks: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:

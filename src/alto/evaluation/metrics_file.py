@@ -11,7 +11,7 @@ from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
 from alto.runs import replace_file
 
-__all__ = ["add_evaluation"]
+__all__ = ["add_evaluation", "check_metrics"]
 
 _KEY = "evaluations"
 
@@ -36,6 +36,15 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
             f"{path}: expected a file that can be written, found that it cannot ({error.strerror}); make room, "
             "or copy the adapter to a folder of your own"
         ) from error
+
+
+def check_metrics(folder: Path) -> None:
+    """Make sure, before anything is measured, that ``folder/metrics.json`` can be added to.
+
+    Raises:
+        RunError: It is there, but is not a JSON object with such a list.
+    """
+    _read(folder / "metrics.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class EvaluationSettings:
     Attributes:
         metric: ``auto`` measures the preference where rows are pairs; of others the loss, and exact match too where
             every reference ends in ``#### N``.
-        batch_size: Texts written at a time, of all adapters; changes speed and memory, not the result.
+        batch_size: Texts written at a time, of all adapters; changes speed and memory, and the result by rounding
+            at most.
         max_new_tokens: Longest text; less where the model's positions end before.
         limit: Use only the first rows; None uses all.
         baseline: Measure the base model without an adapter as well.

@@ -12,7 +12,12 @@ from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir
 from alto.spec import Task, load_task
 
-__all__ = ["Subject", "find_subject"]
+__all__ = ["BASE", "Subject", "find_subject"]
+
+BASE = "base"
+"""What the base model alone is called among the weights that are measured."""
+
+_LOADING = ("dtype", "load_in_4bit", "load_in_8bit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,8 @@ def find_subject(
     if not targets:
         raise SpecError("targets: expected at least one run or adapter, found none; name one")
     runs = [RunDir.open(target) for target in targets if (target / "task.yaml").is_file()]
+    if jobs and all_jobs:
+        raise SpecError(f"job: expected some jobs or all, found {', '.join(jobs)} and all; leave one of both out")
     if (jobs or all_jobs) and (len(targets) > 1 or not runs):
         found = "no task.yaml in it" if len(targets) == 1 else f"{len(targets)} folders"
         raise RunNotFoundError(
@@ -69,15 +76,33 @@ def find_subject(
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
     base_model = _base_model(adapters, base)
     if runs:
-        task = load_task(runs[0].task_file)
+        task = _common_task(runs)
     else:
         assert dataset is not None
         task = Task(model=base_model, dataset=dataset)
     return Subject(adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs))
 
 
+def _common_task(runs: Sequence[RunDir]) -> Task:
+    """The task of the first run, whose base is loaded as that of every other is."""
+    tasks = {str(run.root): load_task(run.task_file) for run in runs}
+    ways = {name: tuple(getattr(task, key) for key in _LOADING) for name, task in tasks.items()}
+    if len(set(ways.values())) > 1:
+        found = "; ".join(
+            f"{name}: {', '.join(f'{key} {value}' for key, value in zip(_LOADING, way, strict=True))}"
+            for name, way in ways.items()
+        )
+        raise SpecError(
+            f"targets: expected runs whose base model is loaded in one way, found {found}; evaluate those of each "
+            "way by themselves"
+        )
+    return next(iter(tasks.values()))
+
+
 def _name(target: Path, targets: Sequence[Path]) -> str:
-    return "best" if len(targets) == 1 and (target / "task.yaml").is_file() else str(target)
+    if len(targets) == 1 and (target / "task.yaml").is_file():
+        return "best"
+    return str(target) if str(target) != BASE else f"./{target}"  # the base model alone is called so
 
 
 def _folder(target: Path) -> Path:

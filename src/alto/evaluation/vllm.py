@@ -14,6 +14,9 @@ __all__ = ["complete_with_vllm"]
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM lays out room for; an adapter gets the next larger."""
 
+_MAX_LORAS = 8
+"""Adapters that it has on the GPU at a time; the others wait in the machine's memory."""
+
 
 def complete_with_vllm(
     base: BaseModel,
@@ -49,10 +52,11 @@ def complete_with_vllm(
             dtype=base.dtype,
             trust_remote_code=base.trust_remote_code,
             enable_lora=bool(ranks),
-            max_loras=max(1, len(ranks)),
+            max_loras=max(1, min(len(ranks), _MAX_LORAS)),
+            max_cpu_loras=max(1, len(ranks)),
             max_lora_rank=min(rank for rank in _RANKS if rank >= max(ranks, default=1)),
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise UnsupportedError(
             f"backend: expected a base model that vLLM serves with LoRA, found: {error}; leave --backend out"
         ) from error

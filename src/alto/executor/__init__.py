@@ -2,7 +2,6 @@
 
 from alto.executor.executor import Executor
 from alto.executor.job_run import JobRun, plan_jobs
-from alto.executor.memory_errors import is_out_of_memory
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past, read_refusal, recover
 from alto.executor.trainer import Trainer
@@ -13,7 +12,6 @@ __all__ = [
     "Past",
     "Ranks",
     "Trainer",
-    "is_out_of_memory",
     "plan_jobs",
     "read_refusal",
     "recover",

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from alto.backbone import Backbone
+from alto.backbone import Backbone, is_out_of_memory
 from alto.data import TaskData
 from alto.errors import DeviceMemoryError, NoResultError, TaskInterruptedError
 from alto.executor.control import Control
 from alto.executor.job_run import JobRun
-from alto.executor.memory_errors import RowTooLargeError, is_out_of_memory
+from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past
 from alto.executor.task_run import TaskRun

@@ -1,38 +1,23 @@
-"""Out-of-memory errors of every library below, told apart from other errors once, at the edge."""
+"""Memory that runs out, as the loop of a task hears of it."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
+from alto.backbone import is_out_of_memory
 
 __all__ = [
     "MemoryEvent",
     "NoMemoryError",
     "Phase",
     "RowTooLargeError",
-    "is_out_of_memory",
-    "release_memory",
     "watching",
 ]
 
 Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"]
-
-_MESSAGES = (
-    "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
-    "DefaultCPUAllocator: not enough memory",  # the same on Windows
-    "std::bad_alloc",
-    "could not create a memory object",  # oneDNN
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-)
-"""What libraries say that have no type of their own for it, in a ``RuntimeError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +38,7 @@ class MemoryEvent:
     num_slots: int | None = None
 
 
-class NoMemoryError(Exception):
+class NoMemoryError(MemoryError):
     """Signal inside this room: what was tried in ``phase`` did not fit."""
 
     def __init__(self, phase: Phase) -> None:
@@ -83,17 +68,3 @@ def watching(phase: Phase) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise NoMemoryError(phase) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device, or the machine, has no memory left."""
-    if isinstance(error, NoMemoryError | torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
-
-
-def release_memory() -> None:
-    """Give back what nobody needs any more: cycles that hold tensors, and what PyTorch keeps for later."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

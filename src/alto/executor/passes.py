@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from alto.backbone import release_memory
 from alto.data import EncodedDataset, JobRows, split_into_passes
 from alto.errors import DeviceMemoryError
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError, release_memory
+from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError
 
 __all__ = ["OnMemoryEvent", "Passes"]
 

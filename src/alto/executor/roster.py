@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alto.backbone import Backbone
+from alto.backbone import Backbone, release_memory
 from alto.data import TaskData
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.job_run import JobRun
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, release_memory, watching
+from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
 from alto.executor.passes import OnMemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer

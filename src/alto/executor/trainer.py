@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone
+from alto.backbone import Backbone, release_memory
 from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, idle_batch, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.job_run import JobRun
-from alto.executor.memory_errors import NoMemoryError, release_memory, watching
+from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.passes import OnMemoryEvent, Passes
 from alto.executor.ranks import Ranks
 from alto.kernels import DropoutKey, TokenSchedule, upload

@@ -127,15 +127,18 @@ def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Of the best adapter and of every job's; of the base model, which lie beside each, once."""
+    """Of the best adapter and of every job's; of the base model, which lie beside each, the newest of those alike."""
     folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
         for entry in _read_evaluations(folder / "metrics.json"):
-            is_base = (entry.get("settings") or {}).get("weights") == "base"
+            settings = entry.get("settings")
+            is_base = isinstance(settings, dict) and settings.get("weights") == "base"
             line = {**entry, "adapter": "base" if is_base else name}
-            found += [line] if line not in found else []
-    return found
+            key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)
+            if key not in found or str(found[key].get("date")) < str(entry.get("date")):
+                found[key] = line
+    return list(found.values())
 
 
 def _read_evaluations(path: Path) -> list[dict[str, Any]]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from alto.backbone import load_backbone
+from alto.backbone import is_out_of_memory, load_backbone
 from alto.errors import DeviceMemoryError
-from alto.executor.memory_errors import is_out_of_memory
 from alto.executor.profiling.measure import measure
 from alto.executor.profiling.sketch import RowLength, SpanLength
 from alto.spec import Task

@@ -1,0 +1,35 @@
+"""Out-of-memory errors of every library below, told apart from other errors once."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+__all__ = ["is_out_of_memory", "release_memory"]
+
+_MESSAGES = (
+    "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
+    "DefaultCPUAllocator: not enough memory",  # the same on Windows
+    "std::bad_alloc",
+    "could not create a memory object",  # oneDNN
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+)
+"""What libraries say that have no type of their own for it, in a ``RuntimeError``."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that the device, or the machine, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def release_memory() -> None:
+    """Give back what nobody needs any more: cycles that hold tensors, and what PyTorch keeps for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
