@@ -268,6 +268,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
     # The command line in a process of its own that signals itself at its fourth evaluation.
     code = f"""
         import os, signal, sys
+        signal.signal({int(number)}, signal.SIG_DFL)  # where the tests run in the background, it is ignored
         from alto.runs import journal
         seen = []
         append = journal.Journal.append
