@@ -107,8 +107,10 @@ def test_what_rungs_keep_is_spread_over_the_batch_sizes() -> None:
 
 @pytest.mark.parametrize(("name", "num_slots"), [("gsm8k", 4), ("gsm8k", 8), ("gsm8k", 16), ("dpo", 4), ("dpo", 8)])
 def test_slots_are_used_until_fewer_jobs_than_slots_are_left(name: str, num_slots: int) -> None:
-    """The recorded jobs with the default policy, as the executor would run them: rungs, waves, running ahead. (The 40 of
-    dpo fill 16 slots two and a half times, and none of them may run ahead while half of them is to be dropped.)"""
+    """The recorded jobs with the default policy, as the executor would run them: rungs, waves, running ahead.
+
+    The 40 jobs of dpo fill 16 slots two and a half times, and nobody may run ahead before a rung that drops half.
+    """
     recording = Recording.read(RECORDINGS / f"{name}-alto-tiny.json.gz")
     settings = EarlyExit()
     race = Race(
