@@ -215,6 +215,21 @@ def test_evaluations_of_the_best_adapter(small_run, write_run):
     assert "img" not in page.tags
 
 
+def test_of_evaluations_alike_of_the_base_the_newest_is_shown_and_nothing_that_was_not_measured(small_run, write_run):
+    run_dir = write_run(small_run)
+    for job, date, loss in (("a", "2026-11-20", 3.5), ("b", "2026-11-21", 3.25)):
+        folder = run_dir / "jobs" / job / "best"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"weights": "base", "base_model": "alto-tiny", "limit": None, "dtype": "float32"}
+        found = {"dataset": "test.jsonl", "num_rows": 7, "loss": loss, "date": date, "settings": settings}
+        (folder / "metrics.json").write_text(json.dumps({"evaluations": [found]}))
+    text = Page(write_report(run_dir).read_text(encoding="utf-8")).text
+    assert "3.2500" in text
+    assert "3.5000" not in text
+    assert "dtype float32" in text
+    assert not any(word in text for word in ("Exact match", "Margin", "limit –", "weights base"))
+
+
 @pytest.mark.parametrize("metrics", ["{}", '{"evaluations": []}', None])
 def test_no_evaluation_no_table(small_run, write_run, metrics):
     run_dir = write_run(small_run)

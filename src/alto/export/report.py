@@ -55,7 +55,9 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
     Args:
         evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
     """
-    return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations)
+    numbers = ("loss", "exact_match", "reward_accuracy", "reward_margin")
+    measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
+    return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations, measured=measured)
 
 
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
@@ -133,8 +135,10 @@ def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
     for name, folder in folders.items():
         for entry in _read_evaluations(folder / "metrics.json"):
             settings = entry.get("settings")
-            is_base = isinstance(settings, dict) and settings.get("weights") == "base"
-            line = {**entry, "adapter": "base" if is_base else name}
+            settings = settings if isinstance(settings, dict) else {}
+            # Of the others a reader of this run's report needs no word: whose, and on which base.
+            shown = {k: v for k, v in settings.items() if v is not None and k not in ("weights", "base_model")}
+            line = {**entry, "settings": shown, "adapter": "base" if settings.get("weights") == "base" else name}
             key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)
             if key not in found or str(found[key].get("date")) < str(entry.get("date")):
                 found[key] = line
