@@ -17,6 +17,8 @@ from typer.testing import CliRunner, Result
 import alto
 from alto.cli import app, main
 from alto.cli.evaluate import _progress
+from alto.errors import RunError
+from alto.evaluation import BaseModel
 
 FAST = ("--max-new-tokens", "4")
 
@@ -231,3 +233,13 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         assert ("3/8" in console.file.getvalue()) == is_terminal  # type: ignore[attr-defined]
     with _progress(Console(file=io.StringIO(), force_terminal=True), silent=True) as show:
         assert show is None
+
+
+def test_metrics_that_cannot_be_added_to_are_said_before_a_model_is_loaded(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "best" / "metrics.json").write_text("[]", encoding="utf-8")
+    monkeypatch.setattr(BaseModel, "load", None)
+    done = invoke(run, *FAST)
+    assert isinstance(done.exception, RunError)
+    assert (run / "best" / "metrics.json").read_text(encoding="utf-8") == "[]"

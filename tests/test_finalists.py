@@ -152,6 +152,12 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
         (Message("text", "#### 3"),),
     ]
     assert len(FinalistJudge(rows, backbone, "tiny")._prompts) == 1
+    long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
+    said = (
+        r"select_by eval_accuracy: of the validation rows .* expected prompts shorter .* in row 2; .* remove select_by"
+    )
+    with pytest.raises(DataError, match=said):
+        FinalistJudge([*rows, long], backbone, "tiny")
     with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):
         FinalistJudge(rows[1:], backbone, "tiny")
 

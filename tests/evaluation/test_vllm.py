@@ -55,6 +55,8 @@ class LLM:
 
     def __init__(self, **settings: Any) -> None:
         LLM.made.append(settings)
+        if settings["dtype"] == "float8":
+            raise RuntimeError("Engine core initialization failed")
         if settings["max_lora_rank"] not in (1, 8, 16, 32, 64, 128, 256, 320, 512):
             raise ValueError("max_lora_rank")
         self._settings = settings
@@ -68,7 +70,7 @@ class LLM:
     ) -> list[Any]:
         assert len(lora_request) == len(prompts)
         assert sampling_params.temperature == 0
-        assert len({request for request in lora_request if request}) <= self._settings["max_loras"]
+        assert len({request for request in lora_request if request}) <= self._settings["max_cpu_loras"]
         outputs = []
         for prompt, request in zip(prompts, lora_request, strict=True):
             ids = prompt["prompt_token_ids"]
@@ -114,6 +116,13 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
 
 
 @pytest.mark.usefixtures("vllm")
+def test_of_many_adapters_few_are_on_the_gpu_at_a_time() -> None:
+    found = complete([adapter(str(number)) for number in range(9)], [[5]])
+    assert found == [[[101 + number, 5]] for number in range(9)]
+    assert (LLM.made[0]["max_loras"], LLM.made[0]["max_cpu_loras"]) == (8, 9)
+
+
+@pytest.mark.usefixtures("vllm")
 def test_a_text_ends_where_it_ends_or_has_all_its_tokens() -> None:
     assert complete([adapter("a")], [[5, END, 6]]) == [[[101, 5]]]
     assert complete([adapter("a")], [[5, 6, 7, 8]], max_new_tokens=3) == [[[101, 5, 6]]]
@@ -151,6 +160,13 @@ def test_what_vllm_cannot_do_is_said() -> None:
     with pytest.raises(UnsupportedError, match="found one that is to be quantised"):
         complete_with_vllm(
             BaseModel(model="alto-tiny", load_in_4bit=True), [adapter("a")], [[5]], ends=[END], max_new_tokens=1
+        )
+    with pytest.raises(UnsupportedError, match="found: Engine core initialization failed; leave --backend out"):
+        complete_with_vllm(
+            BaseModel(model="alto-tiny", dtype="float8"),
+            *([adapter("a")], [[5]]),
+            ends=[END],
+            max_new_tokens=1,
         )
     with pytest.raises(DataError, match="longer than the maximum model length"):
         complete([adapter("a")], [list(range(2, 99))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
         "has_gpus": cluster.has_gpus,
         "ranks": num_ranks,
         "device": device,
-        "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
+        "versions": cache.versions(),
     }
 
 

@@ -52,8 +52,7 @@ def reference_answers(conversations: Sequence[Conversation]) -> list[str]:
         if answer is None:
             raise DataError(
                 f"expected every reference to end in a line '{_MARK} N', found none in row {number} of "
-                f"{len(conversations)} ({_reference(conversation)[-60:]!r}); name other rows "
-                "with --dataset"
+                f"{len(conversations)} ({_reference(conversation)[-60:]!r}); name other rows with --dataset"
             )
         answers.append(answer)
     return answers

@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
 
-__all__ = ["Kind", "load", "save", "weights_of"]
+__all__ = ["Kind", "load", "save", "versions", "weights_of"]
 
 Kind: TypeAlias = Literal["profiles", "durations", "references"]
 """Of what is kept, each in a folder of its own: profiles of steps, durations of tasks, what bases give replies."""
@@ -34,6 +35,18 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
         draft = file.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps({"key": key, "measured": measured}, indent=2), encoding="utf-8")
         draft.replace(file)
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages on which it depends what a base gives, and how fast; None where one is not installed."""
+    return {name: _version(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:

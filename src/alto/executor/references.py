@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -137,14 +136,7 @@ def _key(task: Task, backbone: Backbone, dataset: EncodedDataset) -> dict[str, A
         "load_in_8bit": task.load_in_8bit,
         "trust_remote_code": task.trust_remote_code,
         "use_safetensors": task.use_safetensors,
-        "versions": {name: _version(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")},
+        "versions": cache.versions(),
         "device": backbone.device.type,
         "data": digest_of(dataset),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
         "ranks": num_ranks,
-        "versions": {name: version(name) for name in ("alto-lora", "torch", "transformers")},
+        "versions": cache.versions(),
     }
 
 
