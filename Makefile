@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
 PYTEST_WORKERS ?= 2
+BENCH_OUT ?= benchmarks/results
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -53,9 +54,11 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/reference.md, docs/benchmarks.md
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,benchmarks,chat-templates,models}.md
 	$(BIN)/python tools/make_reference.py
 	$(BIN)/python tools/make_benchmark_docs.py
+	$(BIN)/python tools/make_template_docs.py
+	$(BIN)/python tools/make_model_docs.py
 
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale
@@ -65,15 +68,24 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 	done
 
 .PHONY: bench-gpu
-# With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch.
-bench-gpu: export PYTHONPATH = src
+# With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few
+# minutes, the slowest last; one that fails does not stop the others, and all of them write to one result a benchmark.
+bench-gpu: export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
-	$(PYTHON) benchmarks/kernels.py --scale gpu
-	$(PYTHON) benchmarks/memory.py --scale gpu
-	@if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then \
-		echo "$(PYTHON) benchmarks/adapter_parallel.py --scale gpu"; \
-		$(PYTHON) benchmarks/adapter_parallel.py --scale gpu; \
-	else echo "one GPU: benchmarks/adapter_parallel.py needs two or more"; fi
+	@failed=0; \
+	measure() { \
+		set -- $(PYTHON) "$$@" --scale gpu --out $(BENCH_OUT); \
+		echo "$$*"; "$$@" || { failed=1; echo "failed: $$*"; }; \
+	}; \
+	measure benchmarks/kernels.py --models 1b --stages layers ops; \
+	measure benchmarks/kernels.py --models 8b --stages layers ops; \
+	measure benchmarks/memory.py --stages peaks; \
+	measure benchmarks/memory.py --stages durations; \
+	if [ "$$(nvidia-smi --list-gpus | wc -l)" -gt 1 ]; then measure benchmarks/adapter_parallel.py; \
+	else echo "one GPU: benchmarks/adapter_parallel.py needs two or more"; fi; \
+	measure benchmarks/kernels.py --models 8b --stages steps; \
+	measure benchmarks/kernels.py --models 1b --stages steps; \
+	exit $$failed
 
 .PHONY: clean
 clean: ## Delete .venv, caches, build products and generated data; runs/ stays

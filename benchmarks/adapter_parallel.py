@@ -163,7 +163,7 @@ def _kinds(findings: Findings) -> list[str]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--out", "--output", dest="output", type=Path, default=RESULTS_DIR)
     return parser.parse_args(arguments)
 
 

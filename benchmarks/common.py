@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from alto.version import version_of
 
 __all__ = [
     "RESULTS_DIR",
@@ -36,12 +37,15 @@ __all__ = [
     "package_versions",
     "publish",
     "spread",
+    "strict_json",
+    "write_file",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = ROOT / "benchmarks" / "results"
 SCALES = ("smoke", "cpu", "gpu")
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "ortools", "alto-lora")
+GATES = ("passed", "partly passed", "failed")
+PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "accelerate", "ortools", "alto-lora")
 
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     ">=": lambda value, bound: value >= bound,
@@ -57,7 +61,8 @@ class Result:
 
     Attributes:
         benchmark: Topic; with ``scale`` it names the file.
-        gate: ``"passed"`` or ``"failed"``; a failed gate has no figures.
+        gate: ``"passed"``; ``"failed"``, which has no figures; or ``"partly passed"``: of several gates some failed,
+            and the figures are those behind the others.
         figures: Name to finite number: what is published.
         goals: Figure name to ``(comparison, bound)``, such as ``(">=", 2.5)``.
         rows: What the figures were made from, one mapping per measurement.
@@ -80,8 +85,8 @@ class Result:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ValueError(f"Expected a scale of {', '.join(SCALES)}, found {self.scale!r}.")
-        if self.gate not in ("passed", "failed"):
-            raise ValueError(f"Expected gate 'passed' or 'failed', found {self.gate!r}.")
+        if self.gate not in GATES:
+            raise ValueError(f"Expected a gate of {', '.join(GATES)}, found {self.gate!r}.")
         if self.gate == "failed" and self.figures:
             raise ValueError(
                 f"Expected no figures beside a failed gate, found {', '.join(self.figures)}: use Result.of, "
@@ -151,22 +156,12 @@ class Result:
 
     def to_json(self) -> str:
         """The result file's text: strict JSON; NaN and infinities in rows become ``"nan"``, ``"inf"``, ``"-inf"``."""
-        return json.dumps(_strict(asdict(self)), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return strict_json(asdict(self))
 
     def write(self, directory: Path = RESULTS_DIR) -> Path:
         """Write ``<benchmark>-<scale>.json`` into ``directory``, whole or not at all; returns its path."""
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.benchmark}-{self.scale}.json"
-        text = self.to_json()
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_file(path, self.to_json())
         return path
 
 
@@ -176,6 +171,25 @@ def publish(result: Result, directory: Path = RESULTS_DIR) -> int:
     path = result.write(directory)
     print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return 0 if result.gate == "passed" else 1
+
+
+def strict_json(value: Any) -> str:
+    """``value`` as strict JSON: NaN and infinities become ``"nan"``, ``"inf"``, ``"-inf"``."""
+    return json.dumps(_strict(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write ``text``, whole or not at all; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def goal_reached(value: float, goal: tuple[str, float]) -> bool:
@@ -277,13 +291,10 @@ def machine_info() -> dict[str, Any]:
 
 def package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python and of those ``packages`` that are installed."""
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {package: version_of(package) for package in packages}
+    return {"python": platform.python_version()} | {
+        package: version for package, version in found.items() if version is not None
+    }
 
 
 def _git(root: Path, *arguments: str) -> str:

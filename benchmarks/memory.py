@@ -1,12 +1,16 @@
 """Predicted against measured: the peak of memory over many packings, and the duration of whole tasks.
 
     python benchmarks/memory.py --scale cpu
+    python benchmarks/memory.py --scale gpu --stages peaks --out results   # a piece of it
 
 Random weights of real configurations, rows of random tokens as long as GSM8K's. For every model the jobs are planned
 once, as ``alto plan`` does. Then every packing takes a few steps in a process of its own, whose peak is compared with
 what the memory law said of the tokens that it really batched. Every task of ``durations`` is planned, then trained to
 its end with early exit off. The gate: every measured peak is above the base model's own bytes, every task did all of
 its steps.
+
+A case that fails is recorded and the others go on, but what it belongs to has no figures then, and the exit code is 1.
+The pieces of several commands make one result, see ``pieces.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +21,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS_DIR, ROOT, Result, format_table, publish
+from common import RESULTS_DIR, ROOT, format_table
 from kernels_lib.lengths import row_lengths
 from kernels_lib.shapes import SHAPES, random_model
-from memory_lib.plans import PLANS, DurationCase, ModelPlan, Plan
+from memory_lib.plans import PLANS, DurationCase, ModelPlan, PeakCase, Plan
+from pieces import Action, Flush, Piece, Study, describe_error, read_pieces, run_pieces
+
+STAGES = ("peaks", "durations")
 
 GOALS = {
     "memory_error_median": ("<=", 0.05),
@@ -40,94 +48,144 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = PLANS[options.scale]
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--scale gpu: expected an NVIDIA GPU, found none; choose --scale cpu")
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
-    for model in plan.models:
-        with tempfile.TemporaryDirectory() as folder:
-            _save(model, plan, Path(folder))
-            child = _Child(plan, model, Path(folder), options.threads)
-            rows += _peaks(child, model, failures)
-            rows += _durations(child, model)
-    print(format_table(list(rows[0]), (list(row.values()) for row in rows if row["table"] == "peak")))
-    result = Result.of(
+    chosen = {
+        _piece_name(model, stage): _action(plan, model, stage, options.threads)
+        for stage in STAGES
+        if stage in options.stages
+        for model in plan.models
+        if model.shape in options.models
+    }
+    whole = study(options.scale)
+    code = run_pieces(whole, chosen, options.out)
+    rows = [row for piece in read_pieces(whole, options.out) if piece.name in chosen for row in piece.rows]
+    if rows:
+        print(format_table(list(rows[0]), (list(row.values()) for row in rows)))
+    return code
+
+
+def study(scale: str) -> Study:
+    """What is measured at ``scale``: all pieces, and what is said of them."""
+    return Study(
         benchmark="memory",
-        scale=options.scale,
-        gate_failures=failures,
-        figures=figures(rows),
+        scale=scale,
+        pieces=tuple(_piece_name(model, stage) for stage in STAGES for model in PLANS[scale].models),
         goals=GOALS,
-        rows=rows,
-        notes=[
+        notes=(
             "memory_above_prediction is the most that a peak was above its prediction, as a share of the prediction; "
             "a tenth of the memory is planned with as margin.",
             "Peaks are of the whole process on a CPU, of the allocator's reserve on CUDA, base model included.",
             "Durations are of training, evaluation and checkpoints, in the packing that the plan chose; loading the "
             "model and reading the rows are not in them, nor in what is predicted.",
-        ],
+        ),
+        figures=partial(_figures_of_pieces, scale),
     )
-    return publish(result, options.output)
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures that the rows come to."""
+    """The figures that the rows come to; of a table without rows none."""
     memory = [row["predicted"] / row["measured"] - 1 for row in rows if row["table"] == "peak"]
     durations = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["table"] == "duration"]
-    return {
-        "memory_error_median": statistics.median(map(abs, memory)),
-        "memory_error_worst": max(map(abs, memory)),
-        "memory_above_prediction": max(0.0, *(1 / (1 + error) - 1 for error in memory)),
-        "duration_error_median": statistics.median(durations),
-        "duration_error_worst": max(durations),
-    }
+    found = {}
+    if memory:
+        found |= {
+            "memory_error_median": statistics.median(map(abs, memory)),
+            "memory_error_worst": max(map(abs, memory)),
+            "memory_above_prediction": max(0.0, *(1 / (1 + error) - 1 for error in memory)),
+        }
+    if durations:
+        found |= {"duration_error_median": statistics.median(durations), "duration_error_worst": max(durations)}
+    return found
 
 
-def _peaks(child: _Child, model: ModelPlan, failures: list[str]) -> list[dict[str, Any]]:
+def _figures_of_pieces(scale: str, pieces: Mapping[str, Piece]) -> dict[str, float]:
+    """Of every stage that is measured whole, on all models: the worst of some cases is not the worst of all."""
+    rows: list[dict[str, Any]] = []
+    for stage in STAGES:
+        found = [pieces.get(_piece_name(model, stage)) for model in PLANS[scale].models]
+        if all(piece is not None and piece.is_sound for piece in found):
+            rows += [row for piece in found if piece is not None for row in piece.rows]
+    return figures(rows)
+
+
+def _piece_name(model: ModelPlan, stage: str) -> str:
+    return f"{model.shape} {stage}"
+
+
+def _action(plan: Plan, model: ModelPlan, stage: str, threads: int) -> Action:
+    measure = {"peaks": _peaks, "durations": _durations}[stage]
+
+    def action(piece: Piece, flush: Flush) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            _save(model, plan, Path(folder))
+            measure(_Child(plan, model, Path(folder), threads), model, piece, flush)
+
+    return action
+
+
+def _peaks(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
     most = max(case.num_jobs for case in model.peaks)
     largest = max(case.batch_size for case in model.peaks)
     ranks = [model.ranks[index % len(model.ranks)] for index in range(most)]
-    planned = child.ask("plan", _jobs(ranks, [largest]))
-    memory, weights = planned["memory"], SHAPES[model.shape]
-    rows = []
+    jobs = _jobs(ranks, [largest])
+    planned = child.ask("plan", jobs)
     for case in model.peaks:
-        limit = {"max_tokens_per_pass": case.max_tokens_per_pass}
-        packing = {"num_jobs": case.num_jobs, "batch_size": case.batch_size}
-        found = child.ask("peak", _jobs(ranks, [largest]) | limit, **packing)
-        bank = planned["slot_bytes"] * case.num_jobs
-        predicted = memory["fixed_bytes"] + memory["bytes_per_token"] * found["num_tokens"] + bank
-        if found["peak_bytes"] <= weights["vocab_size"] * weights["hidden_size"]:
-            failures.append(f"{model.shape}: a peak of {found['peak_bytes']} bytes, less than the base model's")
-        rows.append(
-            {
-                "table": "peak",
-                "case": f"{model.shape}: {case.num_jobs} jobs × {case.batch_size} rows",
-                "tokens": found["num_tokens"],
-                "predicted": predicted,
-                "measured": found["peak_bytes"],
-                "error": predicted / found["peak_bytes"] - 1,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+        name = f"{model.shape}: {case.num_jobs} jobs × {case.batch_size} rows"
+        try:
+            row = _peak(child, model, case, planned, jobs)
+        except Exception as error:
+            piece.errors.append(f"{name}: {describe_error(error)}")
+            continue
+        if row["measured"] <= _least_bytes(model):
+            piece.failures.append(f"{name}: a peak of {row['measured']} bytes, less than the base model's")
+            continue
+        piece.rows.append({"table": "peak", "case": name, **row})
+        print(piece.rows[-1], flush=True)
+        flush()
 
 
-def _durations(child: _Child, model: ModelPlan) -> list[dict[str, Any]]:
-    rows = []
+def _least_bytes(model: ModelPlan) -> int:
+    """Fewer than the base model's own bytes, whatever its precision."""
+    return int(SHAPES[model.shape]["vocab_size"] * SHAPES[model.shape]["hidden_size"])
+
+
+def _peak(
+    child: _Child, model: ModelPlan, case: PeakCase, planned: Mapping[str, Any], jobs: Mapping[str, Any]
+) -> dict[str, Any]:
+    limit = {"max_tokens_per_pass": case.max_tokens_per_pass}
+    found = child.ask("peak", {**jobs, **limit}, num_jobs=case.num_jobs, batch_size=case.batch_size)
+    memory, bank = planned["memory"], planned["slot_bytes"] * case.num_jobs
+    predicted = memory["fixed_bytes"] + memory["bytes_per_token"] * found["num_tokens"] + bank
+    return {
+        "tokens": found["num_tokens"],
+        "predicted": predicted,
+        "measured": found["peak_bytes"],
+        "error": predicted / found["peak_bytes"] - 1,
+    }
+
+
+def _durations(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
     for case in model.durations:
-        task = _duration_task(case)
-        planned = child.ask("plan", task, num_rows=case.num_rows)
-        limits = {key: planned[key] for key in ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")}
-        found = child.ask("run", task | limits, num_rows=case.num_rows)
-        rows.append(
-            {
-                "table": "duration",
-                "case": case.name,
-                "tokens": planned["max_tokens_per_step"],
-                "predicted": planned["duration_s"],
-                "measured": found["duration_s"],
-                "error": planned["duration_s"] / found["duration_s"] - 1,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+        try:
+            row = _duration(child, case)
+        except Exception as error:
+            piece.errors.append(f"{case.name}: {describe_error(error)}")
+            continue
+        piece.rows.append({"table": "duration", "case": case.name, **row})
+        print(piece.rows[-1], flush=True)
+        flush()
+
+
+def _duration(child: _Child, case: DurationCase) -> dict[str, Any]:
+    task = _duration_task(case)
+    planned = child.ask("plan", task, num_rows=case.num_rows)
+    limits = {key: planned[key] for key in ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")}
+    found = child.ask("run", task | limits, num_rows=case.num_rows)
+    return {
+        "tokens": planned["max_tokens_per_step"],
+        "predicted": planned["duration_s"],
+        "measured": found["duration_s"],
+        "error": planned["duration_s"] / found["duration_s"] - 1,
+    }
 
 
 class _Child:
@@ -150,14 +208,23 @@ class _Child:
 
 
 def in_child(request: dict[str, Any]) -> dict[str, Any]:
-    """What ``memory_lib/child.py`` answers, in a process of its own."""
+    """What ``memory_lib/child.py`` answers, in a process of its own.
+
+    Raises:
+        RuntimeError: It ended without an answer; says the last line of what it wrote on stderr, all of which is passed
+            on.
+    """
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "memory_lib" / "child.py")],
         input=json.dumps(request),
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        said = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"its process ended with exit code {done.returncode} and said: {said}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
@@ -197,9 +264,18 @@ def _duration_task(case: DurationCase) -> dict[str, Any]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--models", nargs="+", help="of these models alone")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
+    parser.add_argument("--out", "--output", type=Path, default=RESULTS_DIR)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = [model.shape for model in PLANS[options.scale].models]
+    options.models = options.models or known
+    if unknown := sorted(set(options.models) - set(known)):
+        parser.error(
+            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
+        )
+    return options
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -84,7 +85,14 @@ def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Tells what its environment says."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "ALTO_RENDEZVOUS",
+        "ALTO_TRUST_REMOTE_CODE",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    )
     tell(run_dir, "environment", **{name: os.environ.get(name) for name in names})
 
 
@@ -97,15 +105,18 @@ def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 def ranks_meet(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """The first rank tells what the environment of each says."""
-    from torch import distributed
+    import torch
 
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    distributed.init_process_group("gloo")
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, {name: os.environ[name] for name in names})
-    if distributed.get_rank() == 0:
-        tell(run_dir, "met", ranks=found)
-    distributed.barrier()
+    from alto.executor import Ranks
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")
+    ranks = Ranks.join(torch.device("cpu"))
+    replace_file(Path(run_dir) / f"met-{ranks.rank}", json.dumps({name: os.environ[name] for name in names}))
+    ranks.wait()
+    if ranks.is_first:
+        files = [Path(run_dir) / f"met-{rank}" for rank in range(ranks.size)]
+        tell(run_dir, "met", ranks=[json.loads(file.read_text("utf-8")) for file in files])
+    ranks.wait()
 
 
 def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -201,3 +212,16 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
                 time.sleep(0.01)
             tell(run_dir, "checkpoint")
             raise TaskInterruptedError("stopped as asked")
+
+
+def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
+    """Ends as the run's folder says, on a disk that takes nothing more: not even how it ended."""
+    tell(run_dir, "task_started", pid=os.getpid())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    how = (Path(run_dir) / "how").read_text(encoding="utf-8")
+    if how == "write":
+        with (Path(run_dir) / "weights").open("wb") as file:
+            file.write(b"1")
+    elif how != "return":
+        raise getattr(errors, how)("as the test wants it")
+    return "There is no report."

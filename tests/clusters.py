@@ -54,11 +54,21 @@ class Started:
         attempt: int = 1,
         num_ranks: int = 1,
         run_dir: Path | None = None,
+        trust_remote_code: bool = False,
     ) -> Path:
         """Start a task on GPUs by their place; returns the folder of its run."""
         own = tuple(self.gpus()[index] for index in gpus)
         run_dir = run_dir or self.run_dir(task)
-        self.cluster.start(Launch(task=task, run_dir=str(run_dir), gpus=own, attempt=attempt, num_ranks=num_ranks))
+        self.cluster.start(
+            Launch(
+                task=task,
+                run_dir=str(run_dir),
+                gpus=own,
+                attempt=attempt,
+                num_ranks=num_ranks,
+                trust_remote_code=trust_remote_code,
+            )
+        )
         return run_dir
 
     def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ class Journal:
     ) -> None:
         self.add("train", job=job, first_step=since + 1, losses=[train] * (step - since))
         self.add(
-            "eval", job=job, step=step, total_steps=100, train_ema=train, validation_loss=validation, is_best=False,
+            "eval", job=job, step=step, total_steps=100, train_ema=train, validation_loss=validation,
             **fields,
         )  # fmt: skip
 

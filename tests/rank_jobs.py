@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -178,14 +179,37 @@ def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:
         assert all(same) == (job != "job-003"), job
 
 
-def train(folder: str, interrupt_after: int | None = None) -> None:
+def lose_the_lock(folder: str) -> None:
+    """Train the task of the run in ``folder`` for three turns, in the last of which somebody removes its lock; then
+    stop and save."""
+    run_dir, ranks, turns = RunDir.open(folder), joined(), itertools.count(1)
+
+    def is_asked_to_stop() -> bool:
+        if next(turns) < 3:
+            return False
+        (run_dir.root / "run.lock").unlink()
+        return True
+
+    with run_dir.locked() if ranks.is_first else contextlib.nullcontext():
+        train(folder, is_asked_to_stop=is_asked_to_stop, run_dir=run_dir)
+
+
+def train(
+    folder: str,
+    interrupt_after: int | None = None,
+    *,
+    is_asked_to_stop: Callable[[], bool] | None = None,
+    run_dir: RunDir | None = None,
+) -> None:
     """The task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for so many turns."""
-    run_dir, ranks = RunDir.open(folder), joined()
-    past = ranks.from_first(recover(run_dir) if ranks.is_first else Past())
+    run_dir, ranks = run_dir or RunDir.open(folder), joined()
+    past = ranks.from_first(recover(run_dir) if ranks.is_first else Past(), Past)
     task = load_task(run_dir.task_file)
     backbone = Backbone(sharded("qwen3", ranks), None, "unused")  # type: ignore[arg-type]
     turns = itertools.count()
-    journal = Journal(run_dir.journal_file, past=past.events) if ranks.is_first else SilentJournal()
+    journal: Journal = SilentJournal()
+    if ranks.is_first:
+        journal = Journal(run_dir.journal_file, past=past.events, check=run_dir.check_lock)
     stops = contextlib.nullcontext() if interrupt_after is None else contextlib.suppress(TaskInterruptedError)
     with journal, stops:
         Executor(
@@ -196,6 +220,6 @@ def train(folder: str, interrupt_after: int | None = None) -> None:
             run_dir=run_dir,
             journal=journal,
             past=past,
-            is_interrupted=lambda: interrupt_after is not None and next(turns) >= interrupt_after,
+            is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after),
             ranks=ranks,
         ).run()

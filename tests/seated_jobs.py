@@ -112,8 +112,8 @@ def with_references(backbone: Backbone, data: TaskData) -> TaskData:
     """``data`` with what ``backbone`` gives every reply."""
 
     def answered(pairs: EncodedDataset) -> EncodedDataset:
-        batch = collate(pairs, [JobRows(0, tuple(range(len(pairs))))])
-        return replace(pairs, references=reference_log_probs(backbone, batch))
+        batch = collate(pairs, [JobRows(0, tuple(range(len(pairs))))], backbone.device)
+        return replace(pairs, references=reference_log_probs(backbone, batch).cpu())
 
     return replace(data, train=answered(data.train), validation=answered(data.validation))
 
@@ -122,6 +122,7 @@ class Bank:
     """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``.
 
     Attributes:
+        backbone: The base that they share.
         data: What they are trained on; where the objective asks the base, with what it answers.
         memory_events: What the trainer has said of memory that ran out.
     """
@@ -129,7 +130,7 @@ class Bank:
     def __init__(
         self, model: PreTrainedModel, task: Task, slots: list[int] | None = None, data: TaskData = DATA
     ) -> None:
-        backbone = Backbone(model, None, "unused")
+        self.backbone = backbone = Backbone(model, None, "unused")
         modules = linear_modules(model)
         objective = find_objective(task.method)
         self.data = with_references(backbone, data) if objective.asks_base else data

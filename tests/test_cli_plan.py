@@ -55,3 +55,14 @@ def test_a_task_that_cannot_fit_is_refused_with_what_fits(task_file: Path):
     shown = CliRunner().invoke(app, ["plan", str(task_file), "--set", "max_tokens_per_pass=100000"])
     assert shown.exit_code == 1
     assert "lower max_slots or max_tokens_per_pass" in str(shown.exception)
+
+
+def test_a_plan_says_what_of_the_data_nothing_reads(task_file: Path):
+    file = task_file.parent / "rows.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    file.write_text("".join(json.dumps({**row, "source": "web"}) + "\n" for row in rows), encoding="utf-8")
+    shown = CliRunner().invoke(app, ["plan", str(task_file)])
+    assert shown.exit_code == 0, shown.output
+    assert "note: Columns that nothing reads: source (in 24 rows);" in " ".join(shown.output.split())
+    [facts] = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"]
+    assert any("source (in 24 rows)" in note for note in facts["notes"])

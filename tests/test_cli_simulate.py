@@ -50,3 +50,22 @@ def test_mistakes_are_named(file: Path, arguments: list[str], error: type[Except
     found = CliRunner().invoke(app, [str(file), *arguments])
     assert isinstance(found.exception, error)
     assert message in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "arguments", "is_shown"), [(1, [], True), (1, ["--json"], False), (0, [], False)]
+)
+@pytest.mark.parametrize("search", [[], ["--finish-within", "1h"]], ids=["outcomes", "capacity"])
+def test_progress_is_on_stderr_where_that_is_a_terminal(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: int,
+    arguments: list[str],
+    is_shown: bool,
+    search: list[str],
+):
+    monkeypatch.setenv("TTY_COMPATIBLE", str(is_terminal))
+    found = CliRunner().invoke(app, [str(file), *search, *arguments])
+    assert found.exit_code == 0
+    assert ("early exit: tasks" in found.stderr or "nodes: simulations" in found.stderr) == is_shown
+    assert "early exit: tasks" not in found.stdout

@@ -65,3 +65,13 @@ def test_unknown_for_another_number_of_processes(tmp_path: Path) -> None:
     remember_duration_s(task, CLUSTER, 2, 12.5)
     assert known_duration_s(task, CLUSTER, 1) is None
     assert known_duration_s(task, CLUSTER, 2) == 12.5
+
+
+@pytest.mark.parametrize("duration_s", [0, 1e-9, -1.0, 1e13, "long", True])
+def test_a_damaged_entry_is_measured_again(tmp_path: Path, duration_s: Any) -> None:
+    task = make_task(tmp_path)
+    remember_duration_s(task, CLUSTER, 1, duration_s)
+    with pytest.warns(UserWarning, match="is damaged .a duration of .*; it is discarded"):
+        assert known_duration_s(task, CLUSTER, 1) is None
+    remember_duration_s(task, CLUSTER, 1, 12.5)
+    assert known_duration_s(task, CLUSTER, 1) == 12.5

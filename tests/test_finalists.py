@@ -75,9 +75,10 @@ def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatc
     assert [list(asked) for asked in judge.asked] == [finalists]
     assert result.best_job == finalists[2]
     assert [score.num_correct for score in result.finalists] == [1, 0, 4]
-    *_, judged, completed = read_journal(run)
+    *_, judged, checked, completed = read_journal(run)
     scores = [{"job": job, "num_correct": n, "num_questions": 5} for job, n in zip(finalists, (1, 0, 4), strict=True)]
     assert (judged["event"], judged["scores"]) == ("finalists_judged", scores)
+    assert (checked["event"], checked["job"]) == ("adapter_checked", finalists[2])
     assert (completed["event"], completed["best_job"]) == ("task_completed", finalists[2])
     metrics = json.loads((run / "best" / "metrics.json").read_text())
     assert (metrics["job"], metrics["eval_accuracy"], metrics["finalists"]) == (finalists[2], 0.8, scores)
@@ -118,7 +119,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
     result = alto.Engine().resume(run)
     assert result.best_job == by_loss(result)[1]
     events = [event["event"] for event in read_journal(run)]
-    assert events[-2:] == ["finalists_judged", "task_completed"]
+    assert events[-3:] == ["finalists_judged", "adapter_checked", "task_completed"]
 
 
 def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: alto.Task) -> None:

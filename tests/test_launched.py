@@ -112,6 +112,14 @@ def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+def test_a_run_that_is_not_tried_again_says_no_number_of_times(
+    script: Callable[..., ScriptedCluster], tmp_path: Path
+) -> None:
+    script(ends(Outcome.FAILED, "it could not write down how it ended"))
+    with pytest.raises(RunError, match=r"how it ended; mend the cause"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
+
+
 def test_what_is_wrong_with_the_task_is_raised_once_and_leaves_nothing(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import alto
 from alto import errors
+from alto.version import version_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "alto"
@@ -30,11 +32,13 @@ SEAMS = {
     "backbone/quantised": "bitsandbytes",
     "lora/eight_bit": "bitsandbytes",
     "evaluation/vllm": "vllm",
+    "evaluation/peft_check": "peft",
     "scheduler/inter_task/cp_sat": "ortools",
     "scheduler/inter_task/milp": "ortools",
     "cluster/ray": "ray",
     **{f"trackers/{tool}": tool for tool in ("tensorboard", "mlflow", "wandb", "trackio")},
     "cli/simulate": "alto.scheduler.simulate",
+    "export/importance": "alto.early_exit",
 }
 """The modules that may import a heavy extra, or go through a door that is closed to the rest of their room."""
 
@@ -93,9 +97,36 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_version_is_the_one_in_pyproject() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert alto.__version__ == project["version"]
+def test_the_build_takes_the_version_from_the_source() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["project"]["dynamic"] == ["version"]
+    source = (ROOT / settings["tool"]["hatch"]["version"]["path"]).read_text(encoding="utf-8")
+    assert re.findall(r'^__version__ = "(.+)"$', source, re.M) == [alto.__version__]
+    assert version_of("alto-lora") == alto.__version__
+
+
+def test_versions_are_known_where_alto_is_not_installed() -> None:
+    """As on a machine that has the source on its path and nothing of ALTO in its environment."""
+    code = "\n".join(
+        [
+            "from importlib import metadata",
+            "found = metadata.version",
+            "def version(name):",
+            "    if name == 'alto-lora':",
+            "        raise metadata.PackageNotFoundError(name)",
+            "    return found(name)",
+            "metadata.version = version",
+            "import alto",
+            "from alto.executor import cache, task_run",
+            "print(alto.__version__, cache.versions()['alto-lora'], task_run._versions()['alto-lora'])",
+        ]
+    )
+    assert run_python(code).split() == [alto.__version__] * 3
+
+
+def test_a_package_that_is_not_installed_has_no_version() -> None:
+    assert version_of("torch") is not None
+    assert version_of("no-such-package") is None
 
 
 def test_changelog_knows_the_version() -> None:
@@ -202,3 +233,32 @@ def test_door_is_closed_to(house: Path, contract: str, room: str, breach: str) -
     done = check_doors(house, "--contract", contract)
     assert done.returncode == 1
     assert "0 kept, 1 broken" in done.stdout, done.stdout + done.stderr
+
+
+CODE_IN_DATA = {
+    *("pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
+    *("torch.load", "torch.save", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+    *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
+    *("dist.send_object_list", "dist.recv_object_list", "eval", "exec"),
+}
+"""Modules and functions that can run code which the data they read names."""
+
+ALLOWED_CODE_IN_DATA = {("backbone/reading.py", "pickle"), ("spec/strict_yaml.py", "yaml.load")}
+"""For the class of an error that transformers raises; with a loader that is derived from PyYAML's safe one."""
+
+
+def test_nothing_reads_data_that_could_run_code() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case ast.ImportFrom():
+                    names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+                case ast.Call():
+                    names = [ast.unparse(node.func)]
+                case _:
+                    continue
+            found |= {(str(path.relative_to(PACKAGE)), name) for name in names if name in CODE_IN_DATA}
+    assert found == ALLOWED_CODE_IN_DATA

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from queues import one_by_one, tiny_tasks
 from tiny import make_task, save_model
 from typer.testing import CliRunner
@@ -15,9 +18,9 @@ import alto
 from alto.cli import app
 from alto.early_exit import audit
 from alto.engine.queues import fitting_gpus, unique_names
-from alto.errors import DataFileNotFoundError, SpecError, TasksFailedError, UnsupportedError
+from alto.errors import DataFileNotFoundError, RunBusyError, RunError, SpecError, TasksFailedError, UnsupportedError
 from alto.records import Gpu, Node
-from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs import Event, QueueDir, TaskStage, read_events, read_queue_history
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,98 @@ def test_commands_know_a_queue_by_its_folder(
     assert "a-2" in done.stdout
 
 
+def test_a_queue_whose_journal_is_torn_goes_on(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+) -> None:
+    """The disk was full when an executor ended: its line is torn, and its task has its result without an export."""
+    root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    journal = root / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    ends = [number for number, line in enumerate(lines) if b'"executor_ended"' in line]
+    journal.write_bytes(b"".join(lines[: ends[-2]]) + lines[ends[-2]][:25])
+    shutil.rmtree(root / "tasks" / "a-2" / "best")
+    for command in ("report", "resume", "report"):
+        done = CliRunner().invoke(app, [command, str(root)])
+        assert done.exit_code == 0, done.output
+    assert "3 of 3 tasks done" in done.stdout
+    assert [event["seq"] for event in read_events(journal)] == list(range(len(journal.read_bytes().splitlines())))
+    history = read_queue_history(root)
+    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
+    assert (root / "tasks" / "a-2" / "best" / "adapter_model.safetensors").is_file()
+
+
+def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+) -> None:
+    root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    journal = root / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:2], b"\x00\x00\n", *lines[3:]]))
+    refused = CliRunner().invoke(app, ["report", str(root)])
+    assert refused.exit_code == 1
+    assert "cut off" in str(refused.exception)
+    done = CliRunner().invoke(app, ["resume", str(root)])
+    assert done.exit_code == 0, done.output
+    history = read_queue_history(root)
+    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
+    assert history.notices[-1].startswith("The journal of the queue was damaged: its last")
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_queue_that_has_lost_its_journal_keeps_its_results_and_says_so(
+    is_damaged: bool, ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+) -> None:
+    root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    journal = root / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([b"\x00\n", *lines[1:]]) if is_damaged else b"")
+    done = CliRunner().invoke(app, ["resume", str(root)])
+    assert done.exit_code == 0, done.output
+    history = read_queue_history(root)
+    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
+    assert [notice.startswith("The journal of the queue was damaged") for notice in history.notices] == [
+        True
+    ] * is_damaged
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts["settings"].pop("strategy"),
+        lambda facts: facts["settings"].update(strategy="none"),
+        lambda facts: facts["settings"].update(method="none"),
+        lambda facts: facts["settings"].update(cluster=7),
+        lambda facts: facts["settings"].update(total_gpus=0),
+        lambda facts: facts["settings"].update(quotas={"a": "many"}),
+        lambda facts: facts["settings"].update(quotas=[1]),
+        lambda facts: facts["tasks"][0].update(duration_s=0),
+    ],
+)
+def test_a_queue_whose_file_is_damaged_is_refused(
+    change: Callable[[Any], object], ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+) -> None:
+    root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    facts = yaml.safe_load((root / "queue.yaml").read_text("utf-8"))
+    change(facts)
+    (root / "queue.yaml").write_text(yaml.safe_dump(facts), encoding="utf-8")
+    with pytest.raises(RunError, match=r"queue\.yaml"):
+        alto.Engine().resume_queue(root)
+
+
+def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(
+    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+) -> None:
+    root = shutil.copytree(ran[0].root, tmp_path / "queue")
+    (root / "report.html").write_text("of another process", encoding="utf-8")
+
+    def remove_lock(event: Event) -> None:
+        (root / "run.lock").unlink(missing_ok=True)
+
+    with pytest.raises(RunBusyError, match="found it removed or replaced"):
+        alto.Engine(observers=[remove_lock]).resume_queue(root)
+    assert (root / "report.html").read_text("utf-8") == "of another process"
+
+
 def test_show_as_json(ran: tuple[QueueDir, list[alto.TaskResult], list[Any]]) -> None:
     queue, results, _ = ran
     facts = json.loads(CliRunner().invoke(app, ["show", str(queue.root), "--json"]).stdout)
@@ -127,9 +222,11 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
 
 
 def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(model: Path, tmp_path: Path) -> None:
-    wide, next_one = tiny_tasks(tmp_path, model, ["wide", "next"])
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
-    wide = wide.replace(num_gpus=2, **changes)
+    # Of a task whose limits are all set nothing is measured, and it does not know its pace.
+    open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}
+    (wide,) = tiny_tasks(tmp_path, model, ["wide"], num_gpus=2, **changes, **open_limits)
+    (next_one,) = tiny_tasks(tmp_path, model, ["next"])
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
     schedule = engine.schedule([wide, next_one], method="fifo")  # measures them, by which the wide one knows its pace
     result, _ = engine.batched_execution([wide, next_one], schedule)

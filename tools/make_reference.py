@@ -27,7 +27,7 @@ from alto.data.presets import PRESETS
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.nonfinite import judge_point
 from alto.early_exit.underperformance import select
-from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Standing
+from alto.records import ExitDecision, ExitReason, LossPoint, Standing
 from alto.runs import queue_dir, run_dir
 from alto.scheduler import ParkReason, SeatReason
 from alto.scheduler.ranks import TOLERANCE
@@ -85,8 +85,9 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "task_started": (
         "the first event: the task as resolved, and all its jobs",
         (
-            *("task", "model", "base_model", "dataset", "method", "metric", "num_train", "num_validation", "data"),
-            *("notes", "references", "max_slots", "num_ranks", "early_exit", "device", "versions", "jobs"),
+            *("task", "model", "base_model", "base", "dataset", "method", "metric", "eval_steps", "num_train"),
+            *("num_validation", "data", "notes", "references", "max_slots", "packing", "num_ranks", "early_exit"),
+            *("device", "versions", "jobs"),
         ),
     ),
     "profile": (
@@ -96,9 +97,15 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
             *("max_tokens_per_pass", "gradient_checkpointing", "peak_bytes", "duration_s", "expected_duration_s"),
         ),
     ),
+    "base_evaluated": (
+        "what validation gives with the frozen base, before the first step; `values` has an entry for all jobs with "
+        "the same loss: `jobs`, `validation_loss`, `metrics`",
+        ("values",),
+    ),
     "task_resumed": (
-        "a process goes on with the run; what came after the last checkpoint is cut",
-        ("notes", "versions", "max_slots", "num_ranks"),
+        "a process goes on with the run; what came after the last checkpoint is cut; `base` only where the run began "
+        "with a version that did not write it",
+        ("notes", "base", "versions", "max_slots", "num_ranks"),
     ),
     "job_admitted": (
         "a job enters a slot for the first time, and why it of all",
@@ -108,8 +115,9 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason", "ranks")),
     "train": ("training losses of consecutive steps, nats per token", ("job", "first_step", "losses")),
     "eval": (
-        "an evaluation; `train_ema` is the smoothed training loss, `metrics` what else the method measured",
-        ("job", "step", "total_steps", "train_ema", "validation_loss", "metrics", "is_best"),
+        "an evaluation; `train_ema` is the smoothed training loss, `metrics` what else the method measured, "
+        "`metric_rows` the task's metric on every validation row, where it is not the loss",
+        ("job", "step", "total_steps", "train_ema", "validation_loss", "metrics", "metric_rows", "is_best"),
     ),
     "warmup_ended": ("a rung was held: who goes on (best first), who ends", ("rung", "progress", "kept", "dropped")),
     "job_exited": (
@@ -146,15 +154,23 @@ EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "`select_by: eval_accuracy`: how many questions each finalist answered right, best by the metric first",
         ("scores",),
     ),
+    "adapter_checked": (
+        "whether PEFT, where it is installed, loads the best adapter as it was trained: `status` is `equal`, "
+        "`different` or `unchecked`, `difference` that of a few tokens' logits",
+        ("job", "status", "why", "difference", "peft"),
+    ),
     "task_completed": (
-        "the last event: the winner and the savings",
-        ("best_job", "best_validation_loss", "samples_trained", "samples_budgeted"),
+        "the last event: the winner and the savings; `within_noise` lists jobs whose metric cannot be told from its",
+        ("best_job", "best_validation_loss", "within_noise", "samples_trained", "samples_budgeted"),
     ),
 }
 """Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
 
-FIELDS_OF_PREFERENCES = ("references", "metrics")
+FIELDS_OF_PREFERENCES = ("references", "metrics", "metric_rows", "within_noise")
 """Fields that there are where the base is asked, or more is measured than the loss."""
+
+FIELDS_OF_OLDER_RUNS: Mapping[str, tuple[str, ...]] = {"task_resumed": ("base",)}
+"""Fields that there are only where an older version has begun the run."""
 
 FIELDS_OF_SEVERAL_RANKS = ("ranks",)
 EVENTS_OF_SEVERAL_RANKS = ("gpus_offered",)
@@ -165,7 +181,10 @@ QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "the first event: the cluster, and all tasks with what they are thought to take",
         ("method", "devices", "nodes", "tasks"),
     ),
-    "queue_resumed": ("a process goes on with the queue; tasks that had their result", ("done",)),
+    "queue_resumed": (
+        "a process goes on with the queue; tasks that had their result, and what its journal has lost",
+        ("done", "notes"),
+    ),
     "planned": (
         "a new schedule of what waits, and why; starts count from this event",
         ("reason", "method", "status", "makespan_s", "bound_s", "notice", "placements"),
@@ -186,7 +205,7 @@ QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 EVIDENCE: Mapping[str, str] = {
     "train_loss": "the loss that is not finite",
     "train_ema": "smoothed training loss",
-    "validation_loss": "validation loss that was judged",
+    "validation_loss": "validation loss that was judged; at a rung interpolated to exactly its share of the steps",
     "train_slope": "slope of the smoothed training loss, nats per evaluation",
     "validation_slope": "slope of the validation loss",
     "tau_slope": "the key: both slopes reached it",
@@ -371,13 +390,21 @@ first of these that fits is meant.
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
 token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
 
+A message of the assistant may have `tool_calls` (OpenAI's form, flat, or the older `function_call`; arguments as an
+object or as JSON text) beside its content or instead of it; `tool` messages hold results and are shown, not trained.
+`tools` are JSON schemas, or JSON text of them (`functions`: the older form); `chat_template_kwargs` goes to the chat
+template as it is, and so does every other key of a message (`reasoning_content`, `name`, …). Content in parts is joined
+where all are text; images and audio are refused. What the template does not show, and columns that nothing reads, are
+listed with counts before training. Which tokens are trained under well-known templates:
+[chat-templates.md](chat-templates.md).
+
 **Pairs**, the last two forms, are for `method: dpo` and `orpo`, the others for `sft`; where a dataset has columns of
 both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` stands in
 the first of {", ".join(prompts)} that the dataset
 has (an `input` goes below its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
-`openai_preference` is `{{messages: […]}}`. Nothing of a prompt is trained, and the talks part where the assistant
-answers. A pair is left out, and counted, where both replies are the same, where one is empty, and where `max_length`
-leaves no part in which they differ.
+`openai_preference` is `{{messages: […], tools: […]}}`. Nothing of a prompt is trained: the two conversations part where
+the assistant answers. A pair is left out, and counted, where both replies are the same, where one is empty, and where
+`max_length` leaves no part in which they differ.
 
 **Columns** with other names: `columns` maps a role to the column that plays it. Roles are
 {_codes(roles)}.
@@ -483,8 +510,8 @@ def exits() -> list[tuple[str, ExitDecision]]:
         ("a validation loss is not finite", judge_point(_curve([float("nan")])[0])),
         ("validation has turned upward (`policy: alto`)", OverfittingUpturn(tau_noise=0).judge(turning)),
         ("validation lies above training (`policy: paper`)", OverfittingGap().judge(apart)),
-        ("not kept at a rung", select(Rung(progress=0.5, keep=0.5), standings).dropped[0]),
-        ("not kept at a rung, by a `metric`", select(Rung(progress=0.5, keep=0.5), gaining).dropped[0]),
+        ("not kept at a rung", select(1, standings).dropped[0]),
+        ("not kept at a rung, by a `metric`", select(1, gaining).dropped[0]),
     ]
     return [(why, decision) for why, decision in decisions if decision is not None]
 

@@ -117,8 +117,9 @@ def _cells(
     for batch_size in plan.batch_sizes:
         actions = {name: functools.partial(_step, way, batch_size, device) for name, way in built.items()}
         turns = take_turns(actions, plan.repeats, device)
-        if turns.out_of_memory:
-            raise RuntimeError(f"expected memory for all ways, found too little for {', '.join(turns.out_of_memory)}")
+        if turns.failed:
+            why = "; ".join(f"{name} failed with {error}" for name, error in turns.failed.items())
+            raise RuntimeError(f"expected a step of every way, found that {why}")
         for name, way in built.items():
             cells.append(
                 Cell(

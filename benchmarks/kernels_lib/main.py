@@ -1,12 +1,17 @@
 """One training step of many adapters, done in seven ways; and the grouped ops against what bytes and FLOPs allow.
 
 ``frozen`` is the base alone, forward and backward of activations: the floor. ``sequential`` is PEFT, one job at a time;
-``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``wide`` one GEMM over the ranks of all adapters
-(LoRAFusion's way), ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the backend that it chooses,
+``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``wide`` one GEMM over the ranks of all adapters (as
+LoRAFusion has it in the shrink, and only there), ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the
+backend that it chooses,
 ``compiled`` the same with compiled layers. All have the same weights and tokens and take turns in one process; nothing
 of a model is timed before its gate is passed.
 
     python benchmarks/kernels.py --scale gpu
+    python benchmarks/kernels.py --scale gpu --models 8b --stages steps --out results   # a piece of it
+
+What fails is recorded, the rest goes on, and the exit code is 1; every piece is on disk as soon as it is measured. The
+pieces of several commands make one result, see ``pieces.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS_DIR, Result, format_table, publish
+from common import RESULTS_DIR, format_table
+from pieces import Study, read_pieces, run_pieces
 
-from kernels_lib.gate import TOLERANCES
+from kernels_lib.gate import tolerance_of
 from kernels_lib.plans import PLANS, Plan
-from kernels_lib.stages import CUT_LAYERS, measure
+from kernels_lib.shapes import SHAPES
+from kernels_lib.stages import CUT_LAYERS, STAGES, actions
 
-__all__ = ["main"]
+__all__ = ["main", "study"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,18 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "it where torch.cuda.is_available() is true, or choose --scale cpu"
         )
     torch.set_num_threads(options.threads)
-    findings = measure(plan)
-    print_rows(findings.rows)
-    result = Result.of(
-        benchmark="kernels",
-        scale=options.scale,
-        gate_failures=findings.failures,
-        figures=findings.figures,
-        goals=plan.goals,
-        rows=findings.rows,
-        notes=[*findings.notes, *notes(plan)],
-    )
-    return publish(result, options.output)
+    chosen = {
+        name: action
+        for name, action in actions(plan).items()
+        if name.split()[0] in options.models and name.split()[1] in options.stages
+    }
+    whole = study(options.scale)
+    code = run_pieces(whole, chosen, options.out)
+    print_rows([row for piece in read_pieces(whole, options.out) if piece.name in chosen for row in piece.rows])
+    return code
+
+
+def study(scale: str) -> Study:
+    """What is measured at ``scale``: all pieces, and what is said of them."""
+    plan = PLANS[scale]
+    names = list(actions(plan))
+    return Study(benchmark="kernels", scale=scale, pieces=tuple(names), goals=plan.goals, notes=tuple(notes(plan)))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -58,17 +69,20 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def notes(plan: Plan) -> list[str]:
-    tolerance = TOLERANCES[plan.dtype]
     models = (
         f"{model.shape}: {len(model.ranks)} jobs of ranks {', '.join(map(str, sorted(set(model.ranks))))}, GSM8K row "
         f"lengths under {model.tokenizer}'s tokenizer, passes of {model.max_tokens_per_pass} tokens."
         for model in plan.models
     )
+    tolerances = {model.shape: tolerance_of(plan.dtype, SHAPES[model.shape]["hidden_size"]) for model in plan.models}
+    gates = "; ".join(
+        f"{shape}: losses within {tolerance.loss:.2g}, every job's gradients within {tolerance.gradient:g} in norm"
+        for shape, tolerance in tolerances.items()
+    )
     return [
         *models,
-        f"Base in {str(plan.dtype).removeprefix('torch.')}, random weights and tokens. Gate: losses within "
-        f"{tolerance.loss:g} and every job's gradients within {tolerance.gradient:g} (relative, in norm) of the "
-        f"float64 reference, on {CUT_LAYERS} layers of the model; likewise every op by itself.",
+        f"Base in {str(plan.dtype).removeprefix('torch.')}, random weights and tokens. Gate, on {CUT_LAYERS} layers of "
+        f"the model, relative to the float64 reference: {gates}; likewise every op by itself.",
         "step_over_frozen and step_over_floor are the worst over batch sizes, the floor being the frozen step times "
         "(1 + LoRA FLOPs / base FLOPs); op_share_of_floor is the worst over ops and shapes. Ratios are medians over "
         "rounds of the ratio within a round.",
@@ -81,6 +95,16 @@ def notes(plan: Plan) -> list[str]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=tuple(PLANS), default="smoke")
-    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--models", nargs="+", help="of these models alone")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="these stages alone")
+    parser.add_argument("--out", "--output", type=Path, default=RESULTS_DIR)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    plan = PLANS[options.scale]
+    known = [model.shape for model in plan.models]
+    options.models = options.models or known
+    if unknown := sorted(set(options.models) - set(known)):
+        parser.error(
+            f"--models: expected some of {', '.join(known)} at --scale {options.scale}, found {', '.join(unknown)}"
+        )
+    return options

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from common import Spread, spread
+from pieces import describe_error
 from torch.autograd import DeviceType
 
-__all__ = ["DeviceLimits", "Turns", "count_launches", "device_limits", "peak_bytes", "take_turns", "time_op"]
+__all__ = [
+    "DeviceLimits",
+    "Timed",
+    "Turns",
+    "count_launches",
+    "device_limits",
+    "difference_per_call",
+    "peak_bytes",
+    "take_turns",
+    "time_op",
+]
 
 _WARMUPS = 2
+_ROUNDS = 20
+_CALLS = 10
+"""Calls in one graph: the ends of a replay are shared by so many."""
+_FLUSHED_BYTES = 2**28
+"""More than the largest cache of a GPU holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +37,11 @@ class Turns:
 
     Attributes:
         seconds: By name, round by round; every list has the same length.
-        out_of_memory: Names of those that did not fit.
+        failed: By name, why an action has no durations.
     """
 
     seconds: Mapping[str, list[float]]
-    out_of_memory: tuple[str, ...]
+    failed: Mapping[str, str]
 
     def ratio(self, name: str, over: str) -> Spread:
         """``name``'s duration over that of ``over``, round by round: a slow minute hits both sides of it."""
@@ -33,25 +49,33 @@ class Turns:
 
 
 def take_turns(actions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> Turns:
-    """Time every action ``repeats`` times, A B A B, after two untimed rounds; seconds with the device's work done."""
+    """Time every action ``repeats`` times, A B A B, after two untimed rounds; seconds with the device's work done.
+
+    An action that raises has its turns no more, and the others go on.
+    """
     seconds: dict[str, list[float]] = {}
-    out_of_memory = []
+    failed: dict[str, str] = {}
     for name, action in actions.items():
         try:
             for _ in range(_WARMUPS):
                 action()
+            _synchronize(device)
             seconds[name] = []
-        except torch.OutOfMemoryError:
-            out_of_memory.append(name)
+        except Exception as error:
+            failed[name] = describe_error(error)
         _free(device)
     for _ in range(repeats):
-        for name, durations in seconds.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            actions[name]()
-            _synchronize(device)
-            durations.append(time.perf_counter() - start)
-    return Turns(seconds=seconds, out_of_memory=tuple(out_of_memory))
+        for name in tuple(seconds):
+            try:
+                _synchronize(device)
+                start = time.perf_counter()
+                actions[name]()
+                _synchronize(device)
+                seconds[name].append(time.perf_counter() - start)
+            except Exception as error:
+                failed[name] = describe_error(error)
+                del seconds[name]
+    return Turns(seconds=seconds, failed=failed)
 
 
 def count_launches(action: Callable[[], object]) -> int:
@@ -93,18 +117,93 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
     target = torch.zeros_like(source)
     side = 8192 if on_gpu else 1024
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    copy_s = time_op(lambda: target.copy_(source), device).minimum
-    gemm_s = time_op(lambda: left @ right, device).minimum
+    copy_s = time_op(lambda: target.copy_(source), device).seconds.minimum
+    gemm_s = time_op(lambda: left @ right, device).seconds.minimum
     return DeviceLimits(bytes_per_s=2 * source.numel() / copy_s, flops_per_s=2 * side**3 / gemm_s)
 
 
-def time_op(action: Callable[[], object], device: torch.device) -> Spread:
-    """Seconds of one short op: on a GPU by events, with its caches flushed before every call."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Seconds of one short op, and how they were taken: ``"graph"``, ``"events"`` or ``"clock"``."""
 
-        return spread(milliseconds / 1e3 for milliseconds in do_bench(action, return_mode="all"))
-    return spread(take_turns({"op": action}, 5, device).seconds["op"])
+    seconds: Spread
+    by: str
+
+
+def time_op(action: Callable[[], object], device: torch.device) -> Timed:
+    """Time one short op, on a GPU with its caches flushed before every call.
+
+    There it is captured in a CUDA graph and replayed: an op of microseconds takes less time than Python needs to launch
+    it, and events around a launch would measure Python. What cannot be captured is timed by events, and on a CPU by the
+    clock; the result says so.
+    """
+    if device.type != "cuda":
+        return Timed(seconds=spread(_clock_seconds(action, device)), by="clock")
+    try:
+        return Timed(seconds=spread(_graph_seconds(action, device)), by="graph")
+    except (RuntimeError, ValueError) as error:
+        print(f"timed by events, because a graph of it cannot be replayed: {describe_error(error)}", flush=True)
+        return Timed(seconds=spread(_event_seconds(action)), by="events")
+
+
+def difference_per_call(seconds_with: Sequence[float], seconds_without: Sequence[float], num_calls: int) -> list[float]:
+    """What a call takes, round by round, from rounds of ``num_calls`` calls between flushes and rounds of the flushes
+    alone.
+
+    Raises:
+        ValueError: The flushes took as long alone: the op is too short to be seen beside them.
+    """
+    found = [(one - other) / num_calls for one, other in zip(seconds_with, seconds_without, strict=True)]
+    if min(found) <= 0:
+        raise ValueError(f"expected rounds with the op to take longer than those without, found {min(found):.1e} s")
+    return found
+
+
+def _clock_seconds(action: Callable[[], object], device: torch.device) -> list[float]:
+    turns = take_turns({"op": action}, 5, device)
+    if turns.failed:
+        raise RuntimeError(turns.failed["op"])
+    return turns.seconds["op"]
+
+
+def _event_seconds(action: Callable[[], object]) -> list[float]:
+    from triton.testing import do_bench
+
+    return [milliseconds / 1e3 for milliseconds in do_bench(action, return_mode="all")]
+
+
+def _graph_seconds(action: Callable[[], object], device: torch.device) -> list[float]:
+    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device)
+    # Compiles kernels and sends tables, which a capture must not do, on a stream that is not the default one.
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARMUPS):
+            action()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+
+    def captured(*, with_op: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                flushed.zero_()
+                if with_op:
+                    action()
+        return graph
+
+    graphs = [captured(with_op=True), captured(with_op=False)]
+    rounds: list[list[float]] = [[], []]
+    for number in range(_WARMUPS + _ROUNDS):
+        for graph, durations in zip(graphs, rounds, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize(device)
+            if number >= _WARMUPS:
+                durations.append(start.elapsed_time(end) / 1e3)
+    return difference_per_call(*rounds, _CALLS)
 
 
 def _synchronize(device: torch.device) -> None:

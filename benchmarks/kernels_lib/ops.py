@@ -115,7 +115,8 @@ def op_rows(
     work = _work(case, dtype)
     for name, call in _Operands(case, device, dtype, exact=False).calls(ops).items():
         num_bytes, num_flops = work[name]
-        found = time_op(call, device)
+        timed = time_op(call, device)
+        found = timed.seconds
         floor_s = limits.floor_s(num_bytes, num_flops)
         yield {
             "op": name,
@@ -128,6 +129,7 @@ def op_rows(
             "floor_us": floor_s * 1e6,
             "floor_is": "bytes" if floor_s == num_bytes / limits.bytes_per_s else "flops",
             "share_of_floor": floor_s / found.median,
+            "timed_by": timed.by,
         }
 
 

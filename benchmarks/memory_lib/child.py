@@ -25,7 +25,7 @@ from alto.executor import Executor, Trainer, plan_jobs
 from alto.executor.profiling import Subject, pack, plan
 from alto.executor.profiling.meter import peak_bytes, reset_peak
 from alto.lora import linear_modules
-from alto.runs import Journal, RunDir
+from alto.runs import Journal, RunDir, read_events
 from alto.spec import Task
 
 STEPS = 8
@@ -91,7 +91,11 @@ def find_duration(subject: Subject) -> dict[str, Any]:
         start = time.perf_counter()
         with Journal(run_dir.journal_file) as journal:
             Executor(task, subject.runs, subject.backbone, subject.data, run_dir=run_dir, journal=journal).run()
-        return {"duration_s": time.perf_counter() - start}
+        duration_s = time.perf_counter() - start
+        completed = sum(event["event"] == "job_completed" for event in read_events(run_dir.journal_file))
+    if completed != len(subject.runs):
+        raise RuntimeError(f"expected {len(subject.runs)} jobs that came to their end, found {completed}")
+    return {"duration_s": duration_s}
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from alto.errors import AltoError
 from alto.records import ExitReason, JobResult, Placement, Schedule, TaskResult
 from alto.spec import EarlyExit, JobConfig, Task, load_task
+from alto.version import __version__
 
 if TYPE_CHECKING:
     from alto.engine import Engine
@@ -31,14 +31,12 @@ __all__ = [
     "Schedule",
     "Task",
     "TaskResult",
+    "__version__",
     "load_task",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Not known where the source is used without being installed.
-    if name == "__version__":
-        return version("alto-lora")
     # The engine brings torch along, which a reader of task files does not need.
     if name == "Engine":
         return import_module("alto.engine").Engine

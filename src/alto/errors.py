@@ -17,12 +17,16 @@
     │   ├── RunExistsError (FileExistsError)
     │   ├── RunNotFoundError (FileNotFoundError)
     │   ├── RunBusyError (BlockingIOError)  another process works on it
-    │   ├── RunWriteError (OSError)         its disk is full, read-only or broken
+    │   ├── RunChangedError (ValueError)    its base model, data or settings are other ones than it began with
+    │   ├── RunWriteError (OSError)         its disk cannot be written
+    │   │   └── DiskFullError               it is full, or a quota is used up
     │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
     ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
     ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
+    ├── RankConnectionError (ConnectionError)  a rank is connected to something that is no rank of its executor
+    ├── UntrustedCodeError (PermissionError)  a run's files ask for code to be run, and the caller has not allowed it
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
     ├── ProfileError (ValueError)           measurements that do not tell what was asked of them
     ├── ScheduleError (ValueError)          a schedule that must not be run
@@ -48,12 +52,15 @@ __all__ = [
     "DataFileNotFoundError",
     "DataFormatError",
     "DeviceMemoryError",
+    "DiskFullError",
     "JobCommandError",
     "ModelError",
     "ModelNotFoundError",
     "NoResultError",
     "ProfileError",
+    "RankConnectionError",
     "RunBusyError",
+    "RunChangedError",
     "RunError",
     "RunExistsError",
     "RunNotFoundError",
@@ -67,6 +74,7 @@ __all__ = [
     "UnknownKeyError",
     "UnsupportedError",
     "UnsupportedModelError",
+    "UntrustedCodeError",
 ]
 
 
@@ -130,8 +138,17 @@ class RunBusyError(RunError, BlockingIOError):
     """Another process works on the run."""
 
 
+class RunChangedError(RunError, ValueError):
+    """A run's base model, data or settings are other ones than it began with."""
+
+
 class RunWriteError(RunError, OSError):
     """The run's disk cannot be written: full, read-only or broken. What was committed before is whole."""
+
+
+class DiskFullError(RunWriteError):
+    """The run's disk is full, a quota is used up, or a file is as large as files may be: until somebody makes room,
+    every other attempt would end the same."""
 
 
 class JobCommandError(RunError, ValueError):
@@ -160,6 +177,14 @@ class TasksFailedError(AltoError, RuntimeError):
 
 class ClusterLostError(AltoError, ConnectionError):
     """The cluster that tasks run on cannot be reached any more; what had been saved can be gone on with."""
+
+
+class RankConnectionError(AltoError, ConnectionError):
+    """A rank is connected to something that is no rank of its executor, or got what no rank sends."""
+
+
+class UntrustedCodeError(AltoError, PermissionError):
+    """A run's own files ask for code to be run, and the caller has not allowed it."""
 
 
 class DeviceMemoryError(AltoError, MemoryError):

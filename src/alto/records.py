@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
 __all__ = [
+    "MAX_DURATION_S",
+    "MIN_DURATION_S",
     "AdapterEvaluation",
     "DataPreview",
     "Evaluation",
@@ -25,6 +27,7 @@ __all__ = [
     "MemoryPoint",
     "MemoryProfile",
     "Metric",
+    "ModelLimits",
     "Node",
     "PackingForecast",
     "Placement",
@@ -36,11 +39,16 @@ __all__ = [
     "Selection",
     "SimulationOutcome",
     "Standing",
+    "StartValue",
     "TaskPlan",
     "TaskResult",
     "Throughput",
     "ThroughputPoint",
 ]
+
+MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
+"""Seconds that a task may be thought to take: with less or more, sums and shares of times round to nothing or have no
+end."""
 
 
 Metric = Literal["auto", "loss", "exact_match", "preference"]
@@ -71,6 +79,10 @@ class LossPoint:
         train_ema: Exponentially smoothed training loss after ``step`` steps.
         validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
         gain: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
+        gain_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
+            a mean only.
+        loss_scale: Names what decides the scale of the loss; losses of other scales cannot be compared as they are.
+        start_loss: What validation gave before the first step; None where it is not known.
     """
 
     job: str
@@ -79,6 +91,9 @@ class LossPoint:
     train_ema: float
     validation_loss: float
     gain: float = 0.0
+    gain_rows: tuple[float, ...] = ()
+    loss_scale: str = ""
+    start_loss: float | None = None
 
     @property
     def progress(self) -> float:
@@ -89,6 +104,19 @@ class LossPoint:
     def score(self) -> tuple[float, float]:
         """Orders evaluations, the least first: by gain, and where gains are equal by validation loss."""
         return (-self.gain, self.validation_loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartValue:
+    """What a job's validation gives before its first step, where the adapter changes nothing: that of the frozen base.
+
+    Attributes:
+        validation_loss, gain, gain_rows: As in :class:`LossPoint`.
+    """
+
+    validation_loss: float
+    gain: float = 0.0
+    gain_rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +134,19 @@ class ExitDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """A point of selection: at ``progress`` of its steps every job is ranked, ``keep`` of them go on.
+    """A point of selection: at ``progress`` of its steps every job is ranked, and a share of the jobs goes on.
 
-    Both are fractions in (0, 1].
+    Attributes:
+        progress: Share of a job's own steps, in (0, 1].
+        keep: Share of the jobs that go on, of those that the rung before left, in (0, 1].
+        min_kept: So many go on at least, as far as there are so many.
+        max_kept: So many go on at most; None sets no limit.
     """
 
     progress: float
     keep: float
+    min_kept: int = 1
+    max_kept: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +156,9 @@ class Standing:
     Attributes:
         job: Job id.
         step: Steps the job has done.
-        validation_loss: Of the evaluation it competes with: its latest while it still trains, that of its best
+        validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
             checkpoint when it has ended. NaN or infinity ranks last.
-        gain: Of the same evaluation, see :class:`LossPoint`.
+        gain, gain_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
         is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
@@ -133,12 +167,10 @@ class Standing:
     step: int
     validation_loss: float
     gain: float = 0.0
+    gain_rows: tuple[float, ...] = ()
+    loss_scale: str = ""
+    start_loss: float | None = None
     is_training: bool = True
-
-    @property
-    def score(self) -> tuple[float, float]:
-        """Orders jobs, the least first: by gain, and where gains are equal by validation loss."""
-        return (-self.gain, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +214,23 @@ class JobResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCheck:
+    """Whether PEFT makes of the best adapter what was trained.
+
+    Attributes:
+        status: ``equal``; ``different``: PEFT gives other logits, or cannot load it; ``unchecked``.
+        why: Of ``different`` and ``unchecked``, the reason.
+        difference: Between PEFT's and ALTO's logits of a few tokens, relative, in norm; None where PEFT gave none.
+        peft: Its version; None where it is not there.
+    """
+
+    status: Literal["equal", "different", "unchecked"]
+    why: str = ""
+    difference: float | None = None
+    peft: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistScore:
     """How many of the validation questions a finalist answered right."""
 
@@ -205,6 +254,10 @@ class TaskResult:
         best_metrics: What the method measured of it beside the loss.
         finalists: How those answered among whom ``select_by: eval_accuracy`` chose, best by the metric first; empty
             where it did not.
+        notes: What a user should know of how it was chosen, in sentences.
+        adapter_check: Whether PEFT loads the best adapter as it was trained; None of a run that knows nothing of it.
+        notices: What did not come out as it should beside the result, and what to do about it, in sentences: that there
+            is no report.
     """
 
     task: str
@@ -217,6 +270,9 @@ class TaskResult:
     metric: str = "loss"
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     finalists: tuple[FinalistScore, ...] = ()
+    notes: tuple[str, ...] = ()
+    adapter_check: AdapterCheck | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def samples_trained(self) -> int:
@@ -253,6 +309,19 @@ class PreviewExample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a model can be given; None where it sets no limit, or none is known.
+
+    Attributes:
+        max_positions: Tokens of a sequence.
+        vocab_size: Rows of its embedding: token ids are below it.
+    """
+
+    max_positions: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPreview:
     """What a task's data is before anything is trained.
 
@@ -264,7 +333,7 @@ class DataPreview:
         counts: Rows and tokens of both splits, and what was cut or left out.
         row_tokens: Tokens of the training rows after cutting, of a pair those of either talk: smallest, median,
             largest.
-        notes: What a user should know about the data, in sentences.
+        notes: What a user should know about the data and the model, in sentences.
         examples: The first training rows.
     """
 
@@ -520,6 +589,7 @@ class TaskPlan:
         expected_duration_s: With the rungs of its early exit; the same where it has none.
         is_cached: The profile is from an earlier run.
         profile_s: What measuring it took, whenever that was.
+        notes: What a user should know about the data and the model, in sentences.
     """
 
     task: str
@@ -541,6 +611,7 @@ class TaskPlan:
     expected_duration_s: float
     is_cached: bool
     profile_s: float
+    notes: tuple[str, ...] = ()
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
         """What the task costs at most, and in expectation, in the currency of the price."""

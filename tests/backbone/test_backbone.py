@@ -20,7 +20,9 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTForCausalLM,
     PreTrainedModel,
+    SeedOssForCausalLM,
 )
 
 from alto.backbone import Backbone
@@ -149,6 +151,24 @@ def test_no_token_sees_the_next(tiny_model: ModelFactory, architecture: str) -> 
     after = backbone.hidden_states(other.ids, other.positions, other.lengths)
     assert torch.equal(before[:16], after[:16])
     assert not torch.equal(before[16:], after[16:])
+
+
+@pytest.mark.parametrize("build", [OPTForCausalLM, SeedOssForCausalLM])
+def test_dropout_that_a_layer_applies_itself_stays_off_when_it_is_recomputed(build: Any) -> None:
+    """OPT's layers drop out by their own mode, and that is the one which turns recomputing on."""
+    of_opt, of_seed = {"ffn_dim": 48, "word_embed_proj_dim": 32}, {"head_dim": 8, "num_key_value_heads": 2}
+    sizes = of_opt if build is OPTForCausalLM else of_seed
+    torch.manual_seed(0)
+    backbone = Backbone(build(build.config_class(**SMALL, **sizes)), None, "tiny")
+    batch = packed()
+    plain = backbone.hidden_states(batch.ids, batch.positions, batch.lengths)
+    backbone.checkpoint_layers()
+    inputs = Inputs(backbone.model)
+    recomputed = backbone.hidden_states(batch.ids, batch.positions, batch.lengths)
+    assert torch.equal(recomputed, plain)
+    recomputed.sum().backward()
+    assert inputs.caught
+    assert sum(module.training for module in backbone.model.modules()) == SMALL["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3", "gemma2", "gemma3"])

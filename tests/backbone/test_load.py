@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +205,16 @@ class TestWeights:
         assert_refused(folder, "model.norm.weight as (7,) instead of (32,)")
 
 
+class Touches:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self._path}'",)
+
+
 class TestPickles:
     @pytest.fixture
     def pickled(self, folder: Path) -> Path:
@@ -226,6 +238,15 @@ class TestPickles:
     def test_torn(self, pickled: Path, content: bytes) -> None:
         (pickled / "pytorch_model.bin").write_bytes(content)
         assert_refused(pickled, "pytorch_model.bin", "copy or download", use_safetensors=False)
+
+    def test_do_not_run_code_even_when_asked_for(self, pickled: Path) -> None:
+        """transformers reads tensors out of them and nothing else."""
+        marker = pickled / "executed"
+        torch.save({"model.norm.weight": Touches(marker)}, pickled / "pytorch_model.bin")
+        assert_refused(pickled, "pytorch_model.bin", use_safetensors=False)
+        assert not marker.exists()
+        torch.load(pickled / "pytorch_model.bin", weights_only=False)
+        assert marker.exists(), "the file does what it is made for where it is let"
 
     def test_missing(self, folder: Path) -> None:
         assert_refused(folder, "pytorch_model.bin", kind=ModelNotFoundError, use_safetensors=False)
@@ -289,3 +310,27 @@ class TestRemoteCode:
         path.write_text(json.dumps(config), encoding="utf-8")
         (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
         assert_refused(folder, "tokenizer", "'trust_remote_code: true'")
+
+
+class TestSlowTokenizers:
+    """One written in Python does not say where in a text its tokens begin."""
+
+    @pytest.fixture
+    def with_slow(self, folder: Path) -> Path:
+        for path in (*folder.glob("tokenizer*"), *folder.glob("special_tokens*"), *folder.glob("*.jinja")):
+            path.unlink()
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]) + "\n")
+        config = {"tokenizer_class": "BertJapaneseTokenizer", "word_tokenizer_type": "basic"}
+        config |= {"subword_tokenizer_type": "wordpiece", "chat_template": "{{ messages[0]['content'] }}"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return folder
+
+    def test_with_a_template_are_refused(self, with_slow: Path) -> None:
+        assert_refused(with_slow, "tokenizer.json", "found BertJapaneseTokenizer", "remove the chat template")
+
+    def test_without_one_are_loaded(self, with_slow: Path) -> None:
+        path = with_slow / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        del config["chat_template"]
+        path.write_text(json.dumps(config), encoding="utf-8")
+        assert not load_backbone(str(with_slow)).tokenizer.is_fast

@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("pyarrow", reason="needs the data extra: pip install 'alto-lora[data]'")
+
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from alto.cli import main
 from alto.data.files import read_file

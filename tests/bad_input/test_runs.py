@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,35 @@ def test_no_change_of_a_clone(refusal: Any, run: Path, change: str, message: str
 )
 def test_no_evaluation(refusal: Any, run: Path, options: list[str], message: str) -> None:
     assert message in refusal("eval", run, *options)
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"seq": 0, "time": 1e18, "event": "task_started"}, "line 1 of 2 is not one"),
+        ({"seq": 0, "time": float("nan"), "event": "task_started"}, "line 1 of 2 is not one"),
+    ],
+)
+def test_a_time_that_no_calendar_has(
+    refusal: Any, run: Path, command: str, line: dict[str, object], message: str
+) -> None:
+    (run / "journal.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(TASK_STARTED)}\n")
+    assert message in refusal(command, run)
+
+
+def test_a_pipe_for_a_journal_is_not_waited_for(refusal: Any, run: Path) -> None:
+    (run / "journal.jsonl").unlink()
+    os.mkfifo(run / "journal.jsonl")
+    for command in ("show", "report"):
+        assert "RunError: Expected the journal of a run at" in refusal(command, run)
+
+
+@pytest.mark.parametrize("name", [7, 0.5, ["x"], {"a": 1}, True])
+def test_an_adapter_whose_base_is_no_name(refusal: Any, folder: Path, name: object) -> None:
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": name}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert "expected base_model_name_or_path to be text" in refusal("eval", adapter, "--dataset", "train.jsonl")

@@ -20,7 +20,7 @@ from adapter_parallel_lib.one_by_one import peft_model
 from adapter_parallel_lib.plans import GOALS, PLANS
 from adapter_parallel_lib.ranks import WAYS, Cell, Findings
 from adapter_parallel_lib.volume import VOLUMES, Step
-from common import ROOT
+from gpu_stack import ROOT, gpu_stack
 from kernels_lib.lengths import RowLength
 from kernels_lib.shapes import random_model
 from kernels_lib.variants import JobFacts, Sequential
@@ -36,10 +36,15 @@ STEP = Step.of(SMOKE.shape, num_ranks=2, num_jobs=4, batch_size=1, length=16, ad
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
+    """The script in a process of its own, on what machines with a GPU have."""
     folder = tmp_path_factory.mktemp("results")
     script = ROOT / "benchmarks" / "adapter_parallel.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--output", str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, str(script), "--out", str(folder)],
+        env=gpu_stack(tmp_path_factory.mktemp("stack")),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "adapter_parallel-smoke.json").read_text(encoding="utf-8"))

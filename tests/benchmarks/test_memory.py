@@ -13,6 +13,8 @@ from memory_lib.plans import PLANS
 from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
 
+IN_CHILD = memory.in_child
+
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch, tmp_path):
@@ -31,6 +33,69 @@ def test_the_smallest_scale_predicts_peaks_and_durations(tmp_path):
     assert [row["table"] for row in found["rows"]] == ["peak", "duration"]
     assert all(row["predicted"] > 0 and row["measured"] > 0 for row in found["rows"])
     assert set(found["goals"]) <= set(found["figures"])
+
+
+class TestACaseThatFails:
+    """It is recorded and the others are measured; of what it belongs to there is no figure."""
+
+    @pytest.fixture(autouse=True)
+    def _answers(self, monkeypatch):
+        plan = {"memory": {"fixed_bytes": 4e9, "bytes_per_token": 10.0}, "slot_bytes": 100, "duration_s": 2.0}
+        limits = dict.fromkeys(("max_slots", "max_tokens_per_step", "max_tokens_per_pass"), 1)
+        self.asked = []
+
+        def answer(request):
+            self.asked.append(request["action"])
+            if request["action"] == "plan":
+                return plan | limits
+            if request["action"] == "run":
+                return {"duration_s": 2.5}
+            if request.get("num_jobs") == self.fails:
+                raise RuntimeError("its process ended with exit code 1 and said: torch.OutOfMemoryError: 46 GiB")
+            return {"num_tokens": 7, "peak_bytes": 1 if request.get("num_jobs") == self.tiny else 4_000_000_000}
+
+        self.fails = self.tiny = None
+        monkeypatch.setattr(memory, "in_child", answer)
+        monkeypatch.setattr(memory, "_save", lambda *_: None)
+
+    def run(self, tmp_path, *options):
+        code = memory.main(["--scale", "cpu", "--out", str(tmp_path), *options])
+        return code, json.loads((tmp_path / "memory-cpu.json").read_text(encoding="utf-8"))
+
+    def test_has_no_figures_of_its_stage(self, tmp_path):
+        self.fails = 4
+        code, found = self.run(tmp_path)
+        assert (code, found["gate"]) == (1, "passed")
+        assert set(found["figures"]) == {"duration_error_median", "duration_error_worst"}
+        assert found["notes"][0].startswith("Failed: tiny: 4 jobs × 2 rows: RuntimeError: its process ended")
+        assert len([row for row in found["rows"] if row["table"] == "peak"]) == 11
+
+    def test_has_no_row_where_the_gate_is_red(self, tmp_path):
+        self.tiny = 8
+        code, found = self.run(tmp_path, "--models", "tiny", "--stages", "peaks")
+        assert (code, found["gate"], found["figures"]) == (1, "failed", {})
+        assert "a peak of 1 bytes, less than the base model's" in found["notes"][0]
+        assert len(found["rows"]) == 6
+
+    def test_figures_wait_for_all_models(self, tmp_path):
+        assert self.run(tmp_path, "--models", "tiny", "--stages", "durations")[1]["figures"] == {}
+        assert " ".join(self.asked) == "plan run plan run plan run plan run"
+        code, found = self.run(tmp_path, "--models", "25m", "--stages", "durations")
+        assert code == 0
+        assert found["figures"] == pytest.approx({"duration_error_median": 0.2, "duration_error_worst": 0.2})
+        assert "Not measured: tiny peaks." in found["notes"]
+
+
+def test_a_child_that_fails_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    child_file = tmp_path / "benchmarks" / "memory_lib" / "child.py"
+    child_file.parent.mkdir(parents=True)
+    child_file.write_text("raise MemoryError('46 GiB')", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"exit code 1 and said: MemoryError: 46 GiB"):
+        IN_CHILD({})
+    assert "Traceback" in capsys.readouterr().err
+    child_file.write_text("print('loading'); print('{\"a\": 1}')", encoding="utf-8")
+    assert IN_CHILD({}) == {"a": 1}
 
 
 def test_figures_are_relative_to_what_was_measured():

@@ -260,7 +260,8 @@ def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(start_cl
         ("0", "0", "2"),
         ("1", "1", "2"),
     ]
-    assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"]
+    assert ranks[0]["ALTO_RENDEZVOUS"] == ranks[1]["ALTO_RENDEZVOUS"]
+    assert not Path(ranks[0]["ALTO_RENDEZVOUS"]).exists()
     num_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert {rank["OMP_NUM_THREADS"] for rank in ranks} == {num_threads}
 

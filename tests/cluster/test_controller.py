@@ -234,3 +234,25 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
     lines = [event["line"] for event in bench.told if event["event"] == "told"]
     assert lines
     assert lines[0]["event"] == "task_started"
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
+    is_interrupted: bool, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, {"a": 3.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST] * 3)
+    run = bench.queue_dir.run_of("a")
+    with Journal(run.journal_file) as journal:
+        journal.append("task_completed", best_job="job-000")
+    run.best.mkdir()
+    if is_interrupted:
+        with pytest.raises(TaskInterruptedError, match="with 0 of 1 tasks"):
+            bench.run(is_interrupted=lambda: bool(bench.cluster.launches))
+    else:
+        bench.run()
+    assert bench.starts == {"a": 1}
+    (ended,) = bench.events("executor_ended")
+    assert ended["outcome"] == "finished"
+    assert ended["reason"].startswith("Ended after it had its result: was ")
+    assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED

@@ -85,6 +85,17 @@ def test_an_executor_sees_its_own_gpus(
     assert started.until_told("environment")["CUDA_VISIBLE_DEVICES"] == seen
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.usefixtures("no_gpus")
+def test_an_executor_is_told_whether_code_of_a_model_is_allowed(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+) -> None:
+    monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # of another executor, which this process may belong to
+    started = start_local("tells_variables")
+    started.start(trust_remote_code=is_trusted)
+    assert started.until_told("environment")["ALTO_TRUST_REMOTE_CODE"] == str(int(is_trusted))
+
+
 @pytest.mark.parametrize(("gpus", "threads"), [((0,), 3), ((1, 3), 6), ((0, 1, 2, 3), 13)])
 @pytest.mark.usefixtures("no_gpus")
 def test_an_executor_takes_its_share_of_the_cores(
@@ -217,3 +228,27 @@ def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
     assert started.cluster.poll(0) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "error", "reason"),
+    [
+        ("return", Outcome.FINISHED, "", "could not write down how it ended"),
+        ("write", Outcome.FAILED, "DiskFullError", "is full or cannot be written; make room"),
+        ("RunBusyError", Outcome.LOST, "", "could not write down how it ended"),
+        ("SpecError", Outcome.FAILED, "", "could not write down how it ended"),
+        ("TaskInterruptedError", Outcome.INTERRUPTED, "", "could not write down how it ended"),
+    ],
+)
+def test_an_executor_says_how_it_ended_where_it_can_write_nothing(
+    how: str, outcome: Outcome, error: str, reason: str, start_local: StartLocal
+) -> None:
+    started = start_local("fills_the_disk", 1)
+    (started.run_dir("a") / "how").write_text(how)
+    run_dir = started.start()
+    ended = started.until_ended()
+    assert (ended.outcome, ended.error) == (outcome, error)
+    assert reason in ended.reason
+    attempt = AttemptDir(run_dir / "logs" / "attempt-1")
+    assert attempt.ending() is None
+    assert [path.name for path in attempt.root.iterdir() if path.suffix == ".new"] == []

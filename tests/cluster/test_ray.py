@@ -14,6 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+pytest.importorskip("ray", reason="needs the ray extra: pip install 'alto-lora[ray]'")
+
 import ray
 from clusters import Started, is_alive, wait_for
 from ray_machine import RayMachine

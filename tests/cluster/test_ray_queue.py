@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("ray", reason="needs the ray extra: pip install 'alto-lora[ray]'")
+
 from queues import tiny_tasks
 from ray_machine import RayMachine
 from tiny import save_model

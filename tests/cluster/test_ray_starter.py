@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
+from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, Told, ray_starter
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
@@ -96,3 +97,16 @@ def test_closing_twice_leaves_nothing(run_dir: Path) -> None:
     executor.close()
     assert not Path(f"/proc/{told.event['pid']}").exists()
     executor.close()
+
+
+def test_an_executor_that_finds_the_disk_full_is_not_tried_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ray_starter, "LocalExecutor", full)
+    [ended] = starter(run_dir, "works").poll(0, 0)
+    assert isinstance(ended, ExecutorEnded)
+    assert (ended.outcome, ended.error) == (Outcome.FAILED, "DiskFullError")
+    assert "No space left on device" in ended.reason

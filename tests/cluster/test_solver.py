@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from alto.cluster import GuardedSolver, solver
+from alto.cluster.solver_messages import Answer, Call
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand
@@ -67,15 +67,16 @@ def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     asked = []
 
     class Process:
-        def ask(self, call: dict[str, Any], *, timeout_s: float) -> Schedule:
-            asked.append(call["time_limit_s"])
-            return Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal")
+        def ask(self, call: Call, *, timeout_s: float) -> Answer:
+            asked.append(call.time_limit_s)
+            assert timeout_s == call.time_limit_s + 7.0
+            return Answer(schedule=Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal"))
 
         def kill(self) -> None: ...
 
     monkeypatch.setattr(solver, "_Process", Process)
     tasks = tuple(TaskDemand(task=name, num_gpus=2, duration_s=seconds) for name in "ab")
-    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+    with GuardedSolver("cp-sat", time_limit_s=5.0, grace_s=7.0) as solve:
         solve(SchedulingProblem(nodes=NODES, pending=tasks))
     assert asked == [pytest.approx(limit_s)]
 

@@ -149,11 +149,6 @@ def test_the_same_reply_twice_is_still_a_pair() -> None:
             {"input": "q", "preferred_output": [reply("a")], "non_preferred_output": [reply("b")]},
             "expected input to be a list with at least one message, found 'q'",
         ),
-        (
-            {"input": {"messages": [user("q")], "tools": [{"type": "function"}]}, "preferred_output": [reply("a")],
-             "non_preferred_output": [reply("b")]},
-            "expected an input without tools, which are not supported",
-        ),
     ],
 )  # fmt: skip
 def test_a_wrong_pair_names_its_place_and_what_was_found(row: dict[str, Any], found: str) -> None:

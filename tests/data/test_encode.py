@@ -181,6 +181,15 @@ def test_a_template_that_refuses_the_turns(tokenizer: Any) -> None:
         encode_one(talk("u:one", "a:first"), tokenizer)
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages[0] + 1 }}", "{{ [][3].x }}", "{% for i in 5 %}{% endfor %}"]
+)
+def test_a_template_that_fails_is_named(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match="expected turns that the model's chat template takes"):
+        encode_one(talk("u:one", "a:first"), tokenizer)
+
+
 def test_without_a_template_turns_are_plain_text_and_eos() -> None:
     row = encode_one(talk("s:S", "u:one", "a:two", "u:?", "a:!", "u:x"), Letters())
     assert row.input_ids == (0, *map(ord, "S\none\ntwo?\n!"), EOS)

@@ -247,11 +247,14 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
         ({"messages": []}, "found []"),
         ({"messages": ["hello"]}, "found 'hello'"),
         ({"messages": [{"role": "assistant"}]}, "found {'role': 'assistant'}"),
-        ({"messages": [{"role": ["x"], "content": "u"}]}, "a role (system, user, assistant) and a content text"),
-        ({"messages": [{"role": "tool", "content": "u"}]}, "'tool'"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "'content': [{'type': 'text'}]"),
+        (
+            {"messages": [{"role": ["x"], "content": "u"}]},
+            "a role (system, developer, user, assistant, tool, function) and a content text",
+        ),
+        ({"messages": [{"role": "bot", "content": "u"}]}, "'bot'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "content of text, not another part"),
         ({"messages": TALK[:2]}, "expected at least one assistant message to train on, found none; add it"),
-        ({"conversations": [*GPT, *TALK]}, "a from (system, user, assistant, human, gpt"),
+        ({"conversations": [*GPT, *TALK]}, "a from (system, developer, user, assistant, tool, function, human, gpt"),
         ({"conversations": [{"from": "bing", "value": "u"}]}, "'bing'"),
     ],
 )

@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+pytest.importorskip("datasets", reason="needs the data extra: pip install 'alto-lora[data]'")
+
 import datasets
 import huggingface_hub
-import pytest
 from tiny import write_rows
 
 from alto.data import Message, read_heldout_rows, read_task_rows

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Policy, Race, RecordedJob, Recording, audit, policy_from, race_of, replay
-from alto.early_exit.underperformance import select
+from alto.early_exit import Policy, Race, RecordedJob, Recording, audit, policy_from, race_of, replay, underperformance
 from alto.errors import RunError
-from alto.records import ExitReason, Rung, Standing
+from alto.records import ExitReason, Rung, Selection, Standing
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import gain_of
 
 HALF = Rung(progress=0.1, keep=0.5)
 LEAST = gain_of("x", {"x": math.nan})
+
+
+def select(rung: Rung, standings: list[Standing]) -> Selection:
+    return underperformance.select(math.ceil(rung.keep * len(standings)), standings)
 
 
 def standing(job: str, gain: float, loss: float, *, is_training: bool = True) -> Standing:
@@ -172,6 +175,24 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
     assert (everything.winner, everything.best_kept, everything.best_of_all, everything.regret) == ("b", 0.6, 0.6, 1.0)
     halved = replay(recording, policy_from(EarlyExit(rungs=[(0.5, 0.5)])), 0.1)
     assert halved.exits == {"a": (ExitReason.UNDERPERFORMING, 5)}
+
+
+def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_decided(tmp_path) -> None:
+    """One of 45 rows more is right of a, whose loss is worse: within noise, so b wins, live and replayed."""
+    rows = {"a": [float(row < 31) for row in range(45)], "b": [float(row < 30) for row in range(45)]}
+    found = {
+        job: [(10, loss, {**accuracy(sum(of) / 45), "metric_rows": of})]
+        for (job, of), loss in zip(rows.items(), (0.9, 0.5), strict=True)
+    }
+    base = {"jobs": ["a", "b"], "validation_loss": 0.69, **accuracy(0.5), "metric_rows": [0.5] * 45}
+    started, *others = journal(BY_ACCURACY, found)
+    events = [started, {"seq": 1, "event": "base_evaluated", "values": [base]}, *others]
+    recording = Recording.from_journal(events)
+    assert recording.jobs[0].gain_rows == (tuple(rows["a"]),)
+    assert recording.jobs[0].start.gain_rows == (0.5,) * 45
+    recording.write(tmp_path / "r.json.gz")
+    assert Recording.read(tmp_path / "r.json.gz") == recording
+    assert replay(recording, Policy(), 0.1).winner == race_of(events).winner().job == "b"
 
 
 def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:

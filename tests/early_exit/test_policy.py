@@ -13,13 +13,19 @@ def test_paper_is_algorithm_1() -> None:
     assert policy_from(EarlyExit(policy="paper")) == Policy(
         rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingGap(patience=2, tau_gap=0.1)),
         rungs=(Rung(progress=0.05, keep=0.25),),
+        equal_shares=False,
     )
 
 
 def test_alto_is_the_default() -> None:
     assert policy_from(EarlyExit()) == Policy(
         rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingUpturn(patience=2)),
-        rungs=(Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2)),
+        rungs=(
+            Rung(progress=0.025, keep=0.2, min_kept=4),
+            *(Rung(progress=progress, keep=0.75, min_kept=4) for progress in (0.05, 0.1, 0.2)),
+            Rung(progress=0.4, keep=1.0, max_kept=1),
+        ),
+        equal_shares=True,
     )
 
 
@@ -35,14 +41,14 @@ def test_every_setting_arrives() -> None:
     paper = policy_from(EarlyExit(**settings, policy="paper", tau_gap=0.3))
     divergence, rungs = Divergence(window=3, patience=4, tau_slope=0.5), (Rung(progress=0.5, keep=0.1),)
     assert alto == Policy(rules=(divergence, OverfittingUpturn(patience=5, tau_upturn=0.2, tau_noise=7)), rungs=rungs)
-    assert paper == Policy(rules=(divergence, OverfittingGap(patience=5, tau_gap=0.3)), rungs=rungs)
+    assert paper == Policy(rules=(divergence, OverfittingGap(patience=5, tau_gap=0.3)), rungs=rungs, equal_shares=False)
 
 
 @pytest.mark.parametrize(
     ("switched_off", "rules", "rungs"),
     [
-        ("detect_divergence", [OverfittingUpturn], 2),
-        ("detect_overfitting", [Divergence], 2),
+        ("detect_divergence", [OverfittingUpturn], 5),
+        ("detect_overfitting", [Divergence], 5),
         ("select", [Divergence, OverfittingUpturn], 0),
         ("enabled", [], 0),
     ],
@@ -79,6 +85,13 @@ def test_a_disabled_policy_never_ends_a_job_otherwise(history) -> None:
 
 def test_select_ranks_at_the_rung_asked_for() -> None:
     standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
-    policy = policy_from(EarlyExit())
+    policy = policy_from(EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))))
     assert len(policy.select(0, standings).kept) == 5
-    assert len(policy.select(1, standings).kept) == 2
+    assert len(policy.select(1, standings).kept) == 1, "half, and of those a fifth"
+    assert len(policy.select(1, standings, 40).kept) == 4, "of the 40 that were ranked at the first"
+
+
+def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
+    standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
+    policy = policy_from(EarlyExit(policy="paper", rungs=((0.025, 0.5), (0.05, 0.2))))
+    assert len(policy.select(1, standings, 40).kept) == 2

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import evaluation_steps, rung_notes, rung_step
-from alto.early_exit.progress import ceil_share
+from alto.early_exit import evaluation_steps, rung_notes
 from alto.errors import SpecError
 from alto.records import Rung
+from alto.spec.rungs import ceil_share, rung_step
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,23 @@ def test_rungs_that_come_too_early_are_noted() -> None:
     assert note.startswith("2 of 3 jobs have so few steps (the shortest 20)")
     assert rung_notes(rungs, [41, 400]) == ()
     assert rung_notes((), [1]) == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "rise", "note"),
+    [
+        (0.025, 0.0, None),
+        (0.025, 0.02, None),
+        (0.1, 0.1, "rises for 10 % of its steps, so no job ends as underperforming before 10 %"),
+        (0.9, 1.0, "rises for 100 % of its steps, so no job ends as underperforming before 90 %"),
+        (0.05, 0.1, "rises for 10 % of its steps, and the rung at 5 % ranks it before that"),
+    ],
+)
+def test_rungs_and_the_rise_of_a_learning_rate_are_noted(first: float, rise: float, note: str | None) -> None:
+    found = rung_notes((Rung(progress=first, keep=0.5),), [400, 400], [0.0, rise])
+    assert len(found) == (note is not None)
+    assert note is None or note in found[0]
+
+
+def test_two_rungs_on_one_step_are_noted() -> None:
     assert rung_notes((Rung(progress=0.49, keep=0.5), Rung(progress=0.5, keep=0.5)), [4])

@@ -109,7 +109,7 @@ def test_an_ended_job_that_was_not_kept_competes_no_more() -> None:
 
 
 def test_short_jobs_reach_two_rungs_at_one_step() -> None:
-    race = race_of({"a": 1, "b": 2, "c": 2, "d": 2, "e": 2}, policy_from(EarlyExit()))
+    race = race_of({"a": 1, "b": 2, "c": 2, "d": 2, "e": 2}, policy_from(EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2)))))
     for job, loss in {"a": 0.5, "b": 1.0, "c": 2.0, "d": 3.0, "e": 4.0}.items():
         train_to(race, job, 1, loss)
     assert race.select().kept == ("a", "b", "c")

@@ -11,6 +11,7 @@ from alto.early_exit import Policy, RecordedJob, Recording, policy_from, replay
 from alto.records import ExitReason
 from alto.spec.early_exit import EarlyExit
 
+TWO_RUNGS = EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2)))
 ALTO, PAPER, NONE = EarlyExit(), EarlyExit(policy="paper"), EarlyExit(enabled=False)
 
 
@@ -29,8 +30,8 @@ def sweep(record) -> Recording:
     return record(curves)
 
 
-def test_alto_on_a_sweep_by_hand(sweep) -> None:
-    result = replay(sweep, policy_from(ALTO), 0.1)
+def test_two_rungs_on_a_sweep_by_hand(sweep) -> None:
+    result = replay(sweep, policy_from(TWO_RUNGS), 0.1)
     exits = result.exits
     assert exits["breaks"] == (ExitReason.DIVERGING, 4)
     assert exits["diverges"] == (ExitReason.UNDERPERFORMING, 5)
@@ -56,7 +57,7 @@ def test_the_paper_s_gap_test_loses_the_best_job_and_the_default_keeps_it(sweep)
 
 
 def test_savings_add_up_over_patterns(sweep) -> None:
-    result = replay(sweep, policy_from(ALTO), 0.1)
+    result = replay(sweep, policy_from(TWO_RUNGS), 0.1)
     assert set(result.saved_by) == {ExitReason.DIVERGING, ExitReason.OVERFITTING, ExitReason.UNDERPERFORMING}
     assert sum(result.saved_by.values()) == pytest.approx(result.samples_saved)
 

@@ -21,7 +21,10 @@ Failures = dict[str, tuple[int, str]]
 def races(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     """A policy with rungs that coincide or not, and jobs that fall, turn up, tie, break or fail at any step."""
     progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
-    rungs = tuple(Rung(progress=at, keep=draw(st.sampled_from([0.2, 0.5, 0.75, 1.0]))) for at in progress)
+    shares, least = st.sampled_from([0.2, 0.5, 0.75, 1.0]), draw(st.sampled_from([1, 2, 4]))
+    rungs = tuple(Rung(progress=at, keep=draw(shares), min_kept=least) for at in progress)
+    if draw(st.booleans()):
+        rungs = (*rungs[:-1], Rung(progress=progress[-1], keep=1.0, max_kept=1))
     rules = (OverfittingUpturn(patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
     loss = st.integers(1, 6).map(float) | st.sampled_from([math.nan, math.inf])
     step = st.tuples(st.sampled_from([1.0] * 15 + [math.nan]), loss | st.integers(1, 6).map(float))
@@ -31,7 +34,7 @@ def races(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     failing_step = st.sampled_from(steps_after_rungs) | st.integers(1, TOTAL_STEPS)
     failure = st.tuples(failing_step, st.sampled_from(["training", "evaluation"]))
     failures = draw(st.dictionaries(st.sampled_from(sorted(traces)), failure))
-    return Policy(rules=rules, rungs=rungs), traces, failures
+    return Policy(rules=rules, rungs=rungs, equal_shares=draw(st.booleans())), traces, failures
 
 
 def fail(race: Race, job: str, num_steps: int) -> None:
@@ -162,3 +165,15 @@ def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:
     assert race.rung_ready()
     assert race.select().kept == ("a",)
     assert not race.rung_ready()
+
+
+def test_at_the_finish_no_job_is_certain_of_the_place_while_others_are_to_come() -> None:
+    race = Race(
+        Policy(rungs=(Rung(progress=0.5, keep=1.0, max_kept=1),)), ema_alpha=1.0, total_steps=dict.fromkeys("ab", 10)
+    )
+    race.observe_losses("a", 1, [1.0] * 5)
+    race.observe("a", 5, 0.1)
+    assert race.certain_to_be_kept() == frozenset()
+    race.observe_losses("b", 1, [1.0] * 5)
+    race.observe("b", 5, 0.2)
+    assert race.select().kept == ("a",)

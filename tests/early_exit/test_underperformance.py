@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit.progress import ceil_share
-from alto.early_exit.underperformance import select
-from alto.records import ExitReason, Rung, Standing
+from alto.early_exit import underperformance
+from alto.records import ExitReason, Rung, Selection, Standing
+from alto.spec.rungs import ceil_share
 
 INF, NAN = math.inf, math.nan
 
@@ -18,6 +18,10 @@ def standings(losses: dict[str, float], ended: str = "") -> list[Standing]:
     return [
         Standing(job=job, step=5, validation_loss=loss, is_training=job not in ended) for job, loss in losses.items()
     ]
+
+
+def select(rung: Rung, ranked: list[Standing]) -> Selection:
+    return underperformance.select(ceil_share(rung.keep, len(ranked)), ranked)
 
 
 def dropped(selection) -> list[str]:

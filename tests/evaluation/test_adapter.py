@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_models import build_mixture
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft_adapters import PLAIN, edit_config, save_with_peft
 from safetensors.torch import load_file, save_file
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
 from alto.evaluation.adapter import read_saved_adapter, seated
-from alto.lora import linear_modules, write_adapter
+from alto.lora import ModuleNames, linear_modules, write_adapter
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -89,7 +91,7 @@ def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> N
         for target in modules
         if target.name.endswith(("q_proj", "down_proj"))
     }
-    write_adapter(tmp_path, weights, JobConfig(r=3, lora_alpha=6), "some/base", modules)
+    write_adapter(tmp_path, weights, JobConfig(r=3, lora_alpha=6), "some/base", ModuleNames.of(model))
     adapter = read_saved_adapter(tmp_path)
     assert (adapter.base_model, adapter.scale) == ("some/base", 2.0)
     assert adapter.weights.keys() == weights.keys()
@@ -165,6 +167,24 @@ def test_what_peft_itself_writes_of_them_is_refused(
         read_saved_adapter(folder)
     edit_config(folder, **dict.fromkeys(changes))  # nor is it taken for plain LoRA where the settings hide it
     with pytest.raises(UnsupportedError, match=r"found base_model\.model"):
+        read_saved_adapter(folder)
+
+
+def test_what_alto_writes_on_a_mixture_of_experts_is_read(tmp_path: Path) -> None:
+    model = build_mixture("qwen3-moe-dense")
+    weights = {
+        target.name: (torch.randn(target.in_features, 3), torch.randn(3, target.out_features))
+        for target in linear_modules(model)
+    }
+    write_adapter(tmp_path, weights, JobConfig(r=3), "some/base", ModuleNames.of(model))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_parameters"]
+    assert read_saved_adapter(tmp_path).weights.keys() == weights.keys()
+
+
+@pytest.mark.parametrize("parameter", ["gate.weight", "gate_up_proj", "model.layers.0.mlp.experts.down_proj"])
+def test_an_adapter_on_experts_or_routers_is_refused(folder: Path, parameter: str) -> None:
+    edit_config(folder, target_parameters=[parameter])
+    with pytest.raises(UnsupportedError, match=f"found target_parameters: '{parameter}'"):
         read_saved_adapter(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,13 @@ def test_some_jobs_and_all_are_a_contradiction(run: Path) -> None:
         find(run, jobs=["job-001"], all_jobs=True)
 
 
-def test_runs_whose_base_is_loaded_otherwise_are_not_mixed(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("load_in_4bit", True), ("dtype", "bfloat16"), ("use_safetensors", False)])
+def test_runs_whose_base_is_loaded_otherwise_are_not_mixed(key: str, value: Any, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     for folder in ("best", "jobs/job-000/best"):
         write_adapter(other / folder)
-    (other / "task.yaml").write_text(make_task(tmp_path, load_in_4bit=True).to_yaml())
-    with pytest.raises(SpecError, match=r"loaded in one way, found .*run: dtype auto, load_in_4bit False.*4bit True"):
+    (other / "task.yaml").write_text(make_task(tmp_path, **{key: value}).to_yaml())
+    with pytest.raises(SpecError, match=rf"loaded in one way, found .*run: dtype auto, .*; .*other: .*{key} {value}"):
         find(run, other, dataset="rows.jsonl")
 
 

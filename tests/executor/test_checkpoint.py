@@ -11,7 +11,7 @@ import torch
 
 from alto.errors import RunWriteError
 from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.lora import AdapterWeights, OptimizerState, TargetModule, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, OptimizerState, TargetModule, write_adapter
 from alto.runs import RunDir
 from alto.spec import JobConfig
 
@@ -19,6 +19,7 @@ MODULES = (
     TargetModule(name="model.layers.0.self_attn.q_proj", in_features=6, out_features=4),
     TargetModule(name="model.layers.0.mlp.up_proj", in_features=6, out_features=5),
 )
+NAMES = ModuleNames(modules=frozenset(module.name for module in MODULES), model_type="llama")
 
 
 def adapter(seed: int) -> AdapterWeights:
@@ -62,7 +63,7 @@ def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
     state = OptimizerState(step=17, tensors=tensors | quantised)
 
     def fill(folder: Path) -> None:
-        write_adapter(folder, weights, JobConfig(r=3), "base", MODULES)
+        write_adapter(folder, weights, JobConfig(r=3), "base", NAMES)
         write_state(folder, state)
 
     store.save("a", "last", 17, fill)

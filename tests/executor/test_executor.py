@@ -12,7 +12,7 @@ import pytest
 from tiny import load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
-from alto.early_exit import Recording, audit, policy_from, race_of, replay, rung_step
+from alto.early_exit import Recording, audit, policy_from, race_of, replay
 from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import JobRun, Trainer, plan_jobs
@@ -20,6 +20,7 @@ from alto.lora import read_adapter
 from alto.records import ExitReason, Rung, TaskResult
 from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
+from alto.spec.rungs import rung_step
 
 NUM_TRAIN = 24
 NUM_JOBS = 8
@@ -182,6 +183,7 @@ def test_early_exit_does_not_bend_the_curves_of_those_it_spares(narrow: Run, run
 def test_journal_follows_the_schema(narrow: Run) -> None:
     required = {
         "task_started": {"task", "model", "dataset", "num_train", "num_validation", "max_slots", "early_exit", "jobs"},
+        "base_evaluated": {"values"},
         "job_admitted": {"job", "slot", "step", "reason"},
         "job_resumed": {"job", "slot", "step", "reason"},
         "job_parked": {"job", "slot", "step", "reason"},

@@ -32,7 +32,7 @@ from alto.executor import Executor, JobRun, plan_jobs
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
-from alto.lora import AdapterWeights, linear_modules, read_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_adapter, write_adapter
 from alto.runs import Journal, RunDir, read_history
 from alto.spec import Task
 
@@ -196,6 +196,7 @@ def test_jobs_with_different_optimizers_equal_peft_alone() -> None:
 @needs_bitsandbytes
 def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     stays, leaves, back = (Bank(make_model("llama"), make_task(MIXED_OPTIMIZERS)) for _ in range(3))
+    names = ModuleNames.of(make_model("llama"))
     for _ in range(3):
         stays.step()
         leaves.step()
@@ -204,7 +205,7 @@ def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(tmp_path: Path) -
 
         def fill(folder: Path, run: JobRun = before) -> None:
             trainer = leaves.trainer
-            write_adapter(folder, trainer.bank.read(run.slot), run.config, "unused", trainer.bank.layout.modules)
+            write_adapter(folder, trainer.bank.read(run.slot), run.config, "unused", names)
             write_state(folder, trainer.optimizer.read(run.slot))
 
         store.save(before.id, "last", before.step, fill)

@@ -17,7 +17,7 @@ from seated_jobs import DATA, STABLE, Bank, assert_same_step, make_model, make_t
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from alto.backbone import load_network
-from alto.lora import linear_modules, write_adapter
+from alto.lora import ModuleNames, write_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -125,8 +125,10 @@ def test_an_adapter_loads_into_peft_on_the_same_base(bits: int, base: Path, tmp_
     network = load_for_alto(base, bits)
     bank = Bank(network, make_task(JOBS))
     bank.step()
-    run, modules = bank.runs[0], linear_modules(network)
-    write_adapter(tmp_path / "adapter", bank.trainer.bank.read(run.slot), run.config, str(base), modules)
+    run = bank.runs[0]
+    write_adapter(
+        tmp_path / "adapter", bank.trainer.bank.read(run.slot), run.config, str(base), ModuleNames.of(network)
+    )
     validation = bank.trainer.evaluate([run])[0].loss
     # In training mode bitsandbytes multiplies by the dequantised weights too; in evaluation it rounds activations.
     peft = PeftModel.from_pretrained(load_for_peft(base, bits), tmp_path / "adapter").train()

@@ -142,9 +142,45 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert not plan(subject, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
     assert not plan(subject_of(changed)).is_cached
-    (file, *_) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
-    file.write_text("{", encoding="utf-8")  # what cannot be read was never there
     assert cache.load("profiles", json.loads("{}")) is None
+
+
+def _point(**changes: object) -> dict[str, object]:
+    return {"num_jobs": 1, "num_tokens": 10, "peak_bytes": 10, **changes}
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {},
+        {"memory": []},
+        {"memory": [_point(peak_bytes="x"), _point(num_tokens=20)]},
+        {"memory": [_point(), _point()]},
+        {"memory": [{"num_jobs": 1}]},
+        {"memory": 7},
+        {"durations": [{"num_jobs": 1, "num_tokens": 10, "duration_s": -1.0}]},
+        {"durations": []},
+        {"capacity_bytes": 1e300},
+        {"eval_token_s": None},
+        [],
+    ],
+    ids=repr,
+)
+def test_a_poisoned_profile_is_named_and_measured_again(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, poison: dict[str, object] | list[object]
+):
+    tasks = measured_at_once(monkeypatch)
+    whole = plan(subject)
+    (file,) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
+    entry = json.loads(file.read_text("utf-8"))
+    entry["measured"] = {**entry["measured"], **poison} if poison and isinstance(poison, dict) else poison
+    file.write_text(json.dumps(entry), encoding="utf-8")
+    with pytest.warns(UserWarning, match=rf"{file.name} is damaged .* discarded, and measured again"):
+        again = plan(subject)
+    assert not again.is_cached
+    assert len(tasks) == 2
+    assert again.max_slots == whole.max_slots
+    assert plan(subject).is_cached
 
 
 def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pytest.MonkeyPatch):

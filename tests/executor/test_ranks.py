@@ -5,11 +5,14 @@ What every rank does is checked where it does it (``tests/rank_jobs.py``); whole
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from oracle import SoloJob, flat, relative_distance
 from rank_jobs import (
     a_job_that_goes_nan_changes_no_other_by_one_bit,
+    lose_the_lock,
     steps_are_those_of_peft_alone,
     steps_on_pairs_are_those_of_one_process,
     train,
@@ -92,6 +95,17 @@ def test_whole_curves_equal_peft_alone(which: str, task: Task, request: pytest.F
         assert relative_distance(final, solo.weights()) <= 1e-4, run.config
 
 
+def test_the_base_is_evaluated_by_all_ranks_together(whole: tuple[RunDir, Failures]) -> None:
+    model, total, num_tokens = make_model("qwen3"), 0.0, 0
+    for input_ids, targets in zip(DATA.validation.input_ids, DATA.validation.targets, strict=True):
+        losses = torch.nn.functional.cross_entropy(
+            model(input_ids=input_ids[None]).logits[0].float(), targets, reduction="sum", ignore_index=-100
+        )
+        total, num_tokens = total + float(losses.detach()), num_tokens + int((targets >= 0).sum())
+    (found,) = [event for event in read_events(whole[0].journal_file) if event["event"] == "base_evaluated"]
+    assert [value["validation_loss"] for value in found["values"]] == [pytest.approx(total / num_tokens, rel=1e-5)]
+
+
 def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
     whole: tuple[RunDir, Failures], resumed: tuple[RunDir, Failures]
 ) -> None:
@@ -114,3 +128,12 @@ def test_every_step_is_told_once(resumed: tuple[RunDir, Failures]) -> None:
             first = event["first_step"]
             steps.setdefault(event["job"], []).extend(range(first, first + len(event["losses"])))
     assert all(told == list(range(1, len(told) + 1)) for told in steps.values())
+
+
+def test_no_rank_writes_a_state_after_the_lock_was_lost(task: Task, tmp_path: Path) -> None:
+    """The second rank holds no lock; what the first one finds out must keep it from writing, too."""
+    run_dir = RunDir.create(tmp_path / "runs", task)
+    failures = failures_on_ranks(2, [("train", lose_the_lock, (str(run_dir.root),))], tmp_path)
+    assert "found it removed or replaced" in failures["train"]
+    assert "checkpoint" not in {event["event"] for event in read_events(run_dir.journal_file)}
+    assert not list(run_dir.root.glob("jobs/*/*"))

@@ -10,7 +10,7 @@ from alto.early_exit.nonfinite import judge_step_loss
 from alto.early_exit.underperformance import select
 from alto.early_exit.upturn import OverfittingUpturn
 from alto.export.tables import exit_totals, explain_exit, job_table
-from alto.records import LossPoint, Rung, Standing
+from alto.records import LossPoint, Standing
 from alto.runs import JobHistory, RunHistory, Stage
 
 
@@ -85,7 +85,7 @@ def test_every_rule_of_early_exit_is_told_in_words():
         OverfittingUpturn().judge(points([1.0] * 7, [*falling, 4.0, 4.5])),
         judge_step_loss("a", 3, math.nan),
         select(
-            Rung(progress=0.025, keep=0.5),
+            1,
             [Standing(job=name, step=1, validation_loss=loss) for name, loss in (("a", 2.0), ("b", 1.0))],
         ).dropped[0],
     ]

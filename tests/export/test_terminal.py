@@ -59,8 +59,8 @@ def test_live_screen_tells_the_state(small_run):
     assert "500 rows to train, 50 to validate" in text
     assert "200 of 4,000 samples trained, 22.5 % saved" in text
     assert "1 min 00 s" in text
-    # 200 samples in 60 seconds; b waits for the rung with 900 to go, c and d have 1,000 each; half of them goes on.
-    assert "about 7 min 45 s left" in text
+    # 200 samples in 60 seconds; b waits for the rung with 900 to go, c and d have 1,000 each; two of the three go on.
+    assert "about 10 min 00 s left" in text
     assert "best so far: b with validation loss 3.0000 (lr 1e-5 · r 4)" in text
     assert "smoothed training loss became infinite" in text
 
@@ -103,8 +103,8 @@ def test_a_run_read_anew_is_measured_between_two_readings(small_run):
     view.show(RunHistory.of(small_run[:13]))
     target = console()
     target.print(view._live.get_renderable())
-    # From 200 samples to 300 in five seconds; b and c wait for the rung, d is to do it all: 1,450 to go.
-    assert "about 1 min 12 s left" in target.file.getvalue()
+    # From 200 samples to 300 in five seconds; b and c wait for the rung, d is to do it all, two go on: 1,900 to go.
+    assert "about 1 min 35 s left" in target.file.getvalue()
 
 
 def test_notes_on_the_data_stay_above_the_table(interrupted_run):

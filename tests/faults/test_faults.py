@@ -328,7 +328,7 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
     said = fill_the_disk(task_in(tmp_path, model), tmp_path, before)
     (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
-    assert said.startswith("RunWriteError")
+    assert said.startswith("DiskFullError")
     assert f"go on with: alto resume {root}" in said
     alto.Engine().resume(root)
     assert told(root) == undisturbed
@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, und
     # The disk is gone with the process, so what is on it is copied out first.
     copy = f"import atexit, shutil; atexit.register(shutil.copytree, {str(disk / 'runs')!r}, {str(saved)!r})"
     said = fill_the_disk(task, disk, copy, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
-    assert said.startswith("RunWriteError")
+    assert said.startswith("DiskFullError")
     assert "No space left on device" in said
     (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]
     alto.Engine().resume(root)

@@ -70,6 +70,27 @@ def test_triton_by_name_needs_a_device_to_run_on(monkeypatch: pytest.MonkeyPatch
         choose_backend("triton")
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    ("versions", "works"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.4.0"}, False),
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, True),
+        ({"triton": "3.7.0", "numpy": "2.4.6"}, True),
+    ],
+)
+def test_an_interpreter_that_numpy_refuses_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], works: bool
+) -> None:
+    monkeypatch.setattr("alto.kernels.backend.version", versions.__getitem__)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if works:
+        assert choose_backend("triton").__name__ == "alto.kernels.triton_backend"
+    else:
+        with pytest.raises(UnsupportedError, match=r"NumPy below 2\.4.*Triton 3\.6\.0, found 2\.4\.0; pip install"):
+            choose_backend("triton")
+
+
 def test_kernels_import_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import alto.kernels, alto.lora"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

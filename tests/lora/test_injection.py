@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -70,3 +72,42 @@ def test_a_second_bank_takes_the_place_of_the_first(tiny_model: ModelFactory) ->
     expected = hidden(fresh, inject(other, make_bank(other, 8, every=3)))
     assert torch.equal(hidden(backbone, second), expected)
     assert torch.equal(hidden(backbone, first), hidden(backbone)), "the first bank is still heard"
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Cycles stay in memory as long as the test runs: only what nothing refers to is freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+class TestABankIsFreedAtOnce:
+    """A bank may take most of a GPU: it must not wait for Python's collector of cycles."""
+
+    @pytest.fixture
+    def parts(self, tiny_model: ModelFactory) -> list[object]:
+        """Model, backbone and bank after a training pass, the context of the passes last."""
+        model = tiny_model("llama")
+        backbone, bank = Backbone(model, None, "tiny"), make_bank(model, 4)
+        context = inject(model, bank)
+        with context.use(TokenSchedule.build([0], [5], [1.0])):
+            backbone.hidden_states(IDS, torch.arange(5), [5]).sum().backward()
+        assert bank.grads_ZP.any()
+        return [model, backbone, bank, context]
+
+    def test_when_its_model_is_dropped(self, parts: list[object]) -> None:
+        bank, model = weakref.ref(parts[2]), weakref.ref(parts[0])
+        del parts[:3]
+        assert bank() is None
+        assert model() is None
+
+    def test_when_it_is_taken_out_of_its_model(self, parts: list[object]) -> None:
+        bank, model = weakref.ref(parts[2]), parts[0]
+        del parts[2]
+        assert bank() is not None
+        assert isinstance(model, PreTrainedModel)
+        eject(model)
+        assert bank() is None

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from alto.lora import AdapterWeights, TargetModule, find_targets, linear_modules, read_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, TargetModule, find_targets, read_adapter, write_adapter
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -34,9 +34,8 @@ def random_weights(targets: tuple[TargetModule, ...], rank: int = 3) -> AdapterW
 
 
 def written(model: PreTrainedModel, folder: Path, names: str | list[str]) -> AdapterWeights:
-    modules = linear_modules(model)
     weights = random_weights(find_targets(model, names, 3))
-    write_adapter(folder, weights, CONFIG, "some/base", modules)
+    write_adapter(folder, weights, CONFIG, "some/base", ModuleNames.of(model))
     return weights
 
 
@@ -102,7 +101,7 @@ def test_options_go_through_peft(
 ) -> None:
     model = tiny_model(architecture)
     weights = random_weights(find_targets(model, config.target_modules, config.r))
-    write_adapter(tmp_path, weights, config, "some/base", linear_modules(model))
+    write_adapter(tmp_path, weights, config, "some/base", ModuleNames.of(model))
     expected = tiny_model(architecture)
     for name, (a, b) in weights.items():
         expected.get_submodule(name).weight += config.scale * (a @ b).T

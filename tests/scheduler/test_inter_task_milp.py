@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 from schedules import least, nodes_of, random_problem, tasks_of
@@ -40,3 +41,50 @@ def test_a_program_that_was_not_solved_in_time_is_a_list_schedule(monkeypatch: p
     check_schedule(problem, schedule)
     assert schedule.placements == schedule_tasks(problem, method="lpt").placements
     assert schedule.status == "feasible"
+
+
+class _Clock:
+    """Goes on by ``step_s`` whenever somebody looks at it."""
+
+    def __init__(self, step_s: float) -> None:
+        self._now_s, self._step_s = 0.0, step_s
+
+    def monotonic(self) -> float:
+        self._now_s += self._step_s
+        return self._now_s
+
+
+def _spread_out(num_tasks: int) -> SchedulingProblem:
+    """One whose list schedule is not at the bound, so that there is something to be found."""
+    return SchedulingProblem(nodes=nodes_of(2), pending=tasks_of(*([(1, 3), (1, 2)] * num_tasks)[:num_tasks]))
+
+
+def test_a_program_that_takes_too_long_to_make_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(milp, "time", _Clock(0.01))
+    monkeypatch.setattr(milp._Model, "solve", lambda model, deadline: pytest.fail("SCIP was asked"))
+    num_tasks = 40  # 780 pairs, looked at every 10 ms, of which a quarter of 10 s are 250
+    schedule = schedule_tasks(_spread_out(num_tasks), method="milp", time_limit_s=10.0)
+    check_schedule(_spread_out(num_tasks), schedule)
+    assert schedule.notice == "scheduled by lpt: 40 tasks were too many for milp in 10 s"
+
+
+def test_the_solver_is_given_what_making_the_program_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ortools.linear_solver import pywraplp
+
+    given: list[int] = []
+    monkeypatch.setattr(pywraplp.Solver, "SetTimeLimit", lambda solver, milliseconds: given.append(milliseconds))
+    monkeypatch.setattr(milp, "time", _Clock(0.1))
+    problem = _spread_out(5)
+    check_schedule(problem, schedule_tasks(problem, method="milp", time_limit_s=10.0))
+    # 17 looks for 15 checks (5 tasks, 10 pairs): 1.6 s, and one and a half times as much to be read.
+    assert given == [pytest.approx(10_000 - 2.5 * 1_600, abs=500)]
+
+
+@pytest.mark.parametrize(("num_tasks", "limit_s"), [(200, 1.0)])
+def test_a_large_instance_ends_soon(num_tasks: int, limit_s: float) -> None:
+    """Without the limit, making its program and having SCIP read it takes half a minute and more."""
+    problem = SchedulingProblem(nodes=nodes_of(8, 8), pending=tasks_of(*[(1, 3 + i % 7) for i in range(num_tasks)]))
+    began_s = time.process_time()
+    schedule = schedule_tasks(problem, method="milp", time_limit_s=limit_s)
+    check_schedule(problem, schedule)
+    assert time.process_time() - began_s < 10 * limit_s

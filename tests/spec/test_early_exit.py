@@ -8,12 +8,12 @@ import pytest
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
 from alto.spec.early_exit import EarlyExit
+from alto.spec.rungs import places_at
 
 
 @pytest.mark.parametrize(
     ("settings", "rungs"),
     [
-        ({}, [(0.025, 0.5), (0.05, 0.2)]),
         ({"policy": "paper"}, [(0.05, 0.25)]),
         ({"warmup_ratio": 0.1}, [(0.1, 0.25)]),
         ({"select_ratio": 0.5}, [(0.05, 0.5)]),
@@ -31,6 +31,88 @@ def test_which_rungs_settings_stand_for(settings, rungs) -> None:
     assert resolved.selection_rungs == expected
     assert EarlyExit(**resolved.model_dump(mode="json")) == resolved
     assert early_exit == EarlyExit(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "progress", "places"),
+    [
+        (
+            {},
+            (0.025, 0.05, 0.1, 0.2, 0.4),
+            {60: [12, 9, 7, 6, 1], 35: [7, 6, 4, 4, 1], 6: [4] * 4 + [1], 3: [3] * 4 + [1]},
+        ),
+        (
+            {"preset": "cautious"},
+            (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+            {60: [15, 12, 9, 7, 5, 4], 6: [4] * 6, 1: [1] * 6},
+        ),
+        ({"preset": "greedy"}, (0.025, 0.05, 0.1, 0.2, 0.4), {60: [9, 6, 4, 3, 1], 6: [3] * 4 + [1]}),
+        ({"finish_from": 1}, (0.025, 0.05, 0.1, 0.2), {60: [12, 9, 7, 6]}),
+        ({"finish_from": 0.1, "min_kept": 10}, (0.025, 0.05, 0.1), {60: [12, 10, 1]}),
+        ({"rungs": [[0.1, 0.5]], "min_kept": 3, "finish_from": 0.5}, (0.1, 0.5), {4: [3, 1], 10: [5, 1]}),
+    ],
+)  # fmt: skip
+def test_places_of_presets(settings, progress, places) -> None:
+    early_exit = EarlyExit(**settings)
+    rungs = early_exit.selection_rungs
+    assert tuple(rung.progress for rung in rungs) == progress
+    for num_jobs, expected in places.items():
+        assert [places_at(rungs, index, num_jobs) for index in range(len(rungs))] == expected
+    assert early_exit.resolved().selection_rungs == rungs
+    assert early_exit.resolved().resolved() == early_exit.resolved()
+
+
+@pytest.mark.parametrize(
+    ("lr_warmup", "rungs"),
+    [
+        (0.0, [(0.025, 0.2), (0.05, 0.75), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
+        (0.03, [(0.03, 0.2), (0.05, 0.75), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
+        (0.05, [(0.05, 0.15), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
+        (0.3, [(0.3, 0.2 * 0.75**3), (0.4, 1.0)]),
+        (0.4, [(0.4, 0.2 * 0.75**3), (0.7, 1.0)]),
+        (1.0, [(0.9, 0.2 * 0.75**3), (0.95, 1.0)]),
+    ],
+)
+def test_no_rung_of_a_preset_lies_inside_of_the_rise_of_the_learning_rate(lr_warmup, rungs) -> None:
+    found = EarlyExit().resolved(lr_warmup=lr_warmup).selection_rungs
+    assert [rung.progress for rung in found] == [progress for progress, _ in rungs]
+    assert [rung.keep for rung in found] == pytest.approx([keep for _, keep in rungs])
+
+
+@pytest.mark.parametrize("settings", [{"rungs": [(0.02, 0.5)]}, {"policy": "paper"}, {"warmup_ratio": 0.02}])
+def test_rungs_that_are_set_stay_where_they_are(settings) -> None:
+    settings = EarlyExit(**settings)
+    assert settings.resolved(lr_warmup=0.3).selection_rungs == settings.selection_rungs
+
+
+def test_settings_of_a_run_of_version_0_1_select_as_it_did() -> None:
+    of_0_1 = {"enabled": True, "policy": "alto", "select": True, "window": 2, "rungs": None}
+    found = EarlyExit.of_run(of_0_1)
+    assert found.rungs == ((0.025, 0.5), (0.05, 0.2))
+    assert not found.compares_equal_shares
+    assert [rung.max_kept for rung in found.selection_rungs] == [None, None]
+    assert EarlyExit.of_run({**of_0_1, "rungs": [[0.1, 0.5]]}).rungs == ((0.1, 0.5),)
+    assert EarlyExit.of_run({**of_0_1, "policy": "paper"}).selection_rungs == EarlyExit(policy="paper").selection_rungs
+    assert EarlyExit.of_run(EarlyExit().model_dump(mode="json")) == EarlyExit()
+    resolved = EarlyExit(preset="greedy").resolved()
+    assert EarlyExit.of_run(resolved.model_dump(mode="json")) == resolved
+
+
+def test_the_paper_compares_evaluations() -> None:
+    assert EarlyExit().compares_equal_shares
+    assert not EarlyExit(policy="paper").compares_equal_shares
+    assert not EarlyExit(equal_shares=False).compares_equal_shares
+
+
+@pytest.mark.parametrize("other", [{"rungs": [(0.1, 0.5)]}, {"warmup_ratio": 0.1}, {"select_ratio": 0.1}])
+def test_a_preset_excludes_rungs(other) -> None:
+    with pytest.raises(ConflictingKeysError, match=f"both preset and {next(iter(other))}"):
+        EarlyExit(preset="cautious", **other)
+
+
+def test_a_preset_is_not_the_paper_s() -> None:
+    with pytest.raises(ConflictingKeysError, match="a preset with policy 'paper'"):
+        EarlyExit(preset="cautious", policy="paper")
 
 
 def test_the_paper_s_defaults() -> None:
@@ -63,6 +145,16 @@ def test_rungs_exclude_the_ratios(clashing) -> None:
     ("settings", "message"),
     [
         ({"rungs": []}, "rungs should be pairs"),
+        ({"preset": "bold"}, "preset .* should be 'default' or 'cautious'"),
+        ({"min_kept": 0}, "min_kept .* should be"),
+        (
+            {"finish_from": 0.025},
+            "finish_from: expected a share of the steps above the first rung's 0.025, found 0.025",
+        ),
+        (
+            {"rungs": [(0.3, 0.5)], "finish_from": 0.2},
+            "finish_from: expected a share of the steps above the last rung's",
+        ),
         ({"rungs": [(0.2, 0.5), (0.1, 0.5)]}, r"rungs should rise in progress from rung to rung, found \[0.2, 0.1\]"),
         ({"rungs": [(0.2, 0.5), (0.2, 0.5)]}, "rungs should rise"),
         ({"rungs": [(1.0, 0.5)]}, "rungs should be pairs of progress .above 0, below 1."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def test_the_default_shares_are_those_of_the_recording():
         ({"gpus": {0: 1.0}}, "numbers of GPUs to shares"),
         ({"duration_p99_s": 1.0}, "above duration_median_s"),
         ({"early_exit_shares": [0.0]}, "shares above 0"),
+        ({"duration_median_s": 1e-320}, "duration_median_s .* >= 0.001"),
+        ({"gpu_mtbf_hours": 1e-9}, "gpu_mtbf_hours .* >= 0.01"),
+        ({"gpu_repair_hours": 1e-9}, "gpu_repair_hours .* >= 0.01"),
+        ({"max_attempts": 10**9}, "max_attempts .* <= 1000"),
+        ({"checkpoint_interval_s": 1e300}, "checkpoint_interval_s .* <= "),
     ],
 )
 def test_values_that_contradict_are_refused(values: dict[str, object], message: str):
@@ -69,3 +75,30 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(trace, "MAX_TASKS", 2)
     with pytest.raises(SpecError, match=message):
         load_simulation(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("deep.jsonl", '{"arrival_s": ' + "[" * 100_000, "deep.jsonl:1 should be a JSON object"),
+        ("short.jsonl", '{"arrival_s": 0, "duration_s": 1e-320}', "short.jsonl:1.*>= 0.001"),
+        ("long.jsonl", '{"arrival_s": 0, "duration_s": 1e300}', "long.jsonl:1.*<= "),
+        ("nan.csv", "arrival_s,duration_s\nnan,1\n", "nan.csv:2.*finite"),
+        ("wide.csv", "arrival_s,duration_s\n0," + "1" * 200_000 + "\n", "wide.csv:2 should be a line of CSV"),
+        ("none.csv", "arrival_s,duration_s\n0,1,2,3\n", "none.csv:2"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_a_trace_of_odd_values_is_refused_by_its_line(tmp_path: Path, name: str, text: str, message: str):
+    (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "file.yaml").write_text(f"trace: {name}\n", "utf-8")
+    with pytest.raises(SpecError, match=message):
+        load_simulation(tmp_path / "file.yaml")
+
+
+def test_a_trace_that_never_ends_or_never_begins_is_refused_at_once(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for trace_file in ("/dev/zero", "pipe", "."):
+        (tmp_path / "file.yaml").write_text(f"trace: {trace_file}\n", "utf-8")
+        with pytest.raises(SpecError, match="trace should be a readable file of tasks"):
+            load_simulation(tmp_path / "file.yaml")

@@ -1,14 +1,32 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
 from alto.backbone.backbone import Backbone
-from alto.backbone.load import SHIPPED_MODELS, load_backbone, load_network, load_tokenizer, resolve_model
-from alto.backbone.memory import is_out_of_memory, release_memory
+from alto.backbone.fingerprint import base_differences, base_fingerprint
+from alto.backbone.limits import limits_of
+from alto.backbone.load import (
+    SHIPPED_MODELS,
+    load_backbone,
+    load_config,
+    load_network,
+    load_tokenizer,
+    resolve_model,
+)
+from alto.backbone.memory import device_name, is_out_of_memory, release_memory
+from alto.backbone.skeleton import build_skeleton
+from alto.backbone.training_notes import config_notes
 
 __all__ = [
     "SHIPPED_MODELS",
     "Backbone",
+    "base_differences",
+    "base_fingerprint",
+    "build_skeleton",
+    "config_notes",
+    "device_name",
     "is_out_of_memory",
+    "limits_of",
     "load_backbone",
+    "load_config",
     "load_network",
     "load_tokenizer",
     "release_memory",

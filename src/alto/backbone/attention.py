@@ -1,30 +1,79 @@
 """Padding-free causal attention, plugged into unmodified Hugging Face models.
 
 Sequences lie end to end in one row of tokens; each attends to itself alone. Registered under :data:`NAME` with
-``AttentionInterface`` and ``AttentionMaskInterface``; where the sequences lie travels as a keyword argument of the
-forward.
+``AttentionInterface``. Where the sequences lie is set around the forward pass (:func:`attending`), as many models do
+not hand arguments down to their attention; which earlier tokens a token sees is set on each attention module
+(:class:`Pattern`), as many models say it in their mask alone.
 
 Shapes: ``T`` tokens, ``H`` heads of queries, ``G`` of keys and values, ``D`` head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 from alto.backbone.flash import find_kernel
 from alto.backbone.sdpa import sdpa_attention
 from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
-__all__ = ["NAME", "register", "varlen_attention"]
+__all__ = ["NAME", "Pattern", "attending", "recompute", "register", "set_pattern", "varlen_attention"]
 
 NAME = "alto_varlen"
 
 _SUPPORTED_EXTRAS = {"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "layer_idx"}
+
+_PATTERN = "alto_attention_pattern"
+_SEQUENCES: ContextVar[Sequences] = ContextVar("sequences of the pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Which tokens of its own sequence a token sees: itself and all earlier ones, or fewer.
+
+    Attributes:
+        window: At most this many, itself included; None for all.
+        chunk: Only those of the same run of this many positions; None for all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def set_pattern(module: nn.Module, pattern: Pattern) -> None:
+    """What attention is to do in ``module``, one of the model's attention modules, instead of what its call says."""
+    setattr(module, _PATTERN, pattern)
+
+
+@contextmanager
+def attending(sequences: Sequences) -> Iterator[None]:
+    """Passes inside are over ``sequences``."""
+    token = _SEQUENCES.set(sequences)
+    try:
+        yield
+    finally:
+        _SEQUENCES.reset(token)
+
+
+def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, of which only the inputs are kept for the backward pass, which may come when another
+    pass has begun: it is computed again over the same sequences."""
+    sequences = _SEQUENCES.get()
+
+    def run(*inputs: Any) -> Any:
+        with attending(sequences):
+            return function(*inputs)
+
+    return checkpoint(run, *arguments, use_reentrant=False)
 
 
 def varlen_attention(
@@ -67,7 +116,6 @@ def _attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequences: Sequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -85,17 +133,20 @@ def _attention_forward(
             "expected plain causal attention (full or sliding window); use another base model"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    pattern: Pattern = getattr(module, _PATTERN, None) or Pattern(window=sliding_window)
+    sequences = _SEQUENCES.get()
+    if pattern.chunk is not None:
+        sequences = sequences.in_chunks(pattern.chunk)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = varlen_attention(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=sliding_window, softcap=softcap)
+    output = varlen_attention(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=pattern.window, softcap=softcap)
     return output[None].contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Sequences are told apart by where they lie, so no mask is built."""
-    return None
-
-
 def register() -> None:
-    """Make :data:`NAME` known to transformers; calling it again changes nothing."""
+    """Make :data:`NAME` known to transformers; calling it again changes nothing.
+
+    Sequences are told apart by where they lie, so there is no mask. No mask function is registered either: for an
+    attention that has one, transformers looks for packed sequences in the position ids of every pass, and waits for the
+    device to read what it found; for one that has none it builds no mask and looks at nothing.
+    """
     AttentionInterface.register(NAME, _attention_forward)
-    AttentionMaskInterface.register(NAME, _no_mask)

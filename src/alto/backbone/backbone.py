@@ -5,34 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.loss_head import token_losses
+from alto.backbone.probe import probe
 from alto.backbone.sequences import Sequences
-from alto.backbone.sharding import OutputHead, forget_pass, held_bytes
+from alto.backbone.sharding import OutputHead, find_body, forget_pass, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
-
-_PROBE_LENGTHS = (7, 1, 12)
-_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 
 
 class Backbone:
     """A frozen Hugging Face causal LM with a padding-free forward pass.
 
-    Building it compares that pass with the model's own on a few tokens, so that a model with an unusual forward
-    (logit scaling, other masks) is refused instead of trained wrongly.
+    Building it compares that pass with the model's own on a few rows (:mod:`alto.backbone.probe`), so that a model with
+    an unusual forward (logit scaling, other masks) is refused instead of trained wrongly.
 
     Attributes:
         model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
@@ -66,7 +63,7 @@ class Backbone:
         self._head = OutputHead(model, head)
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.max_length = _max_length(model.config)
-        probe = _Probe(model, self._head)
+        self._body = find_body(model)
         self._own_attention = model.config._attn_implementation
         attention.register()
         model.set_attn_implementation(attention.NAME)
@@ -75,7 +72,7 @@ class Backbone:
                 f"{type(model).__name__}: expected a model whose attention can be replaced (transformers' "
                 "AttentionInterface), found one with its own; use another base model"
             )
-        probe.compare(self)
+        probe(self, self._head)
         if gradient_checkpointing:
             self.checkpoint_layers()
         if torch_compile:
@@ -113,12 +110,8 @@ class Backbone:
         """
         sequences = Sequences(sequence_lengths, sequence_prefixes)
         self.check_length(sequences.longest_key)
-        output = self.model.base_model(
-            input_ids=input_ids_T[None],
-            position_ids=position_ids_T[None],
-            use_cache=False,
-            sequences=sequences,
-        )
+        with attention.attending(sequences):
+            output = self._body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         if not torch.is_grad_enabled():
             forget_pass(self.model)
@@ -135,15 +128,15 @@ class Backbone:
         """Recompute every layer's activations in the backward pass from now on, instead of keeping them.
 
         The layers are told one by one: the model's own switch has another name from version to version, and would also
-        ask for the gradient of the embeddings. They recompute in training mode only, and the mode is set on the layer
-        alone, so that no dropout of the base wakes up inside it.
+        ask for the gradient of the embeddings. They recompute in training mode only: the mode is set on the layer
+        alone, and is off again while the layer computes, so that no dropout of the base wakes up inside it.
 
         Raises:
             UnsupportedModelError: The model is not built of layers that can be told.
         """
         for layer in _layers(self.model, "gradient_checkpointing"):
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(_recomputed, weakref.ref(layer))
             layer.training = True
 
     @contextlib.contextmanager
@@ -178,34 +171,6 @@ class Backbone:
             return token_losses(hidden_SH, weight_VH, targets_S, bias_V=self._head.linear.bias, softcap=self._softcap)
 
 
-class _Probe:
-    """Remembers the token losses that the model's own forward pass gives on a few short sequences."""
-
-    def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = int(model.config.get_text_config().vocab_size)
-        sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _PROBE_LENGTHS]
-        self._input_ids_T = torch.cat(sequences).to(model.device)
-        self._position_ids_T = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS]).to(model.device)
-        self._targets_T = self._input_ids_T.roll(1)
-        with torch.no_grad(), head.gathered():
-            logits = [
-                model(input_ids=sequence[None].to(model.device), use_cache=False).logits[0] for sequence in sequences
-            ]
-            self._expected_T = F.cross_entropy(torch.cat(logits).float(), self._targets_T, reduction="none")
-
-    @torch.no_grad()
-    def compare(self, backbone: Backbone) -> None:
-        hidden_TH = backbone.hidden_states(self._input_ids_T, self._position_ids_T, _PROBE_LENGTHS)
-        found_T = backbone.token_losses(hidden_TH, self._targets_T)
-        difference = ((found_T - self._expected_T).norm() / self._expected_T.norm()).item()
-        if not difference <= _TOLERANCES[backbone.dtype]:
-            raise UnsupportedModelError(
-                f"{type(backbone.model).__name__}: expected the padding-free pass to give the model's own losses, "
-                f"found them {difference:.1e} apart (relative); this architecture needs support first"
-            )
-
-
 def _max_length(config: PreTrainedConfig) -> int | None:
     """Tokens up to which a sequence leaves the rotary frequencies of the pass alone; None where it always does."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -232,6 +197,21 @@ def _compile_layers(model: PreTrainedModel) -> None:
         )
     for layer in _layers(model, "torch_compile"):
         layer.compile(dynamic=True)
+
+
+def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+    """``function``, the forward pass of ``layer``, in evaluation mode; computed again in the backward pass."""
+
+    def evaluated(*args: Any) -> Any:
+        module = layer()
+        assert module is not None
+        module.training = False
+        try:
+            return function(*args)
+        finally:
+            module.training = True
+
+    return attention.recompute(evaluated, *args)
 
 
 def _layers(model: PreTrainedModel, key: str) -> list[Any]:

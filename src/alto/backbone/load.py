@@ -20,7 +20,7 @@ from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 
-__all__ = ["SHIPPED_MODELS", "load_backbone", "load_network", "load_tokenizer", "resolve_model"]
+__all__ = ["SHIPPED_MODELS", "load_backbone", "load_config", "load_network", "load_tokenizer", "resolve_model"]
 
 SHIPPED_MODELS = ("alto-tiny",)
 
@@ -74,12 +74,14 @@ def load_backbone(
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
         torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
-        use_safetensors: Read safetensors weights; False reads pickle files instead, which may run code.
+        use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
+            and nothing else.
         mesh: The ranks to shard it over: each keeps a part, and all of them run the same passes. None keeps it whole.
 
     Raises:
         ModelNotFoundError: Nothing is there under that name, or a file is missing.
-        ModelError: What is there is not a whole causal LM with a tokenizer, or needs one of the two permissions.
+        ModelError: What is there is not a whole causal LM with a tokenizer, brings code that ``trust_remote_code`` has
+            not allowed, or has no weights of the kind that ``use_safetensors`` says.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
             quantised by other means. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
@@ -111,10 +113,22 @@ def load_backbone(
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of ``model``; no weights are read. Raises as :func:`load_backbone` does."""
-    config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+    config, path = load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
     remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
     with reading(model, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
-        return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
+    _check_offsets(model, tokenizer)
+    return tokenizer
+
+
+def _check_offsets(model: str, tokenizer: Any) -> None:
+    """Which tokens of a rendered chat template are a reply's is read off where in the text they begin."""
+    if getattr(tokenizer, "chat_template", None) and not getattr(tokenizer, "is_fast", False):
+        raise ModelError(
+            f"model: expected a tokenizer of {model!r} that says where in the text its tokens begin (tokenizer.json), "
+            f"as its chat template needs, found {type(tokenizer).__name__}, which is written in Python and does not; "
+            "save a fast tokenizer beside the model, or remove the chat template: turns are then encoded one by one"
+        )
 
 
 def load_network(
@@ -129,7 +143,7 @@ def load_network(
     mesh: DeviceMesh | None = None,
 ) -> PreTrainedModel:
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
-    config, path = _load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+    config, path = load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
     device = torch.device(device)
     if mesh is not None:
         _check_shardable(model, config, use_safetensors=use_safetensors)
@@ -166,10 +180,12 @@ def load_network(
             if use_safetensors and has_pickle_weights(path):
                 remedy = "convert it to safetensors"
                 if mesh is None:
-                    remedy += ", or, if you trust its maker, set 'use_safetensors: false'"
+                    remedy += (
+                        ", or set 'use_safetensors: false': transformers then reads tensors of it and nothing else"
+                    )
                 raise ModelError(
                     f"model: expected {what} in {model!r}, found pytorch_model.bin alone, a pickle, which may run code "
-                    f"when it is read; {remedy}"
+                    f"where a program reads all of it; {remedy}"
                 ) from error
             raise
     network, report = loaded
@@ -199,7 +215,8 @@ def _check_shardable(model: str, config: PreTrainedConfig, *, use_safetensors: b
         )
 
 
-def _load_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of ``model``. Raises as :func:`load_backbone` does."""
     path = resolve_model(model)
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():

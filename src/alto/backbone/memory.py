@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-__all__ = ["is_out_of_memory", "release_memory"]
+__all__ = ["device_name", "is_out_of_memory", "release_memory"]
 
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
@@ -26,6 +26,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+
+
+def device_name(device: torch.device) -> str:
+    """What kind of device it is: ``cpu``, or a GPU by its model."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def release_memory() -> None:

@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from alto.errors import UnsupportedModelError
+
 __all__ = ["Sequences"]
 
 
@@ -40,6 +42,23 @@ class Sequences:
         ), "a prefix is the beginning of a sequence that has none itself"
         self.longest, self.longest_key = max(self.lengths), max(self.key_lengths)
         self._sent: dict[tuple[str, torch.device], Tensor] = {}
+        self._in_chunks: dict[int, Sequences] = {}
+
+    def in_chunks(self, size: int) -> Sequences:
+        """The same tokens, each sequence cut into runs of ``size`` positions.
+
+        Raises:
+            UnsupportedModelError: A sequence goes on behind a prefix, whose last run would be shared.
+        """
+        if self._prefixes is not None:
+            raise UnsupportedModelError(
+                f"expected attention over whole sequences where pairs share their prompt, found a model that attends "
+                f"in chunks of {size} tokens; use another base model, or a method without pairs"
+            )
+        if size not in self._in_chunks:
+            lengths = (min(size, length - start) for length in self.lengths for start in range(0, length, size))
+            self._in_chunks[size] = Sequences(list(lengths))
+        return self._in_chunks[size]
 
     def offsets(self, device: torch.device) -> Tensor:
         """First token of each sequence and the end of the last, int32 on ``device``."""

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from alto.backbone.quantised import QuantisedLinear, plan_packing
 from alto.backbone.sharding import find_roots, shard
 
-__all__ = ["load_sharded"]
+__all__ = ["load_sharded", "parameters_on_meta"]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -49,7 +49,7 @@ def load_sharded(
         UnsupportedModelError: The model is not built of layers.
     """
     with _Files(path) as files:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             network: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype or files.dtype, trust_remote_code=trust_remote_code
             )
@@ -109,7 +109,7 @@ def _weight_files(path: str) -> list[str]:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Modules that are built inside get parameters without memory; their buffers are real."""
     register = nn.Module.register_parameter
 

@@ -22,7 +22,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["OutputHead", "find_roots", "forget_pass", "held_bytes", "is_sharded", "shard"]
+__all__ = ["OutputHead", "find_body", "find_roots", "forget_pass", "held_bytes", "is_sharded", "shard"]
+
+
+def find_body(model: PreTrainedModel) -> Any:
+    """The part of a causal LM that gives the final hidden states.
+
+    Raises:
+        UnsupportedModelError: It is not a module of its own.
+    """
+    body = model.base_model
+    if body is model:  # some classes name it otherwise than their ``base_model_prefix`` says
+        body = getattr(model, "model", model)
+    if body is model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected a body that gives hidden states and an output head behind it, found one "
+            "module that is both; use another base model"
+        )
+    return body
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -46,7 +63,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     is_tied = head.weight is embeddings.weight
     for part in (*layers, embeddings, *(() if is_tied else (head,))):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
-    body: Any = fully_shard(model.base_model, mesh=mesh)
+    body: Any = fully_shard(find_body(model), mesh=mesh)
     body._set_unshard_async_op(True)  # else a layer's bytes would lie there twice until the next one is there
     embeddings.set_unshard_in_backward(False)
     if is_tied:
@@ -61,7 +78,7 @@ def find_roots(model: PreTrainedModel) -> None:
     """Let FSDP see, once there are numbers in the parameters, which modules are entered from outside: the body and the
     output head. What is gathered by hand (:class:`OutputHead`) must have been seen. All ranks call it together."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    hidden = model.base_model(input_ids=token, use_cache=False).last_hidden_state
+    hidden = find_body(model)(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
     if is_sharded(head):
         head(hidden)
@@ -72,7 +89,7 @@ def forget_pass(model: PreTrainedModel) -> None:
 
     PyTorch before 2.13 cannot be told to forget; it remembers a few references a pass until the next training step.
     """
-    body: Any = model.base_model
+    body: Any = find_body(model)
     if is_sharded(body) and hasattr(body, "reset_iter_state"):
         body.reset_iter_state()
 

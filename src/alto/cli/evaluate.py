@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from alto.cli.options import TrustRemoteCode
 from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import RunWriteError
@@ -59,6 +60,7 @@ def evaluate(
     base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapters name.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Measure the base model alone as well.")] = False,
     backend: Annotated[GenerationBackend, typer.Option("--backend", help="Who writes the answers.")] = "alto",
+    trust_remote_code: TrustRemoteCode = False,
     save_predictions: Annotated[
         Path | None,
         typer.Option(
@@ -86,6 +88,7 @@ def evaluate(
             limit=limit,
             baseline=baseline,
             backend=backend,
+            trust_remote_code=trust_remote_code,
             on_progress=on_progress,
         )
     if save_predictions is not None:

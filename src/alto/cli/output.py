@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -22,7 +22,7 @@ from alto.runs import Event, Observer
 if TYPE_CHECKING:
     from alto.export import QueueProgress
 
-__all__ = ["print_error", "print_json", "progress", "queue_progress", "result_facts"]
+__all__ = ["print_error", "print_json", "print_notices", "progress", "queue_progress", "result_facts"]
 
 
 @contextlib.contextmanager
@@ -69,6 +69,13 @@ def print_error(error: AltoError) -> None:
 
     # Text, not markup: rich would make a sign of the place in rows.jsonl:100:.
     Console(stderr=True).print(Text(visible(f"{type(error).__name__}: {error}")), soft_wrap=True)
+
+
+def print_notices(results: Sequence[TaskResult]) -> None:
+    """Say on stderr what did not come out as it should beside the results."""
+    for result in results:
+        for notice in result.notices:
+            Console(stderr=True).print(f"{result.task}: {notice}", soft_wrap=True, highlight=False, markup=False)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

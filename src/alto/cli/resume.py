@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli.options import AsJson, Quiet, Strategy
+from alto.cli.options import AsJson, Quiet, Strategy, TrustRemoteCode
 from alto.cli.paths import Run
 from alto.cli.run import work_on_queue
 from alto.cli.tune import train
@@ -21,6 +21,10 @@ def resume(
         int | None, typer.Option("--num-gpus", min=1, help="Go on with so many GPUs; not for a queue.")
     ] = None,
     strategy: Strategy = "adapter_parallel",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Of a queue that began on a Ray cluster at an address: its address again.")
+    ] = "local",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -29,10 +33,16 @@ def resume(
     A queue keeps the strategy it began with.
     """
     if QueueDir.exists(run):
-        work_on_queue(lambda engine: engine.resume_queue(run), as_json=as_json, quiet=quiet, output_dir=run.parent)
+        work_on_queue(
+            lambda engine: engine.resume_queue(run, trust_remote_code=trust_remote_code),
+            as_json=as_json,
+            quiet=quiet,
+            output_dir=run.parent,
+            cluster=cluster,
+        )
     else:
         train(
-            lambda engine: engine.resume(run, num_gpus=num_gpus),
+            lambda engine: engine.resume(run, num_gpus=num_gpus, trust_remote_code=trust_remote_code),
             strategy=strategy,
             output_dir=run.parent,
             as_json=as_json,

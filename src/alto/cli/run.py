@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, queue_progress, result_facts
+from alto.cli.output import print_error, print_json, print_notices, queue_progress, result_facts
 from alto.errors import SpecError, TaskInterruptedError
 from alto.records import TaskResult
 from alto.spec import load_task
@@ -86,7 +86,10 @@ def work_on_queue(
     else:
         root = Path(results[0].run_dir).parent.parent
         console.print(queue_summary(progress, root))
-        console.print(f"report:   {root / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+        report = root / "report.html"
+        found = str(report) if report.exists() else f"none could be written; write it later with: alto report {root}"
+        console.print(f"report:   {found}", soft_wrap=True, highlight=False, markup=False)
+    print_notices(results)
 
 
 def _quota(text: str) -> tuple[str, int]:

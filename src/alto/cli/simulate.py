@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from alto.cli.output import print_json
@@ -44,7 +47,14 @@ def simulate(
     chosen = methods or list(simulation.methods) or _usual_methods(simulation)
     if finish_within is not None:
         within_s, early_exit = _seconds(finish_within), bool(simulation.early_exit_shares)
-        found = smallest_cluster(simulation, within_s=within_s, method=chosen[-1], early_exit=early_exit)
+        with _progress(silent=as_json) as show:
+            found = smallest_cluster(
+                simulation,
+                within_s=within_s,
+                method=chosen[-1],
+                early_exit=early_exit,
+                on_progress=lambda nodes, done, total: show(f"{nodes} nodes: simulations", done, total),
+            )
         if as_json:
             print_json({"method": chosen[-1], "early_exit": early_exit, **dataclasses.asdict(found)})
         else:
@@ -55,7 +65,19 @@ def simulate(
             )
         return
     exits = (False, True) if simulation.early_exit_shares else (False,)
-    outcomes = [run(simulation, method=method, early_exit=early_exit) for early_exit in exits for method in chosen]
+    outcomes = []
+    with _progress(silent=as_json) as show:
+        for early_exit in exits:
+            for method in chosen:
+                what = f"{method}, {'with' if early_exit else 'without'} early exit: tasks"
+                outcomes.append(
+                    run(
+                        simulation,
+                        method=method,
+                        early_exit=early_exit,
+                        on_progress=lambda done, total, what=what: show(what, done, total),  # type: ignore[misc]
+                    )
+                )
     if as_json:
         print_json({"outcomes": [_facts(outcome) for outcome in outcomes]})
     else:
@@ -67,6 +89,23 @@ def simulate(
 
         best = min(outcomes, key=lambda outcome: outcome.makespan_s)
         write_gantt(html, best.planned, best.actual, nodes_of(simulation), title=f"{best.method}, {best.label}")
+
+
+@contextlib.contextmanager
+def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows what is simulated and how far it is, on stderr if that is a terminal; nothing elsewhere."""
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield lambda what, done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+
+        yield show
 
 
 def _usual_methods(simulation: Simulation) -> list[str]:

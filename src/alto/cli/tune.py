@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, progress, result_facts
+from alto.cli.output import print_error, print_json, print_notices, progress, result_facts
 from alto.errors import TaskInterruptedError
 from alto.records import TaskResult
 from alto.spec import load_task
@@ -27,12 +27,22 @@ def tune(
     strategy: Strategy = "adapter_parallel",
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
+    packing_from: Annotated[
+        Path | None,
+        typer.Option(help="A run directory of the same task: pack jobs as it did, for results equal to the last bit."),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the task in FILE and keep its best adapter."""
     task = load_task(file, overrides or ())
-    train(lambda engine: engine.tune(task), strategy=strategy, output_dir=output_dir, as_json=as_json, quiet=quiet)
+    train(
+        lambda engine: engine.tune(task, packing_from=packing_from),
+        strategy=strategy,
+        output_dir=output_dir,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 def train(
@@ -74,4 +84,7 @@ def train(
         typer.echo(result.adapter_dir)
     else:
         console.print(final_summary(read_history(result.run_dir), result.run_dir))
-        console.print(f"report:  {Path(result.run_dir) / 'report.html'}", soft_wrap=True, highlight=False, markup=False)
+        if not result.notices:
+            report = Path(result.run_dir) / "report.html"
+            console.print(f"report:  {report}", soft_wrap=True, highlight=False, markup=False)
+    print_notices([result])

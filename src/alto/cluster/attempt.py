@@ -17,9 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alto.cluster.base import Outcome
+from alto.errors import DiskFullError
 from alto.runs import replace_file, writing
+from alto.spec.outside import read_json
 
-__all__ = ["AttemptDir", "Ending"]
+__all__ = ["AttemptDir", "Ending", "exit_code_of", "unwritten_ending"]
+
+_UNWRITTEN = {Outcome.FINISHED: 80, Outcome.INTERRUPTED: 81, Outcome.FAILED: 82, Outcome.LOST: 83}
+_DISK_FULL = 84
+"""Exit codes of an executor that could not write down how it ended. No interpreter and no shell ends with these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +33,33 @@ class Ending:
     """How an executor says that it ended.
 
     Attributes:
-        reason: In a sentence; empty where it finished.
+        reason: In a sentence; where it finished, what the user should know of it, mostly nothing.
         error: Class of the error, empty where there was none.
     """
 
     outcome: Outcome
     reason: str = ""
     error: str = ""
+
+
+def exit_code_of(ending: Ending, *, is_written: bool) -> int:
+    """What the process of an executor ends with; it says how where ``ended.json`` could not be written."""
+    if is_written:
+        return int(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
+    return _DISK_FULL if ending.error == DiskFullError.__name__ else _UNWRITTEN[ending.outcome]
+
+
+def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Ending | None:
+    """What the exit code of an executor, or of one of its ranks, says where it could not write down how it ended; None
+    where it says nothing."""
+    unwritten = f"could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
+    if exit_code == _DISK_FULL:
+        return Ending(outcome=Outcome.FAILED, reason=f"it {unwritten}; make room", error=DiskFullError.__name__)
+    outcome = next((outcome for outcome, code in _UNWRITTEN.items() if code == exit_code), None)
+    if outcome is None:
+        return None
+    said = attempt.last_words(rank)
+    return Ending(outcome=outcome, reason=f"it {unwritten}" + (f"; its log ends with: {said}" if said else ""))
 
 
 class AttemptDir:
@@ -71,6 +97,15 @@ class AttemptDir:
         """What a rank beside the first prints."""
         return self.root / f"rank-{rank}.log"
 
+    def last_words(self, rank: int = 0) -> str:
+        """The last line of a rank's log; empty where there is none."""
+        log = self.rank_log(rank) if rank else self.stderr
+        try:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
     def tell_ending(self, ending: Ending, rank: int = 0) -> None:
         """Say how it ended, all at once; the first rank says it for the executor."""
         file = self._ended(rank)
@@ -80,7 +115,7 @@ class AttemptDir:
     def ending(self, rank: int = 0) -> Ending | None:
         """What was said; None where nothing was."""
         try:
-            said = json.loads(self._ended(rank).read_text(encoding="utf-8"))
+            said = read_json(self._ended(rank))
         except FileNotFoundError:
             return None
         return Ending(outcome=Outcome(said["outcome"]), reason=said["reason"], error=said["error"])

@@ -22,6 +22,7 @@ class Launch:
             with.
         gpus: Its own for as long as it runs.
         num_ranks: Processes that it is, each on its share of the GPUs; one process has them all.
+        trust_remote_code: Whether the user allows code of the base model, where the run's task asks for it.
     """
 
     task: str
@@ -29,6 +30,7 @@ class Launch:
     gpus: tuple[Gpu, ...]
     attempt: int
     num_ranks: int = 1
+    trust_remote_code: bool = False
 
 
 class Outcome(StrEnum):
@@ -58,7 +60,7 @@ class ExecutorEnded:
     holds the lock of its run, which keeps the next attempt waiting.
 
     Attributes:
-        reason: In a sentence, for the user; empty where it finished.
+        reason: In a sentence, for the user; where it finished, what did not come out as it should beside the result.
         error: Class of the error that it ended with; empty where there was none, or nobody knows.
     """
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alto.cluster.base import Cluster, ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, Observer, QueueDir, QueueEntry, RunHistory, told_gpus
+from alto.runs import Journal, Observer, QueueDir, QueueEntry, RunHistory, has_result, told_gpus
 from alto.scheduler import TaskDemand, remaining_duration_s
 from alto.scheduler.queue import (
     Action,
@@ -57,6 +57,7 @@ class Controller:
     Args:
         queue: Made for the cluster's nodes; nothing has been told to it yet.
         done: Tasks that have their result from before.
+        trusted: Tasks that may run the Python code that comes with their base model.
         observers: Shown every line of the journals of the tasks' runs, as ``{"event": "told", "task", "line"}``.
         is_interrupted: Asked every second; once true, the executors save and end, and the queue can be resumed.
     """
@@ -71,6 +72,7 @@ class Controller:
         journal: Journal,
         num_ranks: Callable[[int], int] = lambda num_gpus: 1,
         done: Iterable[str] = (),
+        trusted: Iterable[str] = (),
         observers: Sequence[Observer] = (),
         is_interrupted: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,6 +87,7 @@ class Controller:
         self._is_interrupted = is_interrupted or (lambda: False)
         self._clock = clock
         self._began_at = clock()
+        self._trusted = frozenset(trusted)
         self._open = {task for task in self._entries if task not in set(done)}
         self._running: dict[str, _Attempt] = {}
 
@@ -176,6 +179,7 @@ class Controller:
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return
         del self._running[ended.task]
+        ended = self._as_its_result_says(ended)
         self._journal_end(ended)
         if ended.outcome is Outcome.FINISHED:
             self._open.discard(ended.task)
@@ -227,6 +231,7 @@ class Controller:
                     gpus=gpus,
                     attempt=number,
                     num_ranks=self._num_ranks(len(gpus)),
+                    trust_remote_code=task in self._trusted,
                 )
                 self._running[task] = _Attempt(
                     launch=launch,
@@ -248,6 +253,7 @@ class Controller:
             for event in self._cluster.poll(POLL_S):
                 if isinstance(event, ExecutorEnded) and event.task in self._running:
                     del self._running[event.task]
+                    event = self._as_its_result_says(event)
                     if event.outcome is Outcome.FINISHED:
                         self._open.discard(event.task)
                     self._journal_end(event)
@@ -256,6 +262,12 @@ class Controller:
             f"stopped as asked, with {len(self._open)} of {len(self._entries)} tasks still to finish and everything on "
             f"disk; go on with: alto resume {self._queue_dir.root}"
         )
+
+    def _as_its_result_says(self, ended: ExecutorEnded) -> ExecutorEnded:
+        """A task that has its result is finished, whatever ended its executor afterwards."""
+        if ended.outcome is Outcome.FINISHED or not has_result(self._queue_dir.run_of(ended.task)):
+            return ended
+        return replace(ended, outcome=Outcome.FINISHED, reason=f"Ended after it had its result: {ended.reason}")
 
     def _journal_end(self, ended: ExecutorEnded) -> None:
         self._journal.append(

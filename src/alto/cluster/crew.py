@@ -8,6 +8,7 @@ that hangs lets the heartbeat of the first stop, which whoever watches the execu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,10 +18,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
 from alto.cluster.base import Outcome
 from alto.cluster.entry import ending_of, error_class, load_entry
 from alto.cluster.processes import HELD_SIGNALS
+from alto.errors import RunWriteError
+from alto.runs import writing
 
 __all__ = ["GRACE_S", "Crew"]
 
@@ -40,8 +43,20 @@ class Crew:
 
     def __init__(self, attempt: AttemptDir, entry: str, size: int, on_death: Callable[[Ending], None]) -> None:
         self._attempt = attempt
+        self._entry = entry
+        self._size = size
         self._on_death = on_death
-        self._processes = {rank: self._start(rank, entry) for rank in range(1, size)}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start them, and watch them from then on.
+
+        Raises:
+            RunWriteError: The log of one cannot be written.
+            OSError: The machine has no room for another process.
+        """
+        for rank in range(1, self._size):
+            self._processes[rank] = self._start(rank)
         if self._processes:
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -57,12 +72,15 @@ class Crew:
             time.sleep(WATCH_INTERVAL_S)
         return _best_explained(deaths) if deaths else own
 
-    def _start(self, rank: int, entry: str) -> subprocess.Popen[bytes]:
-        with self._attempt.rank_log(rank).open("ab") as log:
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        path = self._attempt.rank_log(rank)
+        with writing(self._attempt.run_dir, path):
+            log = path.open("ab")
+        with log:
             return subprocess.Popen(
                 [
                     *(sys.executable, "-m", "alto.cluster.crew", str(self._attempt.root)),
-                    *("--entry", entry),
+                    *("--entry", self._entry),
                     *("--first", str(os.getpid())),
                 ],
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -84,6 +102,7 @@ class Crew:
 
     def _ending(self, rank: int, code: int) -> Ending:
         said = self._attempt.ending(rank)
+        said = said or unwritten_ending(code, self._attempt, rank)
         if said is not None:
             return said
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -116,11 +135,15 @@ def main() -> None:
     attempt = AttemptDir(arguments.attempt_dir)
     ending = ending_of(lambda: load_entry(arguments.entry)(str(attempt.run_dir), lambda: False))
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
+    is_written = is_well
     if not is_well:
-        attempt.tell_ending(ending, rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(not is_well)
+        with contextlib.suppress(RunWriteError):
+            attempt.tell_ending(ending, rank)
+            is_written = True
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code_of(ending, is_written=is_written))
 
 
 def _die_with(first: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import traceback
 from collections.abc import Callable
@@ -10,15 +11,24 @@ from typing import TypeAlias
 from alto import errors
 from alto.cluster.attempt import Ending
 from alto.cluster.base import Outcome
-from alto.errors import AltoError, DeviceMemoryError, RunBusyError, RunWriteError, TaskInterruptedError
+from alto.errors import (
+    AltoError,
+    DeviceMemoryError,
+    DiskFullError,
+    RankConnectionError,
+    RunBusyError,
+    RunWriteError,
+    TaskInterruptedError,
+)
+from alto.runs import is_disk_full
 
-__all__ = ["Entry", "ending_of", "error_class", "load_entry"]
+__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry"]
 
-Entry: TypeAlias = Callable[[str, Callable[[], bool]], None]
-"""Works on the run in a folder; asks now and then whether to stop."""
+Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
+"""Works on the run in a folder; asks now and then whether to stop; returns what the user should know of its end."""
 
-_TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError)
-"""Errors that the next attempt, or another machine, may not meet."""
+_TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionError)
+"""Errors that the next attempt, or another machine, may not meet; a disk that is full, it does meet."""
 
 
 def load_entry(name: str) -> Entry:
@@ -34,10 +44,10 @@ def error_class(name: str) -> type[AltoError] | None:
     return found if isinstance(found, type) and issubclass(found, AltoError) else None
 
 
-def ending_of(work: Callable[[], None]) -> Ending:
+def ending_of(work: Callable[[], str | None]) -> Ending:
     """Do ``work``; how that ended. What went wrong is printed."""
     try:
-        work()
+        notice = work()
     except (TaskInterruptedError, KeyboardInterrupt) as error:
         return Ending(
             outcome=Outcome.INTERRUPTED,
@@ -45,11 +55,16 @@ def ending_of(work: Callable[[], None]) -> Ending:
             error=type(error).__name__,
         )
     except BaseException as error:
-        traceback.print_exc()
-        is_known = isinstance(error, AltoError)
-        return Ending(
-            outcome=Outcome.FAILED if is_known and not isinstance(error, _TRANSIENT) else Outcome.LOST,
-            reason=str(error) if is_known else f"{type(error).__name__}: {error}",
-            error=type(error).__name__,
-        )
-    return Ending(outcome=Outcome.FINISHED)
+        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+            traceback.print_exc()
+        return ending_by(error)
+    return Ending(outcome=Outcome.FINISHED, reason=notice or "")
+
+
+def ending_by(error: BaseException) -> Ending:
+    """What ``error`` makes of an executor."""
+    reason = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and is_disk_full(error)):
+        return Ending(outcome=Outcome.FAILED, reason=reason, error=DiskFullError.__name__)
+    is_lost = isinstance(error, _TRANSIENT) or not isinstance(error, AltoError)
+    return Ending(outcome=Outcome.LOST if is_lost else Outcome.FAILED, reason=reason, error=type(error).__name__)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome
+from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
+from alto.cluster.entry import ending_by
 from alto.cluster.launches import check_launch
 from alto.cluster.local_executor import LocalExecutor, Timeouts
 from alto.errors import SpecError, UnsupportedError
@@ -86,8 +87,15 @@ class LocalCluster:
                 timeouts=self._timeouts,
             )
         except OSError as error:
+            ending = ending_by(error)
             self._events.append(
-                ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=Outcome.LOST, reason=str(error))
+                ExecutorEnded(
+                    task=launch.task,
+                    attempt=launch.attempt,
+                    outcome=ending.outcome,
+                    reason=str(error),
+                    error=ending.error,
+                )
             )
 
     def stop(self, task: str) -> None:

@@ -8,13 +8,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from alto.cluster.attempt import AttemptDir
+from alto.cluster.attempt import AttemptDir, unwritten_ending
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
 from alto.cluster.process_group import ProcessGroup
-from alto.cluster.rendezvous import Rendezvous
+from alto.cluster.rendezvous import FOLDER, Rendezvous
 from alto.runs import JournalTail, RunDir
 
 __all__ = ["LocalExecutor", "Timeouts"]
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where PyTorch looks for them; the first is its name for all devices, the others are older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class LocalExecutor:
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
         self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
         self._tail.read()  # what earlier attempts told
-        self._rendezvous = Rendezvous()
+        self._rendezvous = Rendezvous() if launch.num_ranks > 1 else None
         self._group = ProcessGroup(
             launch.task,
             "alto.cluster.worker",
@@ -62,7 +65,10 @@ class LocalExecutor:
                 *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),
-            env={**_environment(devices, num_threads, launch.num_ranks), **self._rendezvous.variables},
+            env={
+                **_environment(devices, num_threads, launch),
+                **(self._rendezvous.variables if self._rendezvous is not None else {FOLDER: ""}),
+            },
         )
         self._has_told = False
         self._killed_because = ""
@@ -73,7 +79,7 @@ class LocalExecutor:
 
     def watch(self) -> list[ClusterEvent]:
         """What is new; the last is an :class:`ExecutorEnded`, after which there is nothing more to watch."""
-        has_ended = self._group.has_ended()  # asked first: whatever it wrote before is read below
+        has_ended = self._has_ended()  # asked first: whatever it wrote before is read below
         told = self._tail.read()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
@@ -95,7 +101,13 @@ class LocalExecutor:
     def kill(self) -> bool:
         """Kill it; returns whether it is gone."""
         self._group.kill()
-        return self._group.has_ended()
+        return self._has_ended()
+
+    def _has_ended(self) -> bool:
+        has_ended = self._group.has_ended()
+        if has_ended and self._rendezvous is not None:
+            self._rendezvous.close()
+        return has_ended
 
     def _read_heartbeat(self) -> int | None:
         try:
@@ -122,7 +134,7 @@ class LocalExecutor:
         self._group.kill()
 
     def _ending(self) -> ExecutorEnded:
-        said = self._attempt.ending()
+        said = self._attempt.ending() or unwritten_ending(self._group.exit_code, self._attempt)
         return ExecutorEnded(
             task=self.launch.task,
             attempt=self.launch.attempt,
@@ -137,16 +149,28 @@ class LocalExecutor:
         return f"its process {how} and did not say why; see {self._attempt.stderr}"
 
 
-def _environment(devices: tuple[str, ...], num_threads: int, num_ranks: int) -> dict[str, str]:
+def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> dict[str, str]:
     """Of the first process of an executor, which shares the cores with its other ranks."""
-    num_threads = max(1, num_threads // num_ranks)
+    num_threads = max(1, num_threads // launch.num_ranks)
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "WORLD_SIZE": str(launch.num_ranks),
+        "LOCAL_WORLD_SIZE": str(launch.num_ranks),
+        "ALTO_TRUST_REMOTE_CODE": str(int(launch.trust_remote_code)),
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "PYTHONUNBUFFERED": "1",  # the log of a killed process is whole
+        **(_allocator() if devices else {}),
     }
+
+
+def _allocator() -> dict[str, str]:
+    """Settings of PyTorch's memory on a GPU, which it reads when it is first used there; the user's own stand.
+
+    Passes differ in length, and of what is free in pieces only ends of segments that can grow serve a longer one.
+    """
+    if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        return {}
+    return {_ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}

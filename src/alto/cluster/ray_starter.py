@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome
+from alto.cluster.entry import ending_by
 from alto.cluster.local_executor import LocalExecutor, Timeouts
 
 __all__ = ["Starter"]
@@ -56,7 +57,8 @@ class Starter:
                 timeouts=timeouts,
             )
         except OSError as error:
-            self._events.append(_ended(launch, Outcome.LOST, str(error)))
+            ending = ending_by(error)
+            self._events.append(_ended(launch, ending.outcome, str(error), ending.error))
 
     def poll(self, num_heard: int, timeout_s: float) -> list[ClusterEvent]:
         """All events but the first ``num_heard``; waits up to ``timeout_s`` where there are none.
@@ -86,5 +88,5 @@ class Starter:
             time.sleep(WATCH_INTERVAL_S)
 
 
-def _ended(launch: Launch, outcome: Outcome, reason: str) -> ExecutorEnded:
-    return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
+def _ended(launch: Launch, outcome: Outcome, reason: str, error: str = "") -> ExecutorEnded:
+    return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason, error=error)

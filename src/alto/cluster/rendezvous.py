@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+__all__ = ["FOLDER", "Rendezvous", "remove_rendezvous"]
 
-__all__ = ["Rendezvous"]
+FOLDER = "ALTO_RENDEZVOUS"
+"""The variable that names the folder; :meth:`alto.executor.Ranks.join` reads it."""
 
-HOST = "127.0.0.1"
+LOOPBACK = "lo"
+"""As Linux calls it in every network namespace. All ranks of an executor are on one machine."""
 
 
 class Rendezvous:
-    """A store of PyTorch's, there for as long as this object is.
+    """A folder that only this user can enter, for the store in which ranks exchange addresses and a secret.
 
-    Whoever watches an executor opens it, and its ranks are told where: a port that was only chosen here and opened
-    there could be somebody else's by then.
+    A store on a port would answer whoever reaches it. Whoever watches an executor makes the folder; it is removed when
+    the executor has ended, by either side.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be made.
     """
 
     def __init__(self) -> None:
-        try:
-            self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        except DistError as error:
-            raise OSError(f"no port for the ranks of an executor to meet at: {error}") from error
+        self._folder = tempfile.mkdtemp(prefix="alto-ranks-")  # mode 0700
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Environment variables by which ``torch.distributed.init_process_group`` finds it."""
+        """Environment variables of the ranks: the folder, and the only interface on which libraries may listen."""
         return {
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # or the first rank would open one of its own at that port
+            FOLDER: self._folder,
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
+            "NCCL_SOCKET_IFNAME": f"={LOOPBACK}",
+            "NCCL_RAS_ENABLE": "0",  # a status service for whoever connects
         }
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._remove()
+
+
+def remove_rendezvous() -> None:
+    """Remove the folder of the executor that this process is the first rank of."""
+    if os.environ.get(FOLDER):
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)

@@ -1,6 +1,6 @@
 """Makes schedules in a process of its own, so that a solver that crashes or hangs takes nothing with it.
 
-``python -m alto.cluster.solver``: pickled calls of :func:`schedule_tasks` on stdin, the outcome of each on stdout,
+``python -m alto.cluster.solver``: calls of :func:`schedule_tasks` on stdin, the outcome of each on stdout, as JSON,
 until stdin ends. Loading the solver takes a second or more, so the process is kept: a queue asks for many plans.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Self
 
+from alto.cluster.entry import error_class
+from alto.cluster.solver_messages import ANSWERS, CALLS, Answer, Call, decoded, encoded
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks
@@ -57,20 +58,15 @@ class GuardedSolver:
         """
         if self._method in LIST_METHODS or not problem.pending:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
-        call = {
-            "problem": problem,
-            "method": self._method,
-            "time_limit_s": min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem))),
-            "hint": hint,
-            "gap": self._gap,
-        }
+        limit_s = min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem)))
+        call = Call(problem=problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=self._gap)
         if self._process is None:
             self._process = _Process()
         try:
-            outcome = self._process.ask(call, timeout_s=self._time_limit_s + self._grace_s)
+            answer = self._process.ask(call, timeout_s=limit_s + self._grace_s)
         except TimeoutError:
             self.close()
-            return self._fallback(problem, f"the solver did not answer within {self._time_limit_s:g} s and was killed")
+            return self._fallback(problem, f"the solver did not answer within {limit_s:g} s and was killed")
         except (EOFError, OSError):
             code = self._process.end()
             self._process = None
@@ -78,12 +74,13 @@ class GuardedSolver:
         except BaseException:
             self.close()  # or its answer would be taken for that of the next call
             raise
-        if isinstance(outcome, UnsupportedError):
-            return self._fallback(problem, str(outcome))
-        if isinstance(outcome, AltoError):
-            raise outcome
-        assert isinstance(outcome, Schedule)
-        return outcome
+        failure = error_class(answer.error)
+        if failure is UnsupportedError:
+            return self._fallback(problem, answer.message)
+        if failure is not None:
+            raise failure(answer.message)
+        assert answer.schedule is not None
+        return answer.schedule
 
     def close(self) -> None:
         """End its process; a call after that begins another."""
@@ -125,13 +122,12 @@ class _Process:
         self._popen.stdin.close()
         self._popen.stdout.close()
 
-    def ask(self, call: dict[str, Any], *, timeout_s: float) -> object:
+    def ask(self, call: Call, *, timeout_s: float) -> Answer:
         """What comes of ``call``; raises TimeoutError, or EOFError or OSError where the process is gone."""
-        self._calls.send_bytes(pickle.dumps(call))
+        self._calls.send_bytes(encoded(CALLS, call))
         if not self._outcomes.poll(timeout_s):
             raise TimeoutError
-        outcome: object = pickle.loads(self._outcomes.recv_bytes())
-        return outcome
+        return decoded(ANSWERS, self._outcomes.recv_bytes())
 
     def kill(self) -> None:
         self._popen.kill()
@@ -149,14 +145,17 @@ def _serve() -> None:
     os.dup2(2, 1)  # whatever else is printed does not get into an answer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            outcomes.send_bytes(pickle.dumps(_answer(pickle.loads(calls.recv_bytes()))))
+            outcomes.send_bytes(encoded(ANSWERS, _answer(decoded(CALLS, calls.recv_bytes()))))
 
 
-def _answer(call: dict[str, Any]) -> Schedule | AltoError:
+def _answer(call: Call) -> Answer:
     try:
-        return schedule_tasks(call.pop("problem"), **call)
+        schedule = schedule_tasks(
+            call.problem, method=call.method, time_limit_s=call.time_limit_s, hint=call.hint, gap=call.gap
+        )
     except AltoError as error:
-        return error
+        return Answer(error=type(error).__name__, message=str(error))
+    return Answer(schedule=schedule)
 
 
 if __name__ == "__main__":

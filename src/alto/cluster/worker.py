@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
 from alto.cluster.base import Outcome
 from alto.cluster.crew import Crew
 from alto.cluster.entry import ending_of, load_entry
 from alto.cluster.processes import HELD_SIGNALS, kill_session
-from alto.errors import RunBusyError
+from alto.cluster.rendezvous import remove_rendezvous
+from alto.errors import RunBusyError, RunWriteError
 from alto.runs import RunDir, writing
 
 __all__ = ["main"]
@@ -79,23 +80,32 @@ def main() -> None:
     arguments = parser.parse_args()
     attempt = AttemptDir(arguments.attempt_dir)
     pulse = Pulse(attempt)
-    _redirect_output(attempt)
-    threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
     has_ended = threading.Lock()
 
     def end(ending: Ending) -> None:
         """Whoever comes first, the work or the death of a rank, says how it ended."""
         has_ended.acquire()
+        is_written = False
         try:
-            attempt.tell_ending(ending)
+            with contextlib.suppress(RunWriteError):  # the exit code says it, then
+                attempt.tell_ending(ending)
+                is_written = True
         finally:
             _leave_nobody_behind()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         # All is said and saved: no library's thread or exit handler may keep the devices.
-        os._exit(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
+        os._exit(exit_code_of(ending, is_written=is_written))
 
+    redirected = ending_of(lambda: _redirect_output(attempt))
+    if redirected.outcome is not Outcome.FINISHED:
+        end(redirected)
+    threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
     crew = Crew(attempt, arguments.entry, int(os.environ["WORLD_SIZE"]), on_death=end)
+    started = ending_of(crew.start)
+    if started.outcome is not Outcome.FINISHED:
+        end(started)
     end(crew.verdict(ending_of(lambda: _work(attempt.run_dir, arguments.entry, pulse))))
 
 
@@ -108,12 +118,12 @@ def _redirect_output(attempt: AttemptDir) -> None:
             os.close(opened)
 
 
-def _work(run_dir: Path, entry: str, pulse: Pulse) -> None:
+def _work(run_dir: Path, entry: str, pulse: Pulse) -> str | None:
     with _listening(pulse):
         work = load_entry(entry)
         _wait_until_free(RunDir(run_dir))
         pulse.beat()
-        work(str(run_dir), pulse.is_interrupted)
+        return work(str(run_dir), pulse.is_interrupted)
 
 
 def _wait_until_free(run: RunDir) -> None:
@@ -155,6 +165,7 @@ def _outlive(controller: int, grace_s: float) -> None:
 def _leave_nobody_behind() -> None:
     while not kill_session(os.getpid(), spare=os.getpid()):
         time.sleep(0.01)
+    remove_rendezvous()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """From files to padding-free batches."""
 
 from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
-from alto.data.conversation import Conversation, Message, Pair
-from alto.data.dataset import IGNORED, EncodedDataset, Span, digest_of
+from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
+from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
@@ -12,6 +12,7 @@ from alto.data.task_data import HeldoutRows, TaskData, TaskRows, encode_rows, re
 __all__ = [
     "IGNORED",
     "Conversation",
+    "ConversationWithTools",
     "DataOrder",
     "EncodedDataset",
     "EncodedRow",
@@ -23,6 +24,7 @@ __all__ = [
     "TaskData",
     "TaskRows",
     "TokenBatch",
+    "Unread",
     "collate",
     "digest_of",
     "encode_conversation",

@@ -41,7 +41,7 @@ class _ArrowRows(Sequence[RawRow]):
             raise IndexError(index)
         where = f"{self._name}: row {index + 1}"
         try:
-            return RawRow(where, self._row(index))
+            return RawRow(where, {name: _without_nulls(value) for name, value in self._row(index).items()})
         except UnicodeDecodeError as error:
             raise DataFormatError(f"{where}: expected UTF-8 text, found {error}; write it anew") from None
         except (ValueError, OverflowError) as error:  # a date beyond the year 9999, a time zone that nobody knows
@@ -49,6 +49,13 @@ class _ArrowRows(Sequence[RawRow]):
                 f"{where}: expected values that Python can hold, found one that it cannot ({quoted(str(error))}); "
                 "leave its column out"
             ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without keys that hold null: all objects of an Arrow column have the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_parquet(path: Path) -> Sequence[RawRow]:

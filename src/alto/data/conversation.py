@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, overload
 
-__all__ = ["Conversation", "Message", "Pair", "Row"]
+__all__ = ["REASONING_KEYS", "Conversation", "ConversationWithTools", "Message", "Pair", "Row"]
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which its reasoning is given; transformers hands each to the template under the first too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,21 +18,75 @@ class Message:
     """One turn.
 
     Attributes:
-        role: ``system``, ``user`` or ``assistant``; ``text`` for a row that is plain text, trained whole.
+        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``; ``text`` for a row that is plain text,
+            trained whole.
         is_context: Whether a turn of the assistant is only shown to the model, not trained.
+        extras: Every other key that the chat template is given, as the text of a JSON object: ``tool_calls``,
+            ``reasoning_content``, ``name``, …; ``content`` among them is null where the row has none. Empty where there
+            are none.
     """
 
     role: str
     content: str
     is_context: bool = False
+    extras: str = ""
 
     @property
     def is_trained(self) -> bool:
         return self.role == "text" or (self.role == "assistant" and not self.is_context)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing: no text, no reasoning and no call of a tool."""
+        spoken = ("tool_calls", *REASONING_KEYS)
+        return not self.content.strip() and not any(self.other_keys().get(key) for key in spoken)
+
+    def other_keys(self) -> dict[str, Any]:
+        """What :attr:`extras` holds, by key."""
+        keys: dict[str, Any] = json.loads(self.extras) if self.extras else {}
+        return keys
+
 
 Conversation = tuple[Message, ...]
 """Turns in order."""
+
+
+class ConversationWithTools(Conversation):
+    """Turns in order, with what the chat template is given beside them.
+
+    Attributes:
+        template_arguments: The text of a JSON object: ``tools``, and what the row's ``chat_template_kwargs`` holds.
+    """
+
+    template_arguments: str
+
+    def __new__(cls, turns: Iterable[Message], template_arguments: str) -> ConversationWithTools:
+        made = super().__new__(cls, turns)
+        made.template_arguments = template_arguments
+        return made
+
+    def __getnewargs__(self) -> tuple[Conversation, str]:
+        return tuple(self), self.template_arguments
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Message: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> ConversationWithTools: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Message | ConversationWithTools:
+        if isinstance(index, slice):
+            return ConversationWithTools(super().__getitem__(index), self.template_arguments)
+        return super().__getitem__(index)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.template_arguments == getattr(other, "template_arguments", "")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.template_arguments))
 
 
 @dataclass(frozen=True, slots=True)

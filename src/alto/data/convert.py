@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import Conversation, Message, Pair
+from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
 from alto.data.formats import Layout
+from alto.data.messages import read_message, read_template_options, read_tools
 from alto.data.rows import RawRow, quoted
 from alto.errors import DataFormatError
 
 __all__ = ["to_conversation", "to_pair"]
-
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-_SHAREGPT_ROLES = {**_ROLES, "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
@@ -24,7 +23,7 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
         DataFormatError: A column does not hold what the form says; names file and line.
     """
     fields = _Fields(row, layout)
-    return _with_system(_CONVERTERS[layout.form](fields), fields)
+    return _completed(_CONVERTERS[layout.form](fields), fields)
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
@@ -36,7 +35,7 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
     """
     fields = _Fields(row, layout)
     talks = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
-    chosen, rejected = (_with_system(turns, fields) for turns in talks)
+    chosen, rejected = (_completed(turns, fields) for turns in talks)
     return Pair(chosen=chosen, rejected=rejected)
 
 
@@ -85,26 +84,29 @@ class _Fields:
         """``value``, which stands in the column of ``role``, as a list of messages."""
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
-        return [self._turn(message, is_sharegpt=is_sharegpt) for message in value]
+        return [read_message(message, is_sharegpt=is_sharegpt, wrong=self.wrong) for message in value]
 
     def wrong(self, expected: str, value: object) -> DataFormatError:
         return DataFormatError(f"{self.row.where}: expected {expected}, found {quoted(value)}; correct the row")
 
-    def _turn(self, message: Any, *, is_sharegpt: bool) -> Message:
-        speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
-        name = message.get(speaker) if isinstance(message, Mapping) else None
-        role = roles.get(name) if isinstance(name, str) else None
-        if role is None or not isinstance(message.get(says), str):
-            raise self.wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
-        # OpenAI's form: a weight of 0 shows a turn without training it.
-        return Message(role, self.checked(message[says], says), is_context=message.get("weight") == 0)
 
-
-def _with_system(turns: list[Message], fields: _Fields) -> Conversation:
-    if fields.layout.column("system") is not None and turns[0].role != "system":
+def _completed(turns: list[Message], fields: _Fields) -> Conversation:
+    """``turns`` behind the text of the system column, with what the chat template is given beside them."""
+    if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
-    return tuple(turns)
+    arguments = _template_arguments(fields)
+    return ConversationWithTools(turns, json.dumps(arguments, ensure_ascii=False)) if arguments else tuple(turns)
+
+
+def _template_arguments(fields: _Fields) -> dict[str, Any]:
+    tools = fields.get("tools")
+    if fields.layout.form == "openai_preference":
+        given = fields.get("input")
+        tools = given.get("tools") if isinstance(given, Mapping) else None
+    tools = read_tools(tools, fields.get("functions"), fields.wrong)
+    options = read_template_options(fields.get("chat_template_kwargs"), fields.wrong)
+    return {**({"tools": tools} if tools else {}), **options}
 
 
 def _messages(fields: _Fields) -> list[Message]:
@@ -135,8 +137,8 @@ def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Messa
     return [*_as_context(prompt), *reply]
 
 
-def _said(turns: Sequence[Message]) -> list[tuple[str, str]]:
-    return [(turn.role, turn.content) for turn in turns]
+def _said(turns: Sequence[Message]) -> list[tuple[str, str, str]]:
+    return [(turn.role, turn.content, turn.extras) for turn in turns]
 
 
 def _as_context(turns: Sequence[Message]) -> list[Message]:
@@ -190,8 +192,6 @@ def _preference(fields: _Fields) -> _Talks:
 
 def _openai_preference(fields: _Fields) -> _Talks:
     given = fields.get("input")
-    if isinstance(given, Mapping) and given.get("tools"):
-        raise fields.wrong("an input without tools, which are not supported", given["tools"])
     prompt = fields.turns(given.get("messages") if isinstance(given, Mapping) else given, "input")
     return _behind(prompt, "preferred_output", fields), _behind(prompt, "non_preferred_output", fields)
 

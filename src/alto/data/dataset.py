@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["IGNORED", "EncodedDataset", "Span", "digest_of"]
+__all__ = ["IGNORED", "EncodedDataset", "Span", "Unread", "digest_of"]
 
 IGNORED = -100
 """The target of a position that has nothing to predict."""
@@ -21,6 +21,20 @@ class Span:
 
     length: int
     prefix: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """Something in the conversations of a split without which the chat template writes the same.
+
+    Attributes:
+        what: A key of messages; ``row: tools`` for what stands beside them; ``role: tool`` for the turns of a role.
+        count, total: In how many places it is not read, and in how many it stands.
+    """
+
+    what: str
+    count: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,8 @@ class EncodedDataset:
         num_masked: Those of them in which nothing was to be trained, however long; of a pair, in one of its replies.
         num_unrolled: Conversations that became a row for every reply.
         num_alike: Pairs left out because both replies have the same tokens.
+        num_shortened: Trained replies of which the chat template leaves words out.
+        unread: What stands in the conversations and is not read.
         spans: The sequences of every row; by default one each.
         references: ``[rows, 2]`` float64, nats: what the frozen base gives the chosen and the rejected reply of every
             pair; None until somebody has asked it.
@@ -52,6 +68,8 @@ class EncodedDataset:
     num_masked: int = 0
     num_unrolled: int = 0
     num_alike: int = 0
+    num_shortened: int = 0
+    unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     references: Tensor | None = None
     num_trained: tuple[int, ...] = field(init=False)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from alto.data.conversation import Conversation, Message
-from alto.data.dataset import IGNORED, EncodedDataset
+from alto.data.dataset import IGNORED, EncodedDataset, Unread
+from alto.data.limits import check_token_ids, row_limit
+from alto.data.rows import quoted
+from alto.data.template import ChatTemplate, given_keys, without_key
 from alto.errors import DataError
+from alto.records import ModelLimits
 
 __all__ = [
     "EncodedRow",
+    "Encoder",
     "closing_text",
     "encode_conversation",
     "encode_dataset",
@@ -32,38 +40,51 @@ class EncodedRow:
     is_trained: tuple[bool, ...]
 
 
-def encode_dataset(conversations: Sequence[Conversation], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
-    """Tokenise ``conversations``, cutting each at ``max_length`` tokens.
+def encode_dataset(
+    conversations: Sequence[Conversation],
+    tokenizer: Any,
+    max_length: int,
+    what: str,
+    *,
+    limits: ModelLimits | None = None,
+) -> EncodedDataset:
+    """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
         what: Name of the split for messages, e.g. ``"training"``.
+        limits: Those of the model; None where it sets none.
 
     Raises:
         DataError: No row has a trained token left, or no row of talk is left whole: the model would never see the end
-            of a reply.
+            of a reply. Or as :func:`encode_conversation`.
+        ModelError: The model has no embedding of a token.
     """
+    limits = limits or ModelLimits()
+    limit = row_limit(max_length, limits)
+    encoder = Encoder(tokenizer)
     input_ids, targets = [], []
     num_rows = num_truncated = num_masked = num_unrolled = 0
     for conversation in conversations:
-        rows = encode_conversation(conversation, tokenizer) or [EncodedRow((), ())]
+        rows = encoder.rows(conversation) or [EncodedRow((), ())]
         num_unrolled += len(rows) > 1
         for row in rows:
             num_rows += 1
-            num_truncated += len(row.input_ids) > max_length
+            check_token_ids(row.input_ids, limits, tokenizer, f"example {num_rows} of the {what} data")
+            num_truncated += len(row.input_ids) > limit.num_tokens
             num_masked += not any(row.is_trained[1:])
-            ids, sought = ids_and_targets(row, max_length)
+            ids, sought = ids_and_targets(row, limit.num_tokens)
             if (sought != IGNORED).any():
                 input_ids.append(ids)
                 targets.append(sought)
     if not input_ids:
         raise DataError(
             f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
-            f"max_length {max_length}; raise max_length or check that completions are not empty"
+            f"{limit.name}; {limit.remedy} or check that completions are not empty"
         )
     if num_truncated == num_rows and not any(message.role == "text" for message in conversations[0]):
         raise DataError(
-            f"expected rows of the {what} data to fit into max_length {max_length}, found all {num_rows} longer, so "
-            "that the end of a reply would never be learned; raise max_length"
+            f"expected rows of the {what} data to fit into {limit.name}, found all {num_rows} longer, so "
+            f"that the end of a reply would never be learned; {limit.remedy}"
         )
     return EncodedDataset(
         input_ids=tuple(input_ids),
@@ -72,6 +93,8 @@ def encode_dataset(conversations: Sequence[Conversation], tokenizer: Any, max_le
         num_skipped=num_rows - len(input_ids),
         num_masked=num_masked,
         num_unrolled=num_unrolled,
+        num_shortened=encoder.num_shortened,
+        unread=encoder.unread,
     )
 
 
@@ -87,8 +110,12 @@ def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
 def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
 
-    A trained turn is trained from its first token through the token that ends it; what follows the last such turn is
-    left out. A row always ends with the EOS token, where there is one.
+    Which tokens of a trained turn are trained is what the template says with ``{% generation %}``, as in TRL's
+    ``assistant_only_loss``. Where it says nothing, they begin where the tokens of the turns so far with the opening of
+    a reply, and those of the same turns with the reply, differ first (TRL's ``completion_only_loss``): a token that
+    merges the end of the opening with the reply's beginning is trained. They go through the token that ends the turn,
+    which is the next turn's opening where the template writes no end (GLM). What follows the last trained turn is left
+    out. A row always ends with the EOS token, where there is one.
 
     Returns:
         One row; none where nothing is to be trained; and where the template rewrites earlier turns when another is
@@ -96,28 +123,14 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[Enco
         is shown them when it writes that turn.
 
     Raises:
-        DataError: The template refuses the turns, or rewrites what stands before a reply, so that the reply's tokens
-            cannot be told apart.
+        DataError: The template refuses the turns, does not show the call that is all of a reply, or rewrites what
+            stands before a reply, so that the reply's tokens cannot be told apart.
     """
-    trained = [position for position, message in enumerate(conversation) if message.is_trained]
-    if not trained:
-        return []
-    conversation = conversation[: trained[-1] + 1]
-    if conversation[0].role == "text" or not getattr(tokenizer, "chat_template", None):
-        return [_ended(*_encode_plainly(conversation, tokenizer), tokenizer)]
-    text = _render(tokenizer, conversation, open_turn=False)
-    replies = [_reply(tokenizer, conversation, position) for position in trained]
-    if all(text.startswith(through) for _, through in replies):
-        spans = [(len(before), len(through)) for before, through in replies]
-        return [_ended(*_encode_text(text, spans, tokenizer), tokenizer)]
-    return [
-        _ended(*_encode_text(through, [(len(before), len(through))], tokenizer), tokenizer)
-        for before, through in replies
-    ]
+    return Encoder(tokenizer).rows(conversation)
 
 
 def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
-    """Token ids of ``turns`` and of the opening of a reply: what :func:`encode_conversation` puts before that reply.
+    """Token ids of ``turns`` and of the opening of a reply: what the model is shown before it writes that reply.
 
     Raises:
         DataError: There is no turn, or the chat template refuses the turns.
@@ -126,62 +139,224 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
         raise DataError("expected a turn before the assistant's reply, found the reply alone: there is no question")
     if not getattr(tokenizer, "chat_template", None):
         return _encode_plainly(turns, tokenizer)[0]
-    return _encode_text(_render(tokenizer, turns, open_turn=True), (), tokenizer)[0]
+    return _ids_of(ChatTemplate(tokenizer).text(turns, open_turn=True), tokenizer)
 
 
 def closing_text(tokenizer: Any) -> str:
     """What the chat template writes behind a reply, without blanks; empty where it writes nothing."""
     reply = "a reply"
     turns = (Message("user", "a question"), Message("assistant", reply))
-    return _render(tokenizer, turns, open_turn=False).rpartition(reply)[2].strip()
+    return ChatTemplate(tokenizer).text(turns, open_turn=False).rpartition(reply)[2].strip()
 
 
-def _ended(ids: list[int], trained: list[bool], tokenizer: Any) -> EncodedRow:
-    eos = tokenizer.eos_token_id
-    # Some templates put a newline after the token that ends a turn.
-    if eos is not None and eos not in ids[-2:]:
-        ids, trained = [*ids, eos], [*trained, True]
-    return EncodedRow(tuple(ids), tuple(trained))
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """One trained turn.
+
+    Attributes:
+        turns: The conversation through it.
+        before: What the model is shown before it writes the turn.
+        through: The same with the turn.
+        stem: ``through`` without the EOS token that a template puts behind the last turn of all (Phi-3).
+        is_apart: Whether the template leaves what stands before the turn as it is when the turn is added; the opening
+            of a reply may change (R1 opens a thought that a finished reply does not have).
+    """
+
+    turns: Conversation
+    before: str
+    through: str
+    stem: str
+    is_apart: bool
+
+    @property
+    def written(self) -> str:
+        """What the template writes of the turn behind the opening of a reply."""
+        is_prefix = self.through.startswith(self.before)
+        return self.through[len(self.before) if is_prefix else _num_shared(self.before, self.through) :]
 
 
-def _reply(tokenizer: Any, conversation: Conversation, position: int) -> tuple[str, str]:
-    """What the model is shown before it writes turn ``position``, and the same with that turn."""
-    before = _render_before(tokenizer, conversation, position)
-    through = _render(tokenizer, conversation[: position + 1], open_turn=False)
-    if not through.startswith(before):
-        raise DataError(
-            "expected the chat template to leave what stands before a reply as it is when the reply is added, found "
-            "that it rewrites it; set another chat template on the tokenizer"
+class Encoder:
+    """Encodes the conversations of one split, and counts what the chat template did not show of them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.num_shortened = 0
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
+        self._given: Counter[str] = Counter()
+        self._unread: Counter[str] = Counter()
+
+    @property
+    def unread(self) -> tuple[Unread, ...]:
+        """What stood in the conversations so far and changed nothing of what the template wrote."""
+        return tuple(
+            Unread(what=name, count=self._unread[name], total=total)
+            for name, total in self._given.items()
+            if self._unread[name]
         )
-    return before, through
+
+    def rows(self, conversation: Conversation) -> list[EncodedRow]:
+        """As :func:`encode_conversation`."""
+        trained = [position for position, message in enumerate(conversation) if message.is_trained]
+        if not trained:
+            return []
+        conversation = conversation[: trained[-1] + 1]
+        template = self._template
+        if template is None or conversation[0].role == "text":
+            self._count_unread(conversation, [])
+            return [self._ended(*_encode_plainly(conversation, self._tokenizer))]
+        text = template.text(conversation, open_turn=False)
+        replies = [self._reply(template, conversation, position) for position in trained]
+        self.num_shortened += sum(_is_shortened(reply) for reply in replies)
+        is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
+        is_marked = template.is_marked(conversation) and self._is_fast
+        is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
+        is_apart = all(reply.is_apart for reply in replies)
+        if is_marked and is_all_trained and (is_one_row or not is_apart):
+            self._count_unread(conversation, [(conversation, text)])
+            return [self._ended(*template.marked_tokens(conversation))]
+        if not is_apart:
+            raise DataError(
+                "expected the chat template to leave what stands before a reply as it is when the reply is added, "
+                "found that it rewrites it; set another chat template on the tokenizer"
+            )
+        parts = [(conversation, text, replies)] if is_one_row else [(one.turns, one.through, [one]) for one in replies]
+        self._count_unread(conversation, [(turns, shown) for turns, shown, _ in parts])
+        rows = []
+        for turns, shown, of_row in parts:
+            ids, mask = self._masked(shown, of_row)
+            if is_marked:
+                marks = template.marked_tokens(turns)[1]
+                mask = [on and mark for on, mark in zip(mask, marks, strict=True)]
+            rows.append(self._ended(ids, mask))
+        return rows
+
+    def _reply(self, template: ChatTemplate, conversation: Conversation, position: int) -> _Reply:
+        turns = conversation[: position + 1]
+        through = template.text(turns, open_turn=False)
+        if position:
+            before = template.text(conversation[:position], open_turn=True)
+        else:
+            # Templates refuse an empty conversation, so the opening of a turn is read off behind the first turn.
+            before = template.text(turns, open_turn=True).removeprefix(through)
+        stem = self._without_eos(through) if self._ends_before_eos else through
+        is_apart = through.startswith(before)
+        if not is_apart and position:
+            closed = self._without_eos(template.text(conversation[:position], open_turn=False))
+            is_apart = before.startswith(closed) and through.startswith(closed)
+        return _Reply(turns, before, through, stem, is_apart)
+
+    def _masked(self, text: str, replies: Sequence[_Reply]) -> tuple[list[int], list[bool]]:
+        """Tokens of ``text``, and whether each is part of one of ``replies``, which stand in it in order."""
+        ids, starts = self._tokens(text)
+        mask = [False] * len(ids)
+        last_stop = 0
+        for reply in replies:
+            begin = max(last_stop, _num_shared(_ids_of(reply.before, self._tokenizer), ids))
+            is_last = reply is replies[-1]
+            if is_last:
+                stop = len(ids)
+            elif starts is None:
+                stop = _num_shared(_ids_of(reply.stem, self._tokenizer), ids)
+            else:
+                stop = bisect_left(starts, len(reply.through if text.startswith(reply.through) else reply.stem))
+            mask[begin:stop] = [True] * len(ids[begin:stop])
+            if not is_last and not self._ends_turns and ids[stop] in self._added_tokens:
+                mask[stop] = True
+                stop += 1
+            last_stop = stop
+        return ids, mask
+
+    def _tokens(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Token ids of ``text``, and the place of each one's first character; None where the tokenizer is slow."""
+        if not self._is_fast:
+            return _ids_of(text, self._tokenizer), None
+        # Not verbose: the tokenizer would warn of rows beyond the model's length before they are cut.
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), [first for first, _ in encoded["offset_mapping"]]
+
+    @cached_property
+    def _is_fast(self) -> bool:
+        return bool(getattr(self._tokenizer, "is_fast", False))
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether the template writes something behind a reply; GLM's next turn is the end of the one before."""
+        return self._closing != ""
+
+    @cached_property
+    def _ends_before_eos(self) -> bool:
+        """Whether an EOS token that the template writes last stands behind the end of the last turn."""
+        return self._closing is not None and bool(self._without_eos(self._closing).strip())
+
+    @cached_property
+    def _closing(self) -> str | None:
+        """What the template writes behind a reply; None where it does not take a question and a reply alone."""
+        try:
+            return closing_text(self._tokenizer)
+        except DataError:
+            return None
+
+    @cached_property
+    def _added_tokens(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_added_vocab().values())
+
+    def _without_eos(self, text: str) -> str:
+        eos = self._tokenizer.eos_token
+        return text.removesuffix(eos) if eos else text
+
+    def _ended(self, ids: list[int], trained: list[bool]) -> EncodedRow:
+        eos = self._tokenizer.eos_token_id
+        # Some templates put a newline after the token that ends a turn.
+        if eos is not None and eos not in ids[-2:]:
+            ids, trained = [*ids, eos], [*trained, True]
+        return EncodedRow(tuple(ids), tuple(trained))
+
+    def _count_unread(self, conversation: Conversation, shown: Sequence[tuple[Conversation, str]]) -> None:
+        """Count what of ``conversation`` the template does not read: without it, all of ``shown`` stays the same.
+
+        Args:
+            shown: The turns of every row, with what the template makes of them; empty without a template.
+
+        Raises:
+            DataError: It does not read the calls that are all of a reply: only the reply's end would be trained.
+        """
+        for name, count in given_keys(conversation).items():
+            self._given[name] += count
+            if all(self._shows(without_key(turns, name)) == text for turns, text in shown):
+                self._unread[name] += count
+                calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
+                bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
+                if bare is not None:
+                    raise DataError(
+                        "expected a chat template that shows calls of tools, found one (or none) that leaves out "
+                        f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
+                        "be trained; use a base model that calls tools, or leave such rows out"
+                    )
+
+    def _shows(self, conversation: Conversation) -> str | None:
+        assert self._template is not None
+        try:
+            return self._template.text(conversation, open_turn=False)
+        except DataError:
+            return None
 
 
-def _encode_text(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    # Not verbose: the tokenizer would warn of rows beyond the model's length before they are cut.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    trained = [any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), trained
+def _is_shortened(reply: _Reply) -> bool:
+    """Whether words of the reply are missing in what the template writes; blanks may differ."""
+    return _squeezed(reply.turns[-1].content) not in _squeezed(reply.written)
 
 
-def _render_before(tokenizer: Any, conversation: Conversation, position: int) -> str:
-    """What the model is shown before it writes turn ``position``."""
-    if position:
-        return _render(tokenizer, conversation[:position], open_turn=True)
-    # Templates refuse an empty conversation, so the opening of a turn is read off behind the first turn.
-    first = conversation[:1]
-    return _render(tokenizer, first, open_turn=True).removeprefix(_render(tokenizer, first, open_turn=False))
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
-def _render(tokenizer: Any, conversation: Conversation, *, open_turn: bool) -> str:
-    messages = [{"role": message.role, "content": message.content} for message in conversation]
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
-    except TemplateError as error:
-        raise DataError(
-            f"expected turns that the model's chat template takes, found {', '.join(m.role for m in conversation)} "
-            f"({error}); change the rows, or set another chat template on the tokenizer"
-        ) from error
-    return text
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _ids_of(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _encode_plainly(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:

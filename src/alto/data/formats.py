@@ -3,8 +3,9 @@
 ============================  ================================================================================
 form                          columns (optional ones in brackets)
 ============================  ================================================================================
-``messages``                  ``messages`` or ``conversations``: a list of ``{role, content}``; [``system``]
-``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``]
+``messages``                  ``messages`` or ``conversations``: a list of ``{role, content}``, where a message of the
+                              assistant may have ``tool_calls`` instead of content; [``system``, and see below]
+``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``, and see below]
 ``prompt_completion``         ``prompt`` and ``completion`` or ``response``, or ``question`` and ``answer``, each a
                               text or messages; [``system``]
 ``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
@@ -14,6 +15,9 @@ form                          columns (optional ones in brackets)
                               messages may begin with themselves; [``system``]
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ============================  ================================================================================
+
+All but ``text`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or ``functions``,
+the older name of them, and ``chat_template_kwargs``: what the chat template is given beside the turns.
 """
 
 from __future__ import annotations
@@ -52,12 +56,14 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
 )
 """Every way to write a form: its roles, and the columns that play them where the task does not say otherwise."""
 
+_BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs")
+
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "messages": ("system",),
-    "prompt_completion": ("system",),
-    "alpaca": ("input", "system", "history"),
+    "messages": ("system", *_BESIDE_TURNS),
+    "prompt_completion": ("system", *_BESIDE_TURNS),
+    "alpaca": ("input", "system", "history", *_BESIDE_TURNS),
     "text": (),
-    "preference": ("prompt", "input", "system"),
+    "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
     "openai_preference": (),
 }
 
@@ -184,7 +190,8 @@ def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Co
     usual: Mapping[str, str] = {role: role for role in roles}
     if layout.form == "preference":
         ways = () if "prompt" in columns else _PROMPTS
-        usual = {"system": "system", **next((way for way in ways if free.issuperset(way.values())), {})}
+        prompt = next((way for way in ways if free.issuperset(way.values())), {})
+        usual = {**{role: role for role in ("system", *_BESIDE_TURNS)}, **prompt}
     found = {**{role: column for role, column in usual.items() if column in free}, **columns}
     return tuple((role, found[role]) for role in roles if role in found)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alto.data.conversation import Conversation, Pair, Row
-from alto.data.dataset import EncodedDataset
+from alto.data.dataset import EncodedDataset, Unread
 from alto.data.encode import closing_text
+from alto.data.limits import RowLimit
 from alto.data.rows import quoted
+from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
-__all__ = ["encoding_notes", "reading_notes", "tokenizer_notes"]
+__all__ = ["encoding_notes", "reading_notes", "tokenizer_notes", "unread_notes"]
 
 FEW_ROWS = 10
 """Validation rows below which their loss is mostly chance."""
@@ -34,13 +36,36 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
             "than chance; raise validation_split or name a validation_dataset."
         )
     talks = [row for row in train if not isinstance(row, Pair)]
-    num_empty = sum(any(turn.is_trained and not turn.content.strip() for turn in talk) for talk in talks)
+    num_empty = sum(any(turn.is_trained and turn.is_empty for turn in talk) for talk in talks)
     if num_empty:
         notes.append(
             f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to say "
             "nothing."
         )
     return notes
+
+
+def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread]) -> list[str]:
+    """On what stands in the rows and has no part in training."""
+    notes = []
+    if columns:
+        listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
+        notes.append(f"Columns that nothing reads: {listed}; say what one is with columns if it should be read.")
+    if unread:
+        notes.append(f"Parts of conversations that the chat template does not show: {', '.join(map(_unread, unread))}.")
+    return notes
+
+
+def _unread(unread: Unread) -> str:
+    kind, _, of_kind = unread.what.partition(": ")
+    of = f"{unread.count:,} of {unread.total:,}"
+    if unread.what == PARALLEL_CALLS:
+        return f"all calls but the first of a turn (of {of} turns with several)"
+    if kind == "row" and of_kind:
+        return f"{quoted(of_kind)[1:-1]} (of {of} rows)"
+    if kind == "role" and of_kind:
+        return f"what turns of the role {quoted(of_kind)[1:-1]} say ({of} turns)"
+    return f"{quoted(unread.what)[1:-1]} (of {of} messages)"
 
 
 def tokenizer_notes(tokenizer: Any, talks: Sequence[Conversation]) -> list[str]:
@@ -71,7 +96,7 @@ def tokenizer_notes(tokenizer: Any, talks: Sequence[Conversation]) -> list[str]:
     return notes
 
 
-def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[str]:
+def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[str]:
     """On what tokenising cut or left out of the ``what`` data."""
     notes = []
     total = len(dataset) + dataset.num_skipped
@@ -83,18 +108,22 @@ def encoding_notes(dataset: EncodedDataset, what: str, max_length: int) -> list[
         )
     if dataset.num_truncated:
         share = dataset.num_truncated / total
-        advice = "; raise max_length" if share > MUCH_CUT else ""
+        advice = f"; {limit.remedy}" if share > MUCH_CUT else ""
+        notes.append(f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at {limit.name}{advice}.")
+    if dataset.num_shortened:
+        replies = "reply" if dataset.num_shortened == 1 else "replies"
         notes.append(
-            f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at max_length {max_length}{advice}."
+            f"{dataset.num_shortened:,} trained {replies} of the {what} data shortened: the chat template leaves words "
+            "out (thoughts, for instance), and these are not trained."
         )
     num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
     reasons: tuple[tuple[int, str], ...] = (
-        (num_cut_off, f"no trained token within max_length {max_length}"),
+        (num_cut_off, f"no trained token within {limit.name}"),
         (dataset.num_masked, "nothing in them is to be trained"),
     )
     if dataset.is_paired:
         reasons = (
-            (num_cut_off, f"no part in which the replies differ is within max_length {max_length}"),
+            (num_cut_off, f"no part in which the replies differ is within {limit.name}"),
             (dataset.num_masked, "a reply is empty, or only shown"),
             (dataset.num_alike, "chosen and rejected are the same"),
         )

@@ -9,41 +9,58 @@ import torch
 
 from alto.data.conversation import Conversation, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span
-from alto.data.encode import EncodedRow, encode_conversation, ids_and_targets
+from alto.data.encode import EncodedRow, Encoder, ids_and_targets
+from alto.data.limits import check_token_ids, row_limit
 from alto.data.rows import quoted
 from alto.errors import DataError
+from alto.records import ModelLimits
 
 __all__ = ["encode_pairs"]
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizer: Any, max_length: int, what: str, *, share_prompts: bool = True
+    pairs: Sequence[Pair],
+    tokenizer: Any,
+    max_length: int,
+    what: str,
+    *,
+    limits: ModelLimits | None = None,
+    share_prompts: bool = True,
 ) -> EncodedDataset:
-    """Tokenise ``pairs``, cutting each talk at ``max_length`` tokens.
+    """Tokenise ``pairs``, cutting each talk at ``max_length`` tokens, or at the model's positions if these are fewer.
 
     A pair is left out and counted where a reply is empty or only shown (it would teach how long to talk, not what to
     say), where both replies have the same tokens, and where nothing in which they differ is left before the cut.
 
     Args:
         what: Name of the split for messages, e.g. ``"training"``.
+        limits: Those of the model; None where it sets none.
         share_prompts: Whether what both talks begin with goes through the model once.
 
     Raises:
         DataError: No pair is left; or after the talks part, one has several replies, which the chat template shows the
             model in different ways.
+        ModelError: The model has no embedding of a token.
     """
+    limits = limits or ModelLimits()
+    limit = row_limit(max_length, limits)
+    encoder = Encoder(tokenizer)
     input_ids, targets, spans = [], [], []
     num_truncated = num_alike = num_masked = 0
-    for pair in pairs:
-        if not all(any(turn.is_trained and turn.content.strip() for turn in talk) for talk in pair.talks):
+    for number, pair in enumerate(pairs, start=1):
+        if not all(any(turn.is_trained and not turn.is_empty for turn in talk) for talk in pair.talks):
             num_masked += 1
             continue
-        rows = [_encode_talk(talk, tokenizer) for talk in pair.talks]
+        rows = [_encode_talk(talk, encoder) for talk in pair.talks]
+        for row in rows:
+            check_token_ids(row.input_ids, limits, tokenizer, f"pair {number} of the {what} data")
         if rows[0].input_ids == rows[1].input_ids:
             num_alike += 1
             continue
-        num_truncated += any(len(row.input_ids) > max_length for row in rows)
-        (chosen, chosen_targets), (rejected, rejected_targets) = (ids_and_targets(row, max_length) for row in rows)
+        num_truncated += any(len(row.input_ids) > limit.num_tokens for row in rows)
+        (chosen, chosen_targets), (rejected, rejected_targets) = (
+            ids_and_targets(row, limit.num_tokens) for row in rows
+        )
         is_cut_off = any(not (sought != IGNORED).any() for sought in (chosen_targets, rejected_targets))
         if is_cut_off or torch.equal(chosen, rejected):
             continue
@@ -54,7 +71,7 @@ def encode_pairs(
     if not input_ids:
         raise DataError(
             f"expected pairs to learn from in the {what} data, found none of {len(pairs)} with two different replies "
-            f"in max_length {max_length}; raise max_length or check that replies differ and are not empty"
+            f"in {limit.name}; {limit.remedy} or check that replies differ and are not empty"
         )
     return EncodedDataset(
         input_ids=tuple(input_ids),
@@ -63,12 +80,14 @@ def encode_pairs(
         num_skipped=len(pairs) - len(input_ids),
         num_masked=num_masked,
         num_alike=num_alike,
+        num_shortened=encoder.num_shortened,
+        unread=encoder.unread,
         spans=tuple(spans),
     )
 
 
-def _encode_talk(talk: Conversation, tokenizer: Any) -> EncodedRow:
-    rows = encode_conversation(talk, tokenizer)
+def _encode_talk(talk: Conversation, encoder: Encoder) -> EncodedRow:
+    rows = encoder.rows(talk)
     if len(rows) > 1:
         raise DataError(
             f"expected one reply where the two talks of a pair part, found {len(rows)} in the one that begins "

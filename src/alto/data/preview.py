@@ -9,7 +9,7 @@ from typing import Any
 
 from alto.data.dataset import EncodedDataset
 from alto.data.task_data import TaskRows
-from alto.records import DataPreview, PreviewExample, Segments
+from alto.records import DataPreview, ModelLimits, PreviewExample, Segments
 from alto.spec import Task
 
 __all__ = ["preview_rows"]
@@ -18,13 +18,15 @@ _Tokens = Sequence[tuple[int, bool]]
 """Token ids, each with whether it is trained."""
 
 
-def preview_rows(rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int) -> DataPreview:
-    """What ``rows`` become under ``tokenizer``, and the first ``num_rows`` training examples.
+def preview_rows(
+    rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int, limits: ModelLimits | None = None
+) -> DataPreview:
+    """What ``rows`` become under ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
 
     Raises:
         DataError: See :meth:`TaskRows.encode`.
     """
-    data = rows.encode(tokenizer)
+    data = rows.encode(tokenizer, limits)
     lengths = data.train.sequence_lengths
     return DataPreview(
         dataset=task.dataset,

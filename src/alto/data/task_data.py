@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from alto.data.conversation import Conversation, Pair, Row
@@ -11,12 +12,14 @@ from alto.data.convert import to_conversation, to_pair
 from alto.data.dataset import EncodedDataset
 from alto.data.encode import encode_dataset
 from alto.data.formats import Layout, find_layout
-from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes
+from alto.data.limits import row_limit
+from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes, unread_notes
 from alto.data.pairs import encode_pairs
 from alto.data.rows import RawRow
 from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
 from alto.errors import DataFormatError
+from alto.records import ModelLimits
 from alto.spec import Task
 from alto.spec.method import learns_from_pairs
 
@@ -74,22 +77,30 @@ class TaskRows:
     Attributes:
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
+        unread_columns: Columns of the dataset that play no role, each with the number of rows that have a value there.
     """
 
     train: list[Row]
     validation: list[Row]
     layout: Layout
     max_length: int
+    unread_columns: Mapping[str, int] = field(default_factory=dict)
 
-    def encode(self, tokenizer: Any) -> TaskData:
+    def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
         """Tokenise both splits.
+
+        Args:
+            limits: Those of the model; None where it sets none.
 
         Raises:
             DataError: See :func:`encode_dataset`, :func:`encode_pairs`; or the tokenizer leaves replies without an end.
+            ModelError: The model has no embedding of a token.
         """
+        limits = limits or ModelLimits()
+        limit = row_limit(self.max_length, limits)
         about_tokenizer = tokenizer_notes(tokenizer, _talks(self.train))
-        train = encode_rows(self.train, tokenizer, self.max_length, "training")
-        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation")
+        train = encode_rows(self.train, tokenizer, self.max_length, "training", limits=limits)
+        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation", limits=limits)
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         return TaskData(
@@ -97,10 +108,11 @@ class TaskRows:
             validation=validation,
             num_shared=num_shared,
             notes=(
+                *unread_notes(self.unread_columns, train.unread),
                 *reading_notes(self.train, len(self.validation), num_shared),
                 *about_tokenizer,
-                *encoding_notes(train, "training", self.max_length),
-                *encoding_notes(validation, "validation", self.max_length),
+                *encoding_notes(train, "training", limit),
+                *encoding_notes(validation, "validation", limit),
             ),
         )
 
@@ -133,7 +145,13 @@ def read_task_rows(task: Task) -> TaskRows:
         validation, _ = _converted(source.validation, source.form, task, is_paired=layout.is_paired)
     else:
         train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
-    return TaskRows(train=train, validation=validation, layout=layout, max_length=task.max_length or source.max_length)
+    return TaskRows(
+        train=train,
+        validation=validation,
+        layout=layout,
+        max_length=task.max_length or source.max_length,
+        unread_columns=_unread_columns(rows, layout),
+    )
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
@@ -176,6 +194,15 @@ def _converted(
     return [convert(row, layout) for row in listed], layout
 
 
+def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
+    """Columns that play no role, in the dataset's order, each with the number of rows that have a value there."""
+    read = {column for _, column in layout.columns}
+    empty: tuple[object, ...] = (None, "", [], {})
+    return dict(
+        Counter(name for row in rows for name, value in row.values.items() if name not in read and value not in empty)
+    )
+
+
 def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
     """What the method's objective would say after a model has been loaded."""
     if not layout.is_paired:
@@ -197,9 +224,12 @@ def _talks(rows: Sequence[Row]) -> list[Conversation]:
     return [talk for row in rows for talk in (row.talks if isinstance(row, Pair) else (row,))]
 
 
-def encode_rows(rows: Sequence[Row], tokenizer: Any, max_length: int, what: str) -> EncodedDataset:
+def encode_rows(
+    rows: Sequence[Row], tokenizer: Any, max_length: int, what: str, *, limits: ModelLimits | None = None
+) -> EncodedDataset:
     """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`."""
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
-        return encode_pairs(pairs, tokenizer, max_length, what)
-    return encode_dataset([row for row in rows if not isinstance(row, Pair)], tokenizer, max_length, what)
+        return encode_pairs(pairs, tokenizer, max_length, what, limits=limits)
+    talks = [row for row in rows if not isinstance(row, Pair)]
+    return encode_dataset(talks, tokenizer, max_length, what, limits=limits)

@@ -11,7 +11,7 @@ from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.journal import exits_of
 from alto.early_exit.nonfinite import judge_step_loss
 from alto.early_exit.policy import Policy, policy_from
-from alto.early_exit.progress import evaluation_steps, rung_notes, rung_step
+from alto.early_exit.progress import evaluation_steps, point_at_share, rung_notes
 from alto.early_exit.race import Race
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
@@ -34,9 +34,9 @@ __all__ = [
     "evaluation_steps",
     "exits_of",
     "judge_step_loss",
+    "point_at_share",
     "policy_from",
     "race_of",
     "replay",
     "rung_notes",
-    "rung_step",
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from alto.early_exit.journal import Event, exits_of, loss_of, metric_of, task_started
+from alto.early_exit.journal import Event, exits_of, loss_of, metric_of, start_values, task_started
 from alto.early_exit.policy import policy_from
 from alto.early_exit.race import Race
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import gain_of
+from alto.spec.metric import gain_of, loss_scale
 
 __all__ = ["Disagreement", "audit", "race_of"]
 
@@ -57,9 +57,10 @@ def race_of(events: Iterable[Event]) -> Race:
     """
     events = list(events)
     started = task_started(events)
-    settings = EarlyExit(**started["early_exit"])
+    settings = EarlyExit.of_run(started["early_exit"])
     total_steps = {entry["job"]: entry["total_steps"] for entry in started["jobs"]}
-    race = Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
+    scales = {entry["job"]: loss_scale(entry.get("config") or {}) for entry in started["jobs"]}
+    race = Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps, loss_scales=scales)
     for event in events:
         try:
             _feed(race, event, metric_of(started))
@@ -77,7 +78,11 @@ def _feed(race: Race, event: Event, metric: str) -> None:
             race.observe_losses(event["job"], event["first_step"], [loss_of(loss) for loss in event["losses"]])
         case "eval" if race.is_training(event["job"]):
             gain = gain_of(metric, event.get("metrics", {}))
-            race.observe(event["job"], event["step"], loss_of(event["validation_loss"]), gain)
+            rows = tuple(map(loss_of, event.get("metric_rows", ())))
+            race.observe(event["job"], event["step"], loss_of(event["validation_loss"]), gain, rows)
+        case "base_evaluated":
+            for job, start in start_values(event, metric).items():
+                race.observe_base(job, start)
         case "warmup_ended":
             race.select()
         case "job_exited" if race.is_training(event["job"]):
@@ -86,6 +91,6 @@ def _feed(race: Race, event: Event, metric: str) -> None:
                 evidence = {key: loss_of(value) for key, value in event["evidence"].items()}
                 race.end(ExitDecision(job=event["job"], step=event["step"], reason=reason, evidence=evidence))
         case "job_added":
-            race.add(event["job"], event["total_steps"])
+            race.add(event["job"], event["total_steps"], loss_scale(event.get("config") or {}))
         case "job_reopened":
             race.reopen(event["job"])

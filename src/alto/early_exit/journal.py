@@ -8,21 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.errors import RunError
-from alto.records import ExitReason
+from alto.records import ExitReason, StartValue
 from alto.spec.metric import LOSS, gain_of
 
-__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "task_started"]
+__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "start_values", "task_started"]
 
 Event = Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, and what its evaluations gained by the task's metric."""
+    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base."""
 
+    start: StartValue | None = None
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     gains: dict[int, float] = field(default_factory=dict)
+    gain_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 def task_started(events: Sequence[Event]) -> Event:
@@ -45,6 +47,17 @@ def metric_of(started: Event) -> str:
     return str(started.get("metric", LOSS))
 
 
+def start_values(event: Event, metric: str) -> dict[str, StartValue]:
+    """What a ``base_evaluated`` event says of every job."""
+    starts = {}
+    for value in event["values"]:
+        gain = gain_of(metric, value.get("metrics", {}))
+        rows = tuple(map(loss_of, value.get("metric_rows", ())))
+        start = StartValue(validation_loss=loss_of(value["validation_loss"]), gain=gain, gain_rows=rows)
+        starts.update(dict.fromkeys(value["jobs"], start))
+    return starts
+
+
 def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
     """The loss curves of all jobs."""
     started = task_started(events)
@@ -53,12 +66,16 @@ def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
     for event in events:
         if event["event"] == "job_added":
             curves[event["job"]] = Curves()
+        elif event["event"] == "base_evaluated":
+            for job, start in start_values(event, metric).items():
+                curves[job].start = start
         elif event["event"] == "train":
             losses = map(loss_of, event["losses"])
             curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
         elif event["event"] == "eval":
             curves[event["job"]].validation[event["step"]] = loss_of(event["validation_loss"])
             curves[event["job"]].gains[event["step"]] = gain_of(metric, event.get("metrics", {}))
+            curves[event["job"]].gain_rows[event["step"]] = tuple(map(loss_of, event.get("metric_rows", ())))
     return curves
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from alto.early_exit import nonfinite, underperformance
@@ -12,6 +12,7 @@ from alto.early_exit.rule import Rule
 from alto.early_exit.upturn import OverfittingUpturn
 from alto.records import ExitDecision, LossPoint, Rung, Selection, Standing
 from alto.spec.early_exit import EarlyExit
+from alto.spec.rungs import places_at
 
 __all__ = ["Policy", "policy_from"]
 
@@ -25,10 +26,13 @@ class Policy:
     Attributes:
         rules: Online rules in the order they are asked; the first verdict counts.
         rungs: Points of selection, progress rising.
+        equal_shares: Rank by values interpolated to exactly the rung's share of every job's steps, and count places
+            over all rungs; else by the first evaluation at or after the rung, and places among those ranked at it.
     """
 
     rules: tuple[Rule, ...] = ()
     rungs: tuple[Rung, ...] = ()
+    equal_shares: bool = True
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
         """The verdict on one job at the last point of ``history`` (oldest first), or None to train on."""
@@ -40,9 +44,17 @@ class Policy:
         verdicts = (rule.judge(history) for rule in self.rules)
         return next((verdict for verdict in verdicts if verdict is not None), None)
 
-    def select(self, rung_index: int, standings: Sequence[Standing]) -> Selection:
-        """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep its share of them."""
-        return underperformance.select(self.rungs[rung_index], standings)
+    def select(self, rung_index: int, standings: Collection[Standing], num_entered: int | None = None) -> Selection:
+        """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
+
+        Args:
+            num_entered: Jobs that were ever ranked, these included; None for as many as are ranked here.
+        """
+        if self.equal_shares:
+            places = places_at(self.rungs, rung_index, num_entered or len(standings))
+        else:
+            places = places_at((self.rungs[rung_index],), 0, len(standings))
+        return underperformance.select(places, standings, is_finish=self.rungs[rung_index].max_kept is not None)
 
 
 def policy_from(settings: EarlyExit) -> Policy:
@@ -56,7 +68,11 @@ def policy_from(settings: EarlyExit) -> Policy:
         )
     if settings.detect_overfitting:
         rules.append(_overfitting_rule(settings))
-    return Policy(rules=tuple(rules), rungs=settings.selection_rungs if settings.select else ())
+    return Policy(
+        rules=tuple(rules),
+        rungs=settings.selection_rungs if settings.select else (),
+        equal_shares=settings.compares_equal_shares,
+    )
 
 
 def _overfitting_rule(settings: EarlyExit) -> Rule:

@@ -1,36 +1,101 @@
-"""From fractions of a job's steps to steps: where it is evaluated, where it is ranked."""
+"""From fractions of a job's steps to steps: where it is evaluated, and what it was worth at a fraction."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from alto.errors import SpecError
-from alto.records import Rung
+from alto.records import LossPoint, Rung, StartValue
+from alto.spec.early_exit import LATEST_RUNG
+from alto.spec.metric import LEAST_GAIN
+from alto.spec.rungs import ceil_share, rung_step
 
-__all__ = ["ceil_share", "evaluation_steps", "rung_notes", "rung_step"]
-
-# A product this close to a whole number, relative to it, is that number: 0.07 * 100 is 7.000000000000001 in float64.
-ROUNDING = 1e-9
-
-
-def ceil_share(share: float, total: int) -> int:
-    """``ceil(share * total)`` of the numbers as they were written, undisturbed by float rounding of the product."""
-    product = share * total
-    nearest = round(product)
-    return nearest if abs(product - nearest) <= ROUNDING * max(1, nearest) else math.ceil(product)
+__all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 
 
-def rung_step(rung: Rung, total_steps: int) -> int:
-    """The step (1-based count of steps done) at which a job of ``total_steps`` steps reaches ``rung``."""
-    return max(1, ceil_share(rung.progress, total_steps))
+# Closer to an evaluation than this, relative to the way between two, is at it.
+_EXACT = 1e-9
 
 
-def rung_notes(rungs: Sequence[Rung], total_steps: Iterable[int]) -> tuple[str, ...]:
-    """What a user should know where jobs have too few steps for their rungs, in sentences."""
+def point_at_share(
+    history: Sequence[LossPoint], rung: Rung, total_steps: int, start: StartValue | None
+) -> LossPoint | None:
+    """How a job stood after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
+
+    A job is evaluated after whole steps, and the first one at or after the rung may lie far behind it where batches are
+    large. So the loss (and the gain) is interpolated between the two evaluations around the rung: linear in the
+    logarithm of the steps, as loss curves are nearly so; before the first evaluation straight from ``start``. Without a
+    value on the near side, and where one of the two is not finite, the evaluation at or after the rung stands.
+    Validation rows are interpolated as their mean is; where one side does not know them, the result does not.
+
+    Args:
+        history: Evaluations of one job, oldest first.
+        total_steps: Steps of the job.
+        start: None where it is not known, as of a job that begins with another job's weights.
+    """
+    reached = rung_step(rung, total_steps)
+    index = next((index for index, point in enumerate(history) if point.step >= reached), None)
+    if index is None:
+        return None
+    point, exact = history[index], rung.progress * total_steps
+    if index:
+        before = history[index - 1]
+        near: LossPoint | StartValue | None = before
+        share = math.log(exact / before.step) / math.log(point.step / before.step)
+    else:
+        near, share = start, exact / point.step
+    if near is None or share >= 1.0 - _EXACT:
+        return point
+    loss = _between(near.validation_loss, point.validation_loss, share)
+    if not math.isfinite(loss):
+        return point
+    if LEAST_GAIN in (near.gain, point.gain):
+        return replace(point, validation_loss=loss)
+    rows: tuple[float, ...] = ()
+    if len(near.gain_rows) == len(point.gain_rows):
+        rows = tuple(_between(old, new, share) for old, new in zip(near.gain_rows, point.gain_rows, strict=True))
+    return replace(point, validation_loss=loss, gain=_between(near.gain, point.gain, share), gain_rows=rows)
+
+
+def _between(old: float, new: float, share: float) -> float:
+    return old + share * (new - old)
+
+
+def rung_notes(
+    rungs: Sequence[Rung], total_steps: Iterable[int], lr_warmup_shares: Iterable[float] = ()
+) -> tuple[str, ...]:
+    """What a user should know where jobs have too few steps for their rungs, or rungs stand at the end of the longest
+    rise of a learning rate or before it, in sentences.
+
+    Args:
+        total_steps: Of every job.
+        lr_warmup_shares: Shares of its steps in which the learning rate of every job rises.
+    """
     steps = list(total_steps)
     if not rungs or not steps:
         return ()
+    return (*_hasty_notes(rungs, steps), *_warmup_notes(rungs, max(lr_warmup_shares, default=0.0)))
+
+
+def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
+    first = rungs[0].progress
+    if longest <= 0 or first > longest:
+        return ()
+    rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
+    if first == longest or longest >= LATEST_RUNG:
+        return (
+            f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; shorten warmup_steps or "
+            "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
+        )
+    return (
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before that; move the rung behind it, or give all jobs "
+        "the same rise.",
+    )
+
+
+def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]:
     reached = [tuple(rung_step(rung, total) for rung in rungs) for total in steps]
     hasty = sum(at[0] == 1 or len(set(at)) < len(at) for at in reached)
     if not hasty:

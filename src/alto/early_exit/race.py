@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from alto.early_exit import nonfinite
+from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
 from alto.early_exit.policy import Policy
-from alto.early_exit.progress import rung_step
+from alto.early_exit.progress import point_at_share
 from alto.early_exit.smoothing import Ema
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, Standing
+from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, Standing, StartValue
+from alto.spec.rungs import rung_step
 
 __all__ = ["Race"]
 
@@ -26,8 +28,12 @@ class _Runner:
 
     total_steps: int
     ema: Ema
+    loss_scale: str = ""
+    start: StartValue | None = None
+    was_ranked: bool = False
     history: list[LossPoint] = field(default_factory=list)
     best: LossPoint | None = None
+    peak: LossPoint | None = None
     decision: ExitDecision | None = None
     finished: bool = False
     competes: bool = True
@@ -79,7 +85,8 @@ class Race:
 
     A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
     non-finite loss is a verdict. At a rung a job that trains stands with its latest evaluation, one that overfit
-    or finished with its best. A job that diverged, was stopped, failed or was once not kept stands no more.
+    or finished with its best. A job that diverged, was stopped, failed or was once not kept stands no more. Where the
+    policy compares equal shares, its value at a rung is interpolated to exactly the rung's share of its steps.
 
     Verdicts on one job look at its losses; who is better, of evaluations and of jobs, is a matter of their scores.
 
@@ -87,15 +94,27 @@ class Race:
         policy: Judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
         total_steps: Steps of every job, by job id.
+        loss_scales: What decides the scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; the same
+            for all that are not named.
 
     Raises:
         RunError: From every method that is told of something, if that cannot have happened now.
     """
 
-    def __init__(self, policy: Policy, *, ema_alpha: float, total_steps: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        ema_alpha: float,
+        total_steps: Mapping[str, int],
+        loss_scales: Mapping[str, str] | None = None,
+    ) -> None:
         self.policy = policy
         self._ema_alpha = ema_alpha
-        self._runners = {job: _Runner(steps, Ema(ema_alpha)) for job, steps in total_steps.items()}
+        scales = loss_scales or {}
+        self._runners = {
+            job: _Runner(steps, Ema(ema_alpha), loss_scale=scales.get(job, "")) for job, steps in total_steps.items()
+        }
         self._rungs_held = 0
         self._num_changes = 0
 
@@ -120,11 +139,20 @@ class Race:
             runner.ema.update(loss)
         return None
 
-    def observe(self, job: str, step: int, validation_loss: float, gain: float = 0.0) -> ExitDecision | None:
+    def observe_base(self, job: str, start: StartValue) -> None:
+        """Take in what validation gives with the frozen base alone, before the first evaluation of ``job``."""
+        runner = self._runners[job]
+        _require(not runner.history, f"the base's validation before the first of {job}, found it after one")
+        runner.start = start
+
+    def observe(
+        self, job: str, step: int, validation_loss: float, gain: float = 0.0, gain_rows: Sequence[float] = ()
+    ) -> ExitDecision | None:
         """Take in an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
             gain: What :func:`alto.spec.metric.gain_of` says of it, a finite number; without one the loss decides alone.
+            gain_rows: The metric on every validation row, where it is known.
         """
         runner = self._runners[job]
         done, last = runner.ema.count, runner.steps
@@ -139,12 +167,18 @@ class Race:
             train_ema=runner.ema.value,
             validation_loss=validation_loss,
             gain=gain,
+            gain_rows=tuple(gain_rows),
+            loss_scale=runner.loss_scale,
+            start_loss=None if runner.start is None else runner.start.validation_loss,
         )
         runner.history.append(point)
         self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
-            if runner.best is None or point.score < runner.best.score:
+            if runner.peak is None or point.gain > runner.peak.gain:
+                runner.peak = point
+            # Steps that are each within noise of the one before must not lead away from the best score.
+            if runner.best is None or (is_better(point, runner.best) and is_within_noise(point, runner.peak)):
                 runner.best = point
             if step == runner.total_steps:
                 runner.finished = True
@@ -162,11 +196,11 @@ class Race:
         runner.decision = decision
         runner.competes = decision.reason is ExitReason.OVERFITTING
 
-    def add(self, job: str, total_steps: int) -> None:
+    def add(self, job: str, total_steps: int, loss_scale: str = "") -> None:
         """Let another job in, before its first step; it takes part in every rung that is still to be held."""
         _require(job not in self._runners, f"a new job, found that {job} is there already")
         self._num_changes += 1
-        self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha))
+        self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale)
 
     def reopen(self, job: str) -> None:
         """Let a job that was ended train on: in every rung still to be held, and judged by what it does from now on."""
@@ -236,10 +270,12 @@ class Race:
         present = [standing for standing in self.standings() if standing.job not in coming]
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
+        if any(standing.gain_rows for standing in present):
+            return frozenset()  # a job still to come may change who lies within noise of whom
         better = [
-            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=False) for job in sorted(coming)
+            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=True) for job in sorted(coming)
         ]
-        kept = self.policy.select(self._rungs_held, [*present, *better]).kept
+        kept = self._ranked([*present, *better]).kept
         return frozenset(
             job for job in kept if self.is_waiting(job) and self._runners[job].steps < self.furthest_stop(job)
         )
@@ -260,6 +296,9 @@ class Race:
                         step=runner.ema.count,
                         validation_loss=point.validation_loss,
                         gain=point.gain,
+                        gain_rows=point.gain_rows,
+                        loss_scale=point.loss_scale,
+                        start_loss=point.start_loss,
                         is_training=runner.trains,
                     )
                 )
@@ -269,14 +308,19 @@ class Race:
         """Hold the next rung: rank, end those dropped, and let the others train on."""
         _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
         standings = self.standings()
-        selection = self.policy.select(self._rungs_held, standings)
+        selection = self._ranked(standings)
         for decision in selection.dropped:
             self.end(decision)
         for standing in standings:
             self._runners[standing.job].competes &= standing.job in selection.kept
+            self._runners[standing.job].was_ranked = True
         self._num_changes += 1
         self._rungs_held += 1
         return selection
+
+    def start_of(self, job: str) -> StartValue | None:
+        """What validation gave before the first step of ``job``; None where it is not known."""
+        return self._runners[job].start
 
     def decision_on(self, job: str) -> ExitDecision | None:
         """The verdict that ended ``job``; None if it trains or did all its steps."""
@@ -287,7 +331,11 @@ class Race:
         return tuple(self._runners[job].history)
 
     def best(self, job: str) -> LossPoint | None:
-        """The evaluation of ``job`` with the best score, the earliest of equals; None before any."""
+        """The evaluation that ``job`` competes with in the end, the earliest of equals; None before any.
+
+        One with a better score by the task's metric takes its place, and one with a lower validation loss whose score
+        lies within noise of it and of the best score so far.
+        """
         return self._runners[job].best
 
     def winner(self) -> LossPoint | None:
@@ -297,23 +345,42 @@ class Race:
     def leaders(self, count: int) -> list[LossPoint]:
         """The best evaluations of the best ``count`` jobs, however they ended; ties go to the lower job id."""
         bests = [runner.best for runner in self._runners.values() if runner.best is not None]
-        return sorted(bests, key=lambda point: (point.score, point.job))[:count]
+        return ordered(bests)[:count]
+
+    def cannot_be_told_from_the_winner(self) -> list[LossPoint]:
+        """The best evaluations of other jobs, with other scores than the winner's, that the validation rows cannot tell
+        from the best score; best score first."""
+        group = leading_group(runner.best for runner in self._runners.values() if runner.best is not None)
+        others = [point for point in group if point.gain != group[0].gain]
+        return sorted(others, key=lambda point: (point.score, point.job))
+
+    def _ranked(self, standings: Sequence[Standing]) -> Selection:
+        """The outcome of the next rung, if ``standings`` were all who compete at it."""
+        entered = {job for job, runner in self._runners.items() if runner.was_ranked}
+        return self.policy.select(self._rungs_held, standings, len(entered | {one.job for one in standings}))
 
     def _stop(self, job: str, rung_index: int) -> int:
         rungs, total_steps = self.policy.rungs, self._runners[job].total_steps
         return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
 
     def _at_rung(self, job: str) -> LossPoint | None:
-        """The evaluation with which ``job`` reached the next rung; None if it has not, or no rung is left."""
+        """How ``job`` stood at the next rung; None if it has not reached it, or no rung is left."""
         if self.next_rung is None:
             return None
-        stop = self.next_stop(job)
-        return next((point for point in self._runners[job].history if point.step >= stop), None)
+        runner = self._runners[job]
+        if self.policy.equal_shares:
+            return point_at_share(runner.history, self.next_rung, runner.total_steps, runner.start)
+        return next((point for point in runner.history if point.step >= self.next_stop(job)), None)
 
     def _stands_at_rung(self, job: str) -> bool:
         """Whether ``job`` waits at the next rung, or trained past it and ended there by what it did."""
         point, runner = self._at_rung(job), self._runners[job]
-        return point is not None and (runner.trains or runner.ended_after(point))
+        if point is None:
+            return False
+        if runner.finished and runner.steps == point.step:
+            # It finished by coming here. Compared with others at equal shares it must not have the better of it.
+            return self.policy.equal_shares
+        return runner.trains or runner.ended_after(point)
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

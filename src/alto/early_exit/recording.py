@@ -6,18 +6,23 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alto.early_exit.journal import Curves, Event, curves_of, loss_of, task_started
 from alto.errors import RunError, RunNotFoundError
+from alto.records import StartValue
+from alto.spec.job_config import JobConfig
+from alto.spec.outside import read_bytes, strict_json
 
 __all__ = ["RecordedJob", "Recording"]
 
 FORMAT = "alto-recording"
 VERSION = 1
+_MAX_BYTES = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class RecordedJob:
         train_losses: Training loss of every step.
         evaluations: ``(step, validation_loss)``, steps rising.
         gains: What each of these gained by the task's metric; none where it chooses by the loss.
+        gain_rows: The same on every validation row; none where it is not known.
+        start: What validation gives before its first step; None where it was not recorded.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
@@ -45,6 +52,8 @@ class RecordedJob:
     train_losses: tuple[float, ...]
     evaluations: tuple[tuple[int, float], ...]
     gains: tuple[float, ...] = ()
+    gain_rows: tuple[tuple[float, ...], ...] = ()
+    start: StartValue | None = None
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.evaluations]
@@ -68,10 +77,13 @@ class RecordedJob:
             )
 
     @property
-    def scored_evaluations(self) -> tuple[tuple[int, float, float], ...]:
-        """``(step, validation_loss, gain)`` of every evaluation, as a race observes it."""
+    def scored_evaluations(self) -> tuple[tuple[int, float, float, tuple[float, ...]], ...]:
+        """``(step, validation_loss, gain, gain_rows)`` of every evaluation, as a race observes it."""
         gains = self.gains or (0.0,) * len(self.evaluations)
-        return tuple((step, loss, gain) for (step, loss), gain in zip(self.evaluations, gains, strict=True))
+        rows = self.gain_rows or ((),) * len(self.evaluations)
+        return tuple(
+            (*evaluation, gain, of) for evaluation, gain, of in zip(self.evaluations, gains, rows, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,11 @@ class Recording:
     task: Mapping[str, Any]
     num_train: int
     jobs: tuple[RecordedJob, ...]
+
+    @property
+    def lr_warmup(self) -> float:
+        """The largest share of its steps for which a job's learning rate rises; see :meth:`EarlyExit.resolved`."""
+        return max(JobConfig(**job.config).lr_warmup_share(job.total_steps) for job in self.jobs)
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Training rows ``job`` has seen after ``step`` steps; the last step of an epoch may be short."""
@@ -131,6 +148,8 @@ class Recording:
                     "train_losses": [_to_json(loss) for loss in job.train_losses],
                     "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
                     **({"gains": list(job.gains)} if job.gains else {}),
+                    **({"gain_rows": [list(rows) for rows in job.gain_rows]} if job.gain_rows else {}),
+                    **({} if job.start is None else {"start": _start_to_json(job.start)}),
                 }
                 for job in self.jobs
             ],
@@ -177,6 +196,10 @@ def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
         gains=tuple(curves.gains[step] for step in sorted(curves.gains)) if any(curves.gains.values()) else (),
+        gain_rows=tuple(curves.gain_rows[step] for step in sorted(curves.gain_rows))
+        if any(curves.gain_rows.values())
+        else (),
+        start=curves.start,
     )
 
 
@@ -198,17 +221,32 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         train_losses=tuple(loss_of(loss) for loss in fields["train_losses"]),
         evaluations=tuple((step, loss_of(loss)) for step, loss in fields["evaluations"]),
         gains=tuple(fields.get("gains", ())),
+        gain_rows=tuple(map(tuple, fields.get("gain_rows", ()))),
+        start=_start_from(fields.get("start")),
     )
+
+
+def _start_from(value: Sequence[Any] | None) -> StartValue | None:
+    if value is None:
+        return None
+    loss, gain, *rows = value
+    return StartValue(validation_loss=loss_of(loss), gain=float(gain), gain_rows=tuple(map(float, rows)))
+
+
+def _start_to_json(start: StartValue) -> list[Any]:
+    return [_to_json(start.validation_loss), start.gain, *start.gain_rows]
 
 
 def _document_at(path: Path) -> Mapping[str, Any]:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, _MAX_BYTES)
     except FileNotFoundError as error:
         raise RunNotFoundError(f"Expected a recording at {path}, found no file. Check the path.") from error
+    except OSError as error:
+        raise RunError(f"Expected a recording at {path}, found {error.strerror}. Check the path.") from error
     try:
-        document = json.loads(gzip.decompress(data) if _is_gzip(path) else data)
-    except (OSError, EOFError, ValueError) as error:
+        document = strict_json(gzip.decompress(data) if _is_gzip(path) else data)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise RunError(
             f"{path}: expected a recording (.json or .json.gz), found {error}. Is the file whole and rightly named?"
         ) from error

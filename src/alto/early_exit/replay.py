@@ -10,6 +10,7 @@ from alto.early_exit.policy import Policy
 from alto.early_exit.race import Race
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.records import ExitReason, JobResult
+from alto.spec.metric import loss_scale
 
 __all__ = ["ReplayResult", "replay"]
 
@@ -74,9 +75,18 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     """Run ``policy`` over ``recording`` as the executor would.
 
     A rung is held at the first recorded evaluation at or after its step, so a recording whose evaluations miss a rung
-    makes the policy look as late as it would have been, not better.
+    makes the policy look as late as it would have been, not better. A job whose recording does not say what validation
+    gave before its first step is ranked at a rung before its first evaluation by that evaluation.
     """
-    race = Race(policy, ema_alpha=ema_alpha, total_steps={job.job: job.total_steps for job in recording.jobs})
+    race = Race(
+        policy,
+        ema_alpha=ema_alpha,
+        total_steps={job.job: job.total_steps for job in recording.jobs},
+        loss_scales={job.job: loss_scale(job.config) for job in recording.jobs},
+    )
+    for recorded in recording.jobs:
+        if recorded.start is not None:
+            race.observe_base(recorded.job, recorded.start)
     tapes = {job.job: _Tape(job) for job in recording.jobs}
     while race.training:
         for job in race.training:
@@ -86,7 +96,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
             race.select()
     winner = race.winner()
     everything = (
-        (-gain, loss) for job in recording.jobs for _, loss, gain in job.scored_evaluations if math.isfinite(loss)
+        (-gain, loss) for job in recording.jobs for _, loss, gain, _ in job.scored_evaluations if math.isfinite(loss)
     )
     _, best_of_all = min(everything, default=(0.0, math.inf))
     return ReplayResult(
@@ -107,13 +117,13 @@ class _Tape:
 
     def play_to_next_evaluation(self, race: Race) -> None:
         job = self._job.job
-        step, validation_loss, gain = next(self._evaluations, (len(self._job.train_losses), None, 0.0))
+        step, validation_loss, gain, rows = next(self._evaluations, (len(self._job.train_losses), None, 0.0, ()))
         losses = self._job.train_losses[self._steps_played : step]
         verdict = race.observe_losses(job, self._steps_played + 1, losses)
         self._steps_played = step
         if verdict is None:
             assert validation_loss is not None, f"{job} was not recorded to its end"
-            race.observe(job, step, validation_loss, gain)
+            race.observe(job, step, validation_loss, gain, rows)
 
 
 def _result(recording: Recording, job: RecordedJob, race: Race) -> JobResult:

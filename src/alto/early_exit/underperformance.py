@@ -1,32 +1,39 @@
-"""Pattern *underperforming*: at a rung the jobs are ranked and only the best share goes on."""
+"""Pattern *underperforming*: at a rung the jobs are ranked and only the best go on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 
-from alto.early_exit.progress import ceil_share
-from alto.records import ExitDecision, ExitReason, Rung, Selection, Standing
+from alto.early_exit.noise import ordered
+from alto.records import ExitDecision, ExitReason, Selection, Standing
 
 __all__ = ["select"]
 
 
-def select(rung: Rung, standings: Sequence[Standing]) -> Selection:
-    """Keep the best ``ceil(rung.keep * len(standings))`` jobs by their score, whatever order they come in.
+def select(places: int, standings: Collection[Standing], *, is_finish: bool = False) -> Selection:
+    """Keep the best ``places`` of ``standings``, whatever order they come in; at least one.
 
-    Ties rank by job id. A loss that is not finite ranks last and is never kept, even if places stay empty. A job that
-    has ended may take a place but gets no verdict.
+    With ``is_finish`` a job that has ended takes no place of one that trains: the best of these goes on, too.
+
+    Who is better is a matter of :func:`alto.early_exit.noise.ordered`: of the score by the task's metric, and within
+    noise of the validation loss. Ties rank by job id. A loss that is not finite ranks last and is never kept, even if
+    places stay empty. A job that has ended may take a place but gets no verdict.
 
     The evidence of a verdict is its job's ``rank`` (1 is best), ``num_competing``, ``num_kept``, its
-    ``validation_loss`` and, unless nobody was kept, ``cutoff_loss``: the loss of the last job kept; where gains differ
+    ``validation_loss`` and, unless no job was kept, ``cutoff_loss``: the loss of the last job kept; where gains differ
     also its ``gain`` and the ``cutoff_gain``.
     """
-    ranked = sorted(standings, key=_rank_key)
+    ranked = ordered(standings)
     num_finite = sum(math.isfinite(standing.validation_loss) for standing in ranked)
-    num_kept = min(max(1, ceil_share(rung.keep, len(ranked))), num_finite)
+    num_kept = min(max(1, places), num_finite)
     kept = ranked[:num_kept]
+    if is_finish and not any(standing.is_training for standing in kept):
+        finite = ranked[:num_finite]
+        kept += [standing for standing in finite if standing.is_training][:1]
+    kept_jobs = {standing.job for standing in kept}
     has_gains = len({standing.gain for standing in ranked}) > 1
-    shared = {"num_competing": float(len(ranked)), "num_kept": float(num_kept)}
+    shared = {"num_competing": float(len(ranked)), "num_kept": float(len(kept))}
     if kept:
         shared["cutoff_loss"] = kept[-1].validation_loss
         if has_gains:
@@ -43,13 +50,7 @@ def select(rung: Rung, standings: Sequence[Standing]) -> Selection:
                 **shared,
             },
         )
-        for rank, standing in enumerate(ranked[num_kept:], start=num_kept + 1)
-        if standing.is_training
+        for rank, standing in enumerate(ranked, start=1)
+        if standing.is_training and standing.job not in kept_jobs
     )
     return Selection(kept=tuple(standing.job for standing in kept), dropped=dropped)
-
-
-def _rank_key(standing: Standing) -> tuple[bool, tuple[float, float], str]:
-    finite = math.isfinite(standing.validation_loss)
-    # NaN would leave the order to chance, so every non-finite loss ranks alike behind the finite ones.
-    return (not finite, standing.score if finite else (0.0, 0.0), standing.job)

@@ -11,7 +11,9 @@ import torch
 
 from alto.cluster import Cluster
 from alto.executor import cache
+from alto.records import MAX_DURATION_S, MIN_DURATION_S
 from alto.spec import Task
+from alto.spec.outside import is_number
 
 __all__ = ["known_duration_s", "remember_duration_s"]
 
@@ -21,8 +23,14 @@ _SCHEDULING = ("name", "priority", "tenant", "report_to")
 
 def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | None:
     """Seconds that such a task was found to take on such a cluster, as so many processes; None where nobody asked."""
-    found = cache.load("durations", _key(task, cluster, num_ranks))
-    return found if isinstance(found, float) else None
+    key = _key(task, cluster, num_ranks)
+    found = cache.load("durations", key)
+    if found is None:
+        return None
+    if is_number(found, least=MIN_DURATION_S, most=MAX_DURATION_S):
+        return float(found)
+    cache.discard("durations", key, f"a duration of {found!r:.40}")
+    return None
 
 
 def remember_duration_s(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from alto.backbone import load_tokenizer
+from alto.backbone import base_fingerprint, build_skeleton, device_name, limits_of, load_config, load_tokenizer
 from alto.data import preview_rows, read_heldout_rows, read_task_rows
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
+from alto.engine.packing import packed_as
 from alto.engine.queues import QueueRunner
-from alto.engine.runner import TaskRunner
+from alto.engine.runner import TaskRunner, portable
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import (
     BaseModel,
@@ -23,12 +26,12 @@ from alto.evaluation import (
     find_subject,
     measure,
 )
-from alto.executor import Past
+from alto.executor import Past, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
-from alto.runs import Observer, RunDir, read_intact_events
-from alto.spec import EarlyExit, Task, load_task
+from alto.runs import Observer, RunDir, load_run_task, read_intact_events
+from alto.spec import EarlyExit, Task
 
 __all__ = ["Engine"]
 
@@ -88,17 +91,26 @@ class Engine:
             is_interrupted=is_interrupted,
         )
 
-    def tune(self, task: Task) -> TaskResult:
+    def tune(self, task: Task, *, packing_from: str | Path | None = None) -> TaskResult:
         """Run one task and export its best adapter.
+
+        Args:
+            packing_from: The directory of another run of the task, whose packing is taken instead of one that is
+                measured. Two runs are equal to the last bit only where they are packed alike.
 
         Returns:
             Every job's outcome; ``adapter_dir`` is the best adapter in PEFT format.
 
         Raises:
             AltoError: What is wrong with the task, its data or its model; nothing has been written then.
+            RunError: ``packing_from`` is a run of another task, on another device or by another number of processes, or
+                has no packing.
             NoResultError: No job gave a usable adapter; the run directory says why.
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
         """
+        if packing_from is not None:
+            num_ranks = 1 if self._runner_of(task) is self._tasks else task.num_gpus
+            task = packed_as(portable(task), packing_from, device_name(self._tasks.device), num_ranks)
         return self._runner_of(task).begin(task, self._output_dir)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
@@ -113,7 +125,7 @@ class Engine:
         """
         return self._runner_of(task).plan(task, refresh=refresh)
 
-    def resume(self, run: str | Path, *, num_gpus: int | None = None) -> TaskResult:
+    def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
         """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
 
         A finished run gives its result again; its best adapter and report are written anew.
@@ -121,24 +133,27 @@ class Engine:
         Args:
             run: The run directory.
             num_gpus: Go on with so many; None keeps what the task says.
+            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+                The run's own files give no permission: they may be somebody else's.
 
         Raises:
+            UntrustedCodeError: The task asks for that code, and it is not allowed.
             RunNotFoundError: There is no run.
             RunBusyError: A process works on it.
-            RunError: Its data are other ones than it began with.
+            RunChangedError: Its base model, data or settings are other ones than it began with.
             AltoError: As :meth:`tune` does.
         """
         run_dir = RunDir.open(run)
-        task = load_task(run_dir.task_file)
         if _is_finished(run_dir):
-            return self._tasks.go_on(run_dir)
+            return self._tasks.go_on(run_dir, trust_remote_code=trust_remote_code)
+        task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         if num_gpus is not None and num_gpus != task.num_gpus:
             task = task.replace(num_gpus=num_gpus)
             runner = self._runner_of(task)
             with run_dir.locked():
                 run_dir.resolve(task)
-            return runner.go_on(run_dir)
-        return self._runner_of(task).go_on(run_dir)
+            return runner.go_on(run_dir, trust_remote_code=trust_remote_code)
+        return self._runner_of(task).go_on(run_dir, trust_remote_code=trust_remote_code)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -148,7 +163,10 @@ class Engine:
         """
         rows = read_task_rows(task)
         tokenizer = load_tokenizer(task.model, trust_remote_code=task.trust_remote_code)
-        return preview_rows(rows, tokenizer, task, num_rows=num_rows)
+        limits = limits_of(load_config(task.model, trust_remote_code=task.trust_remote_code))
+        shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
+        skeleton = build_skeleton(task.model, trust_remote_code=task.trust_remote_code)
+        return replace(shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs])))
 
     def evaluate(
         self,
@@ -164,6 +182,7 @@ class Engine:
         limit: int | None = None,
         baseline: bool = False,
         backend: GenerationBackend = "alto",
+        trust_remote_code: bool = False,
         on_progress: OnProgress | None = None,
     ) -> EvaluationResult:
         """Measure adapters of one base on held-out rows, all at once, and note the numbers in the ``metrics.json`` of
@@ -175,13 +194,17 @@ class Engine:
             dataset: Where the rows are; None takes those that the run's task holds out.
             base: The base model, where it is not to be found under the name that the adapters give.
             metric, batch_size, max_new_tokens, limit, baseline, backend: See :class:`EvaluationSettings`.
+            trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
+                it, of adapters alone where transformers has none for the model.
 
         Raises:
+            UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
             RunNotFoundError: There is no such adapter.
             UnsupportedError: One is more than plain LoRA; or vLLM is asked for, and cannot serve.
             SpecError: The adapters have several bases, or a setting is out of its domain.
             DataError: There are no rows, or they do not carry what the metric needs.
             ModelError: The base model cannot be used, or an adapter does not fit it.
+            RunChangedError: It is another one than a run was trained on, and was not named as ``base``.
         """
         settings = EvaluationSettings(
             metric=metric,
@@ -192,10 +215,19 @@ class Engine:
             backend=backend,
         )
         paths = [targets] if isinstance(targets, str | Path) else list(targets)
-        subject = find_subject([Path(path) for path in paths], jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
+        subject = find_subject(
+            [Path(path) for path in paths],
+            jobs=jobs,
+            all_jobs=all_jobs,
+            base=base,
+            dataset=dataset,
+            trust_remote_code=trust_remote_code,
+        )
         for adapter in subject.adapters.values():
             check_metrics(adapter.folder)
         task = subject.task
+        if base is None:
+            _check_trained_on(subject.run_dirs, subject.base_model, task)
         rows = read_heldout_rows(task, dataset)
         result = measure(
             subject.adapters,
@@ -257,18 +289,22 @@ class Engine:
         tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
         return self._queues.begin(tasks, schedule, self._output_dir)
 
-    def resume_queue(self, queue: str | Path) -> list[TaskResult]:
+    def resume_queue(self, queue: str | Path, *, trust_remote_code: bool = False) -> list[TaskResult]:
         """Go on with an interrupted queue: tasks that are done stay so, the others go on from their checkpoints.
 
         Args:
-            queue: Its folder, ``runs/queue-<id>``.
+            queue: Its folder, ``runs/queue-<id>``. It goes on on the cluster that it began on, or on the one that this
+                engine names; the address of a Ray cluster has to be named.
+            trust_remote_code: As of :meth:`resume`, for all of its tasks.
 
         Raises:
+            UntrustedCodeError: A task that is not done asks for code of its base model, or the queue for a Ray cluster
+                at an address, and the caller has not allowed it.
             RunNotFoundError: There is no queue.
             RunBusyError: A process works on it.
             AltoError: As :meth:`batched_execution` does.
         """
-        return self._queues.go_on(queue)
+        return self._queues.go_on(queue, trust_remote_code=trust_remote_code)
 
     def _runner_of(self, task: Task) -> TaskRunner | LaunchedRunner:
         """Whoever trains ``task``: this process, or one for each of its ranks."""
@@ -276,6 +312,18 @@ class Engine:
         most = torch.cuda.device_count() if has_gpus else task.num_gpus
         check_num_gpus(task, self._strategy, most=most, has_gpus=has_gpus)
         return self._tasks if task.num_gpus == 1 or self._strategy == "single" else self._launched
+
+
+def _check_trained_on(run_dirs: Sequence[Path], model: str, task: Task) -> None:
+    """Make sure that ``model`` is what the adapters of runs were trained on."""
+    if not run_dirs:
+        return
+    found = base_fingerprint(model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code)
+    for run_dir in run_dirs:
+        with contextlib.suppress(RunNotFoundError):  # its journal is gone, and with it what it could be compared with
+            past = Past(events=read_intact_events(RunDir(run_dir).journal_file))
+            remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
+            check_base(past, found, model=model, remedy=remedy)
 
 
 def _is_finished(run_dir: RunDir) -> bool:

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -18,8 +19,17 @@ from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
 from alto.executor import read_refusal
 from alto.records import Gpu, TaskPlan, TaskResult
-from alto.runs import Event, Observer, RunDir, read_history, read_intact_events, task_result
-from alto.spec import Task, load_task
+from alto.runs import (
+    Event,
+    Observer,
+    RunDir,
+    has_result,
+    load_run_task,
+    read_history,
+    read_intact_events,
+    task_result,
+)
+from alto.spec import Task
 from alto.trackers import chosen_trackers
 
 __all__ = ["LaunchedRunner"]
@@ -57,10 +67,11 @@ class LaunchedRunner:
                         output_dir.rmdir()
             raise
 
-    def go_on(self, run_dir: RunDir) -> TaskResult:
+    def go_on(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
         """Train a run from its last checkpoint."""
         with run_dir.locked():
-            task = load_task(run_dir.task_file)  # or somebody else works on it, and will for a while
+            # Under the lock: another process that works on the run would hold it for a while.
+            task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         return self._train(run_dir, task)
 
     def plan(self, task: Task, *, refresh: bool) -> TaskPlan:
@@ -68,7 +79,7 @@ class LaunchedRunner:
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as folder:
             run_dir = RunDir(Path(folder) / "run")
             run_dir.begin(portable(task))
-            ended = self._launch(PLAN_ANEW if refresh else PLAN, run_dir, task)
+            ended, _ = self._launch(PLAN_ANEW if refresh else PLAN, run_dir, task)
             if ended.outcome is Outcome.FINISHED:
                 return TypeAdapter(TaskPlan).validate_json((run_dir.root / PLAN_FILE).read_bytes())
         if self._is_interrupted():
@@ -78,21 +89,23 @@ class LaunchedRunner:
         )
 
     def _train(self, run_dir: RunDir, task: Task) -> TaskResult:
-        ended = self._launch(TRAIN, run_dir, task)
-        if ended.outcome is Outcome.FINISHED:
-            return task_result(read_history(run_dir.root), run_dir)
+        ended, num_in_vain = self._launch(TRAIN, run_dir, task)
+        if ended.outcome is Outcome.FINISHED or has_result(run_dir):
+            result = task_result(read_history(run_dir.root), run_dir)
+            return replace(result, notices=(ended.reason,) if ended.reason else ())
         error = _error(ended)
         if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
             raise error
         if self._is_interrupted():
             raise TaskInterruptedError(f"{ended.reason}; go on with: alto resume {run_dir.root}")
+        times = f", {num_in_vain} times without coming further" if num_in_vain > 1 else ""
         raise error or RunError(
-            f"expected {run_dir.root} to be trained, found that {ended.reason}, {MAX_ATTEMPTS} times without coming "
-            f"further; mend the cause, then go on with: alto resume {run_dir.root}"
+            f"expected {run_dir.root} to be trained, found that {ended.reason}{times}; "
+            f"mend the cause, then go on with: alto resume {run_dir.root}"
         )
 
-    def _launch(self, entry: str, run_dir: RunDir, task: Task) -> ExecutorEnded:
-        """How the last of its attempts ended."""
+    def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
+        """How the last of its attempts ended, and how many in a row, that one included, have come no further."""
         teller = _Teller(run_dir, self._observers)
         with contextlib.closing(open_cluster("local", total_gpus=task.num_gpus, entry=entry)) as cluster:
             (node,) = cluster.nodes
@@ -107,13 +120,19 @@ class LaunchedRunner:
                         gpus=gpus,
                         attempt=attempt,
                         num_ranks=task.num_gpus,
+                        trust_remote_code=task.trust_remote_code,
                     )
                 )
                 ended = self._watch(cluster, task, teller)
                 num_in_vain = 0 if _Stand(run_dir).is_beyond(before) else num_in_vain + 1
-                if ended.outcome is not Outcome.LOST or self._is_interrupted() or num_in_vain == MAX_ATTEMPTS:
+                if (
+                    ended.outcome is not Outcome.LOST
+                    or has_result(run_dir)
+                    or self._is_interrupted()
+                    or num_in_vain == MAX_ATTEMPTS
+                ):
                     break
-            return ended
+            return ended, num_in_vain
 
     def _watch(self, cluster: Cluster, task: Task, teller: _Teller) -> ExecutorEnded:
         """Until the executor has ended."""

@@ -8,15 +8,17 @@ import json
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from alto.cluster import Cluster, Controller, ExecutorEnded, GuardedSolver, Launch, Outcome, open_cluster
 from alto.data import read_task_rows
 from alto.engine.durations import known_duration_s, remember_duration_s
-from alto.engine.gpus import check_num_gpus
+from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
-from alto.errors import AltoError, ProfileError, SpecError, TasksFailedError
+from alto.errors import AltoError, ProfileError, RunBusyError, RunError, SpecError, TasksFailedError, UntrustedCodeError
 from alto.export import write_queue_report
 from alto.records import Gpu, Node, Schedule, TaskResult
 from alto.runs import (
@@ -25,9 +27,11 @@ from alto.runs import (
     QueueDir,
     QueueEntry,
     RunDir,
+    TaskHistory,
     TaskStage,
+    has_result,
+    load_run_task,
     read_history,
-    read_intact_events,
     read_queue_history,
     task_result,
 )
@@ -36,6 +40,8 @@ from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
 __all__ = ["QueueRunner"]
+
+LOCAL = "local"
 
 SOLVE_S = 10.0
 """What the solver may take for a schedule."""
@@ -111,17 +117,24 @@ class QueueRunner:
             self._check(tasks, cluster)
             queue_dir = QueueDir.create(output_dir, entries, [portable(task) for task in tasks], settings)
             with queue_dir.run.locked():
-                return self._run(queue_dir, entries, schedule.method, cluster, first=schedule)
+                trusted = [name for name, task in zip(names, tasks, strict=True) if task.trust_remote_code]
+                return self._run(queue_dir, entries, schedule.method, cluster, first=schedule, trusted=trusted)
 
-    def go_on(self, root: str | Path) -> list[TaskResult]:
-        """Go on with the queue at ``root``, on the cluster it began on."""
+    def go_on(self, root: str | Path, *, trust_remote_code: bool) -> list[TaskResult]:
+        """Go on with the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
-        self._strategy = settings["strategy"]
-        self._cluster, self._total_gpus = settings["cluster"], settings["total_gpus"]
+        _check_settings(settings, queue_dir)
+        self._cluster = _trusted_cluster(self._cluster, settings["cluster"], queue_dir)
+        for entry in entries:
+            if not has_result(run := queue_dir.run_of(entry.task)):
+                with contextlib.suppress(SpecError):  # its executor says so, and the others go on
+                    load_run_task(run, trust_remote_code=trust_remote_code)
+        self._strategy, self._total_gpus = settings["strategy"], settings["total_gpus"]
         self._quotas = dict(settings["quotas"])
+        trusted = [entry.task for entry in entries] if trust_remote_code else []
         with queue_dir.run.locked(), self._opened(TRAIN) as cluster:
-            return self._run(queue_dir, entries, settings["method"], cluster, first=None)
+            return self._run(queue_dir, entries, settings["method"], cluster, first=None, trusted=trusted)
 
     # -- what tasks take -----------------------------------------------------------------------------------------
 
@@ -155,6 +168,7 @@ class QueueRunner:
                             gpus=gpus,
                             attempt=1,
                             num_ranks=self._num_ranks(task.num_gpus),
+                            trust_remote_code=task.trust_remote_code,
                         )
                     )
                 for event in cluster.poll(1.0):
@@ -210,22 +224,29 @@ class QueueRunner:
     # -- running them --------------------------------------------------------------------------------------------
 
     def _run(
-        self, queue_dir: QueueDir, entries: Sequence[QueueEntry], method: str, cluster: Cluster, first: Schedule | None
+        self,
+        queue_dir: QueueDir,
+        entries: Sequence[QueueEntry],
+        method: str,
+        cluster: Cluster,
+        *,
+        first: Schedule | None,
+        trusted: Sequence[str],
     ) -> list[TaskResult]:
-        past = read_intact_events(queue_dir.run.journal_file)
-        done = {entry.task for entry in entries if _is_done(queue_dir.run_of(entry.task))}
+        done = {entry.task for entry in entries if has_result(queue_dir.run_of(entry.task))}
         solver = GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
         solve = _first_as_given(first, solver)
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
-            with Journal(queue_dir.run.journal_file, self._observers, past=past) as journal:
-                for event in past:
+            with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
+                for event in journal.past:
                     for observer in self._observers:
                         observer({**event, "replayed": True})
-                if past:
-                    journal.append("queue_resumed", done=sorted(done))
-                else:
+                notes = _notes_on(journal)
+                if not journal.past:
                     _tell_start(journal, entries, method, cluster)
+                if journal.past or done or notes:  # of a journal that is lost, the results may be left
+                    journal.append("queue_resumed", done=sorted(done), notes=notes)
                 Controller(
                     entries,
                     queue,
@@ -234,6 +255,7 @@ class QueueRunner:
                     journal=journal,
                     num_ranks=self._num_ranks,
                     done=done,
+                    trusted=trusted,
                     observers=self._observers,
                     is_interrupted=self._is_interrupted,
                 ).run()
@@ -241,17 +263,16 @@ class QueueRunner:
                 journal.sync()
         finally:
             solver.close()
-            with contextlib.suppress(AltoError, OSError):
-                write_queue_report(queue_dir.root)
+            _report(queue_dir)
         return self._results(queue_dir, entries)
 
     def _results(self, queue_dir: QueueDir, entries: Sequence[QueueEntry]) -> list[TaskResult]:
         history = read_queue_history(queue_dir.root)
         failed = history.in_state(TaskStage.FAILED)
         results = [
-            task_result(read_history(run.root), run)
+            replace(task_result(read_history(run.root), run), notices=_notices_of(history.tasks[entry.task], run))
             for entry in entries
-            if _is_done(run := queue_dir.run_of(entry.task))
+            if has_result(run := queue_dir.run_of(entry.task))
         ]
         if failed:
             reasons = "; ".join(f"{task.task}: {task.failure}" for task in failed)
@@ -325,7 +346,59 @@ def _tell_start(journal: Journal, entries: Sequence[QueueEntry], method: str, cl
     )
 
 
-def _is_done(run: RunDir) -> bool:
-    """Whether the task has its result, and the result is exported."""
-    history = read_history(run.root)
-    return history.result is not None and run.best.is_dir()
+def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
+    """Where a queue goes on: on the cluster that the caller names, else on that of its file if it names no machine.
+
+    Raises:
+        UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here.
+    """
+    if named != LOCAL:
+        return named
+    if began_on not in (LOCAL, "auto"):
+        raise UntrustedCodeError(
+            f"cluster: expected the address of a Ray cluster from you, found {began_on!r} only in the files of "
+            f"{queue_dir.root}, which may be somebody else's; a Ray cluster can run code on whoever connects to it: if "
+            f"you trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
+        )
+    return began_on
+
+
+def _check_settings(settings: Mapping[str, Any], queue_dir: QueueDir) -> None:
+    """Whether the file of a queue names what there is."""
+    for key, names in (("strategy", STRATEGIES), ("method", METHODS)):
+        if str(settings[key]).lower() not in names:
+            raise RunError(
+                f"{key}: expected one of {', '.join(names)} in queue.yaml of {queue_dir.root}, found "
+                f"{settings[key]!r}; put the file back as it was, or run the tasks anew"
+            )
+
+
+def _report(queue_dir: QueueDir) -> None:
+    """Write the queue's report; where that is impossible there is none, not one that tells an earlier state. Who has
+    lost the queue's lock leaves it as it is."""
+    report = queue_dir.run.report_file
+    try:
+        queue_dir.run.check_lock()
+    except RunBusyError:
+        return  # another process may work on the queue, and its report is that one's
+    try:
+        write_queue_report(queue_dir.root)
+    except (AltoError, OSError):
+        with contextlib.suppress(OSError):
+            report.unlink()
+
+
+def _notices_of(task: TaskHistory, run: RunDir) -> tuple[str, ...]:
+    """What the last executor of a finished task said of it, until a report is written."""
+    reasons = [attempt.reason for attempt in task.attempts[-1:] if attempt.reason]
+    return () if run.report_file.exists() else tuple(reasons)
+
+
+def _notes_on(journal: Journal) -> list[str]:
+    """What the journal of a queue has lost; a last line that was being written when the queue ended is no news."""
+    if journal.num_lines_cut < 2:
+        return []
+    return [
+        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines could not be relied on and were "
+        "cut off. Tasks that have their results keep them; the others go on from their own checkpoints."
+    ]

@@ -14,21 +14,44 @@ from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, Backbone, is_out_of_memory, load_backbone, resolve_model
+from alto.backbone import (
+    SHIPPED_MODELS,
+    Backbone,
+    base_fingerprint,
+    is_out_of_memory,
+    limits_of,
+    load_backbone,
+    resolve_model,
+)
 from alto.data import read_task_rows
-from alto.errors import AltoError, DeviceMemoryError
-from alto.evaluation import FinalistJudge
-from alto.executor import Executor, Past, Ranks, plan_jobs, recover
+from alto.errors import AltoError, DeviceMemoryError, RunWriteError
+from alto.evaluation import FinalistJudge, PeftCheck
+from alto.executor import (
+    Executor,
+    Past,
+    Ranks,
+    check_base,
+    check_precision,
+    model_notes,
+    plan_jobs,
+    recover,
+    resolve_rungs,
+)
 from alto.executor.profiling import Subject, pack, plan
 from alto.export import export_best, write_report
 from alto.objectives import check_rows, find_objective
 from alto.records import TaskPlan, TaskResult
-from alto.runs import Journal, Observer, RunDir, SilentJournal, read_history, task_result
-from alto.spec import Task, load_task
+from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
+from alto.spec import Task, read_run_task
 from alto.spec.metric import check_metric
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
+
+_UNKNOWN_BASE = (
+    "The journal of the run does not say which base model it began with, as version 0.1 did not; {model} as it is now "
+    "is taken to be it."
+)
 
 
 class TaskRunner:
@@ -53,19 +76,25 @@ class TaskRunner:
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
         """Train ``task`` in a new run directory."""
-        prepared = self._packed(self._prepare(portable(task)))
+        prepared = self._packed(self._prepare(portable(task), Past()))
         run_dir = RunDir.create(output_dir, prepared.subject.task)
         with run_dir.locked():
             return self._execute(prepared, run_dir, Past())
 
-    def go_on(self, run_dir: RunDir) -> TaskResult:
-        """Train a run from its last checkpoint, or from its beginning where there is none."""
+    def go_on(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
+        """Train a run from its last checkpoint, or from its beginning where there is none.
+
+        Args:
+            trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
+        """
         with run_dir.locked() if self.ranks.is_first else contextlib.nullcontext():
-            past = self.ranks.from_first(recover(run_dir) if self.ranks.is_first else Past())
-            task = load_task(run_dir.task_file)
+            past = self.ranks.from_first(recover(run_dir) if self.ranks.is_first else Past(), Past)
             if past.is_finished:
-                return self._conclude(task, run_dir)
-            prepared = self._prepare(task)
+                return self._conclude(read_run_task(run_dir.task_file), run_dir)
+            task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
+            prepared = self._prepare(task, past)
+            if past.events and past.base is None:
+                past = replace(past, notes=(*past.notes, _UNKNOWN_BASE.format(model=task.model)))
             if not past.events:
                 prepared = self._packed(prepared)
                 if self.ranks.is_first:
@@ -74,25 +103,53 @@ class TaskRunner:
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes of memory and time."""
-        return plan(self._prepare(portable(task)).subject, refresh=refresh)
+        subject = self._prepare(portable(task)).subject
+        about_model = model_notes(subject.backbone.model, [run.config for run in subject.runs])
+        return replace(plan(subject, refresh=refresh), notes=(*subject.data.notes, *about_model))
 
-    def _prepare(self, task: Task) -> _Prepared:
-        """Read everything that can be wrong with a task before its run has a folder."""
+    def _prepare(self, task: Task, past: Past | None = None) -> _Prepared:
+        """Read everything that can be wrong with a task before its run has a folder, or goes on.
+
+        Args:
+            past: What the run goes on from, empty for one that begins; None where there will be no run.
+        """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
         check_metric(task.metric, task.method, objective.gains)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
-        data = rows.encode(backbone.tokenizer)
+        base = None if past is None else self._checked_base(task, backbone, past)
+        data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in (data.train, data.validation):
             check_rows(objective, split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
+        task = resolve_rungs(task, len(data.train))
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
             trackers=trackers,
             subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
             judge=judge,
+            base=base,
         )
+
+    def _checked_base(self, task: Task, backbone: Backbone, past: Past) -> Mapping[str, Any]:
+        """Fingerprint and precision of the base model, which are those that the run began with."""
+        fingerprint = {}
+        if self.ranks.is_first:
+            fingerprint = base_fingerprint(
+                task.model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code
+            )
+        base = {
+            **self.ranks.from_first(fingerprint, dict[str, Any]),
+            "dtype": str(backbone.dtype).removeprefix("torch."),
+            "load_in_4bit": task.load_in_4bit,
+            "load_in_8bit": task.load_in_8bit,
+            "adapter_dtype": task.adapter_dtype,
+        }
+        remedy = "put it back as it was, or start a new run with: alto tune"
+        check_base(past, base, model=task.model, remedy=remedy)
+        check_precision(past, base)
+        return base
 
     def _load(self, task: Task) -> Backbone:
         try:
@@ -143,45 +200,65 @@ class TaskRunner:
                         is_interrupted=self._is_interrupted,
                         ranks=self.ranks,
                         judge=prepared.judge,
+                        check=PeftCheck(subject.backbone, num_ranks=self.ranks.size),
+                        base=prepared.base,
                     ).run()
             except BaseException:
                 # The report of a broken run is a courtesy; what broke it is the news.
                 with contextlib.suppress(AltoError, OSError):
                     if self.ranks.is_first:
+                        run_dir.check_lock()
                         write_report(run_dir.root)
                 raise
-            if self.ranks.is_first:
+            if self.ranks.is_first:  # what an earlier attempt has left is not of this result
+                run_dir.check_lock()
                 shutil.rmtree(run_dir.best, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    run_dir.report_file.unlink()
             return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
 
     def _journal(self, run_dir: RunDir, observers: Sequence[Observer], past: Past) -> Journal:
-        return Journal(run_dir.journal_file, observers, past=past.events) if self.ranks.is_first else SilentJournal()
+        if not self.ranks.is_first:
+            return SilentJournal()
+        return Journal(run_dir.journal_file, observers, past=past.events, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
         """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
-        told = self.ranks.from_first(result)
+        told = self.ranks.from_first(result, TaskResult | None)
         assert told is not None
         return told
 
     def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
+        run_dir.check_lock()
         if not run_dir.best.is_dir():
             export_best(
                 result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
             )
+        return replace(result, notices=_reported(run_dir))
+
+
+def _reported(run_dir: RunDir) -> tuple[str, ...]:
+    """Write the report of a finished run; a notice where that is impossible, which is no reason to lose the result."""
+    try:
         write_report(run_dir.root)
-        return result
+    except Exception as error:
+        why = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
+        remedy = "" if isinstance(error, RunWriteError) else f"; write it later with: alto report {run_dir.root}"
+        return (f"There is no report: {why}{remedy}",)
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``forecast`` where nothing was
-    measured for it."""
+    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``base`` where there will be
+    no run, ``forecast`` where nothing was measured for it."""
 
     trackers: Mapping[str, Tracker]
     subject: Subject
     judge: FinalistJudge | None
+    base: Mapping[str, Any] | None
     forecast: TaskPlan | None = None
 
 

@@ -12,8 +12,7 @@ import torch
 
 from alto.engine.runner import TaskRunner
 from alto.executor import Ranks
-from alto.runs import RunDir, replace_file
-from alto.spec import load_task
+from alto.runs import RunDir, load_run_task, replace_file
 
 __all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "plan", "plan_anew", "train"]
 
@@ -23,9 +22,10 @@ PLAN_ANEW = "alto.engine.work:plan_anew"
 PLAN_FILE = "plan.json"
 
 
-def train(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
-    """Begin the run in ``run_dir``, or go on with it."""
-    _runner(is_interrupted).go_on(RunDir.open(run_dir))
+def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
+    """Begin the run in ``run_dir``, or go on with it; the notices of its result."""
+    result = _runner(is_interrupted).go_on(RunDir.open(run_dir), trust_remote_code=_trusts())
+    return " ".join(result.notices)
 
 
 def plan(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
@@ -41,9 +41,14 @@ def plan_anew(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
 def _plan(run_dir: str, is_interrupted: Callable[[], bool], *, refresh: bool) -> None:
     folder = RunDir.open(run_dir)
     runner = _runner(is_interrupted)
-    found = runner.plan(load_task(folder.task_file), refresh=refresh)
+    found = runner.plan(load_run_task(folder, trust_remote_code=_trusts()), refresh=refresh)
     if runner.ranks.is_first:
         replace_file(Path(run_dir) / PLAN_FILE, json.dumps(asdict(found)))
+
+
+def _trusts() -> bool:
+    """Whether whoever started this executor allows code that comes with the base model."""
+    return os.environ.get("ALTO_TRUST_REMOTE_CODE") == "1"
 
 
 def _runner(is_interrupted: Callable[[], bool]) -> TaskRunner:

@@ -4,6 +4,7 @@ from alto.evaluation.base_model import BaseModel
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
+from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.subject import Subject, find_subject
 
@@ -12,6 +13,7 @@ __all__ = [
     "EvaluationSettings",
     "FinalistJudge",
     "OnProgress",
+    "PeftCheck",
     "Subject",
     "add_evaluation",
     "check_metrics",

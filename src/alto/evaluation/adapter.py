@@ -4,7 +4,6 @@ each."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
 from alto.lora import AdapterWeights, ServedAdapters, linear_modules, read_adapter, serving
+from alto.spec.outside import read_json
 
 __all__ = ["SavedAdapter", "read_saved_adapter", "seated"]
 
@@ -27,6 +27,7 @@ _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    "target_parameters",  # compared with the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 """Keys that do not change what the two matrices of a module do: they are known here, or say how training began."""
@@ -76,6 +77,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     _check_config(config, folder / _CONFIG_FILE)
     _check_tensors(folder / _WEIGHTS_FILE)
     weights = {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read_adapter(folder).items()}
+    _check_parameters(config, weights, folder / _CONFIG_FILE)
     rank = config["r"]
     for name, (a_KR, _) in weights.items():
         if a_KR.shape[1] != rank:
@@ -112,7 +114,7 @@ def seated(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: st
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: expected a JSON object, found something else ({error}); fetch it again") from error
     if not isinstance(config, dict):
@@ -131,10 +133,27 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
                 f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version does not know how to "
                 "apply; evaluate it with PEFT itself, or merge it into its base model"
             )
+    base_model = config.get("base_model_name_or_path")
+    if base_model is not None and not isinstance(base_model, str):
+        raise RunError(
+            f"{path}: expected base_model_name_or_path to be text, found {base_model!r:.60}; fetch the file again, or "
+            "correct it"
+        )
     for key, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(key)
         if not isinstance(value, kinds) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
             raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; fetch the file again")
+
+
+def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: Path) -> None:
+    """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
+    :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
+    for parameter in config.get("target_parameters") or ():
+        if str(parameter).removesuffix(".weight") not in weights:
+            raise UnsupportedError(
+                f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "
+                "version does not know how to apply; evaluate it with PEFT itself, or merge it into its base model"
+            )
 
 
 def _check_tensors(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from alto.backbone import Backbone, is_out_of_memory, release_memory
+from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.cache import roomy_cache
 from alto.lora import ServedAdapters
@@ -21,8 +21,7 @@ __all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
 
 def max_positions(backbone: Backbone) -> int | None:
     """Tokens that a text may have and leave those beside it alone; None where the model names no limit."""
-    config = backbone.model.config.get_text_config()
-    limits = (getattr(config, "max_position_embeddings", None), backbone.max_length)
+    limits = (limits_of(backbone.model.config).max_positions, backbone.max_length)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

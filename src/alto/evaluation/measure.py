@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from alto.backbone import Backbone, is_out_of_memory, load_tokenizer
+from alto.backbone import Backbone, is_out_of_memory, limits_of, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
 from alto.errors import DataError, DeviceMemoryError, SpecError
 from alto.evaluation.adapter import SavedAdapter, seated
@@ -164,10 +164,11 @@ class _Bench:
             check_prompts(prompts, limit)
         except DataError as error:
             raise DataError(f"exact_match: {error}") from error
-        max_length = max_length or limit
+        limits = limits_of(backbone.model.config)
+        max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
         if "loss" in metrics or "preference" in metrics:
-            dataset = encode_rows(rows, backbone.tokenizer, max_length or sys.maxsize, "held-out")
+            dataset = encode_rows(rows, backbone.tokenizer, max_length, "held-out", limits=limits)
         # Rewards are what an adapter has gained on the base, which sits behind the others for them.
         slots = [*self._adapters, None] if "preference" in metrics else self._adapters
         losses: Sequence[float] = ()
@@ -199,7 +200,7 @@ class _Bench:
             texts=texts,
             preferences=preferences,
             num_pairs=len(dataset) if dataset is not None and preferences else None,
-            max_length=max_length if dataset is not None else None,
+            max_length=max_length if dataset is not None and max_length < sys.maxsize else None,
             dtype=str(backbone.dtype).removeprefix("torch."),
         )
 

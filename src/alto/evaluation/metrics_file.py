@@ -10,6 +10,7 @@ from typing import Any
 from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
 from alto.runs import replace_file
+from alto.spec.outside import read_json
 
 __all__ = ["add_evaluation", "check_metrics"]
 
@@ -49,7 +50,7 @@ def check_metrics(folder: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
+        metrics = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -9,15 +9,15 @@ from pathlib import Path
 from alto.backbone import resolve_model
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
-from alto.runs import RunDir
-from alto.spec import Task, load_task
+from alto.runs import RunDir, load_run_task
+from alto.spec import Task
 
 __all__ = ["BASE", "Subject", "find_subject"]
 
 BASE = "base"
 """What the base model alone is called among the weights that are measured."""
 
-_LOADING = ("dtype", "load_in_4bit", "load_in_8bit")
+_LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "trust_remote_code", "use_safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,13 @@ class Subject:
 
 
 def find_subject(
-    targets: Sequence[Path], *, jobs: Sequence[str], all_jobs: bool, base: str | None, dataset: str | None
+    targets: Sequence[Path],
+    *,
+    jobs: Sequence[str],
+    all_jobs: bool,
+    base: str | None,
+    dataset: str | None,
+    trust_remote_code: bool = False,
 ) -> Subject:
     """The adapters that ``targets`` mean: the best of runs, or what lies in the folders themselves.
 
@@ -47,8 +53,10 @@ def find_subject(
         all_jobs: Of all its jobs that have one.
         base: The base model; None takes the one that the adapters name.
         dataset: Where the rows are; a run's task knows without it.
+        trust_remote_code: Whether the caller allows code of the base model.
 
     Raises:
+        UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
         RunNotFoundError: There is no such adapter.
         RunError, UnsupportedError: See :func:`read_saved_adapter`.
         SpecError: A run's task cannot be read, the adapters have several bases, or no base model or rows are named.
@@ -76,16 +84,16 @@ def find_subject(
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
     base_model = _base_model(adapters, base)
     if runs:
-        task = _common_task(runs)
+        task = _common_task(runs, trust_remote_code=trust_remote_code)
     else:
         assert dataset is not None
-        task = Task(model=base_model, dataset=dataset)
+        task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code)
     return Subject(adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs))
 
 
-def _common_task(runs: Sequence[RunDir]) -> Task:
+def _common_task(runs: Sequence[RunDir], *, trust_remote_code: bool) -> Task:
     """The task of the first run, whose base is loaded as that of every other is."""
-    tasks = {str(run.root): load_task(run.task_file) for run in runs}
+    tasks = {str(run.root): load_run_task(run, trust_remote_code=trust_remote_code) for run in runs}
     ways = {name: tuple(getattr(task, key) for key in _LOADING) for name, task in tasks.items()}
     if len(set(ways.values())) > 1:
         found = "; ".join(

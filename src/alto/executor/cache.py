@@ -6,25 +6,47 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
+from alto.runs import replace_file
+from alto.spec.outside import read_json
+from alto.version import version_of
 
-__all__ = ["Kind", "load", "save", "versions", "weights_of"]
+__all__ = ["Kind", "discard", "load", "save", "versions", "weights_of"]
 
 Kind: TypeAlias = Literal["profiles", "durations", "references"]
 """Of what is kept, each in a folder of its own: profiles of steps, durations of tasks, what bases give replies."""
 
 
+_MAX_BYTES = 1024**3
+"""Of an entry; what a base gives a large dataset of pairs has some megabytes."""
+
+
 def load(kind: Kind, key: Mapping[str, Any]) -> Any:
-    """What was saved under ``key``, as JSON has it; None if nothing was, or nothing that can be read."""
+    """What was saved under ``key``, as JSON has it; None if nothing was. What cannot be read is discarded."""
     try:
-        return json.loads(_file(kind, key).read_text(encoding="utf-8"))["measured"]
-    except (OSError, ValueError, KeyError, TypeError):
+        measured = read_json(_file(kind, key), _MAX_BYTES)["measured"]
+        if measured is None:
+            raise ValueError("nothing measured")
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None  # another user's, perhaps whole
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        discard(kind, key, error)
         return None
+    return measured
+
+
+def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
+    """Remove what was saved under ``key`` and cannot be it, with a warning that names the file."""
+    file = _file(kind, key)
+    warnings.warn(f"{file} is damaged ({why!s:.200}); it is discarded, and measured again", stacklevel=2)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
 
 
 def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
@@ -32,21 +54,12 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
     file = _file(kind, key)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"key": key, "measured": measured}, indent=2), encoding="utf-8")
-        draft.replace(file)
+        replace_file(file, json.dumps({"key": key, "measured": measured}, indent=2))
 
 
 def versions() -> dict[str, str | None]:
     """Of the packages on which it depends what a base gives, and how fast; None where one is not installed."""
-    return {name: _version(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {name: version_of(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:

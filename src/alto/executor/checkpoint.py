@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
 from alto.runs import RunDir, sync_folder, writing
+from alto.spec.outside import open_regular, read_json
 
 __all__ = ["Kind", "StateStore", "read_state", "write_state"]
 
@@ -52,8 +53,10 @@ class StateStore:
             fill: Writes the state's files into an empty folder.
 
         Raises:
+            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`.
             RunWriteError: The disk is full or cannot be written.
         """
+        self._run.check_lock()
         folder = self.folder(job, kind)
         fresh, previous = _beside(folder, "new"), _beside(folder, "previous")
         with _saving(self._run.root, folder):
@@ -122,7 +125,7 @@ def write_state(folder: Path, optimizer: OptimizerState) -> None:
 
 def read_state(folder: Path) -> tuple[AdapterWeights, OptimizerState]:
     """What was saved into a ``last/`` folder."""
-    step = json.loads((folder / _STATE_FILE).read_text("utf-8"))["step"]
+    step = read_json(folder / _STATE_FILE)["step"]
     return read_adapter(folder), OptimizerState(step=step, tensors=load_file(folder / _OPTIMIZER_FILE))
 
 
@@ -143,11 +146,11 @@ def _seal(folder: Path, step: int) -> None:
 def _is_intact(folder: Path, step: int) -> bool:
     """Whether ``folder`` holds the state of ``step``, every byte as it was written."""
     try:
-        state = json.loads((folder / _STATE_FILE).read_text("utf-8"))
+        state = read_json(folder / _STATE_FILE)
         if state["step"] != step:
             return False
         for name, digest in state["sha256"].items():
-            with (folder / name).open("rb") as file:
+            with open_regular(folder / name) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alto.errors import AltoError, JobCommandError
+from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
 from alto.executor.clone import clone_job, describe_changes
 from alto.executor.job_run import JobRun
 from alto.executor.recovery import Past
@@ -62,6 +62,8 @@ class Control:
     def _try(self, command: Command) -> Answer:
         try:
             return Answer(done=True, message=self._carry_out(command))
+        except (RunBusyError, RunWriteError):
+            raise  # not the command's fault, and what it did may not be in the journal
         except AltoError as error:
             self._state.journal.append("command_refused", command=command.id, job=command.job, why=str(error))
             return Answer(done=False, message=str(error))

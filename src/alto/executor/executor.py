@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from alto.backbone import Backbone, is_out_of_memory
 from alto.data import TaskData
@@ -16,14 +16,17 @@ from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past
+from alto.executor.tally import Evaluated
 from alto.executor.task_run import TaskRun
-from alto.executor.trainer import Evaluated
-from alto.records import ExitReason, FinalistScore, LossPoint, TaskPlan
+from alto.records import AdapterCheck, ExitReason, FinalistScore, LossPoint, TaskPlan
 from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
 from alto.spec.metric import gain_of
 
-__all__ = ["Executor", "Judge"]
+__all__ = ["Check", "Executor", "Judge"]
+
+Check: TypeAlias = Callable[[Path], AdapterCheck]
+"""Says whether others read an adapter (its folder) as it was trained."""
 
 Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
 """Says how well adapters (folders by job) answer; calls what it is given now and then, and ends where that raises."""
@@ -52,7 +55,9 @@ class Executor:
         forecast: What was found out about the task beforehand, for the journal.
         is_interrupted: Asked before every step; once true, the task stops and can be resumed.
         ranks: This process among those that train the task, which all do what the first one hears and says.
+        check: Of the best adapter, for the journal; run by the first rank. None checks nothing.
         judge: Chooses the winner among the finalists, on this process alone; None takes the best by the metric.
+        base: Fingerprint and precision of the base model, for the journal.
     """
 
     def __init__(
@@ -69,10 +74,13 @@ class Executor:
         is_interrupted: Callable[[], bool] | None = None,
         ranks: Ranks | None = None,
         judge: Judge | None = None,
+        check: Check | None = None,
+        base: Mapping[str, Any] | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
         assert judge is None or self._ranks.is_alone, "finalists are judged by one process"
         self._judge = judge
+        self._check = check
         self._past = past or Past()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
@@ -87,6 +95,7 @@ class Executor:
             past=self._past,
             ranks=self._ranks,
             on_turn=self._stop_before_training,
+            base=base,
         )
         self._control = Control(self._state, Mailbox(run_dir), self._past, writes=self._ranks.is_first)
         self._save_interval_s = task.checkpoint_interval_s
@@ -99,6 +108,7 @@ class Executor:
         Raises:
             NoResultError: No job was ever evaluated with a finite loss.
             TaskInterruptedError: It was asked to stop, and everything is on disk.
+            RunBusyError: Its lock was removed, so another process may work on the run.
             DeviceMemoryError: There is no memory to go on with; what was saved can be resumed.
             RunWriteError: The run directory cannot be written any more.
         """
@@ -118,8 +128,9 @@ class Executor:
             state.go_on(self._past)
         else:
             state.begin(self._past, self._forecast)
+            state.evaluate_base()
         while True:
-            news = self._ranks.from_first(self._hear())
+            news = self._ranks.from_first(self._hear(), _News)
             self._control.obey(news.commands)
             while state.race.rung_ready():
                 self._hold_rung()
@@ -139,9 +150,14 @@ class Executor:
         self._conclude()
 
     def _hear(self) -> _News:
-        """What has come from outside since the last turn, as far as this process can know."""
+        """What has come from outside since the last turn, as far as this process can know.
+
+        Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
+        first has found that it still does.
+        """
         if not self._ranks.is_first:
             return _News()
+        self._run_dir.check_lock()
         return _News(
             commands=self._control.pending(),
             is_interrupted=self._is_interrupted(),
@@ -178,7 +194,8 @@ class Executor:
         race = self._state.race
         runs, found = self._evaluated(runs)
         for run, worth in zip(runs, found, strict=True):
-            decision = race.observe(run.id, run.step, worth.loss, gain_of(self._state.task.metric, worth.metrics))
+            gain = gain_of(self._state.task.metric, worth.metrics)
+            decision = race.observe(run.id, run.step, worth.loss, gain, worth.metric_rows)
             best = race.best(run.id)
             is_best = best is not None and best.step == run.step
             if is_best:
@@ -190,8 +207,7 @@ class Executor:
                 step=run.step,
                 total_steps=run.total_steps,
                 train_ema=race.history(run.id)[-1].train_ema,
-                validation_loss=worth.loss,
-                **({"metrics": dict(worth.metrics)} if worth.metrics else {}),
+                **worth.facts(),
                 is_best=is_best,
             )
             if not race.is_training(run.id):
@@ -251,8 +267,13 @@ class Executor:
                 f"found that {self._why_there_is_none()}"
             )
         if self._judge is not None:
-            winner = self._judged(self._judge)
-        self._state.complete(winner)
+            winner, tied = self._judged(self._judge), []
+        else:
+            tied = self._state.race.cannot_be_told_from_the_winner()
+        if self._check is not None and self._ranks.is_first:
+            found = self._check(self._run_dir.job(winner.job, "best"))
+            self._state.journal.append("adapter_checked", job=winner.job, **asdict(found))
+        self._state.complete(winner, tied)
         self._control.close()
 
     def _judged(self, judge: Judge) -> LossPoint:
@@ -270,7 +291,7 @@ class Executor:
             self._interrupt()
 
     def _stop_before_training(self) -> None:
-        if self._ranks.from_first(self._is_interrupted()):
+        if self._ranks.from_first(self._is_interrupted(), bool):
             raise TaskInterruptedError(
                 "stopped as asked while the base model was asked about the data, with what it has said on disk; go on "
                 f"with: alto resume {self._run_dir.root}"

@@ -12,7 +12,7 @@ from alto.early_exit import evaluation_steps, policy_from
 from alto.lora import AdapterShape, AdapterWeights, check_optimizer, find_targets
 from alto.spec import Job, JobConfig, Task
 
-__all__ = ["JobPlanner", "JobRun", "plan_jobs"]
+__all__ = ["JobPlanner", "JobRun", "plan_jobs", "resolve_rungs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +95,20 @@ class JobPlanner:
             total_steps=total_steps,
             evaluation_steps=frozenset(evaluation_steps(total_steps, self._eval_steps, self._rungs)),
         )
+
+
+def resolve_rungs(task: Task, num_rows: int) -> Task:
+    """``task`` with its rungs spelt out: those of a preset lie behind the rise of every job's learning rate; and where
+    answers choose among finalists, these all train to their end.
+
+    Args:
+        num_rows: Rows of the training split.
+    """
+    early_exit = task.early_exit
+    if task.select_by == "eval_accuracy" and early_exit.finish_from is None:
+        early_exit = early_exit.replace(finish_from=1.0)
+    shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
+    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))
 
 
 def plan_jobs(task: Task, backbone: Backbone, data: TaskData) -> list[JobRun]:

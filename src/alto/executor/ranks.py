@@ -2,20 +2,30 @@
 
 Every rank makes the same decisions from the same records, so what crosses between them is small: the losses of a step,
 what only the first rank can know (a signal, the clock, the mailbox), and that a part of the work is done. Adapters
-never cross.
+never cross. What crosses is tensors and typed JSON; nothing that a rank receives can name code to be run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import hmac
+import json
 import os
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from alto.errors import RankConnectionError
 
 __all__ = ["Ranks"]
 
@@ -23,6 +33,11 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=1)
 """After which a rank that waits for another gives up; whoever watches the heartbeat is much sooner."""
+
+PROOF_TIMEOUT = timedelta(minutes=2)
+"""How long the other end of a new connection may take to prove that it is a rank."""
+
+_SECRET_BYTES = 32
 
 
 class Ranks:
@@ -39,18 +54,27 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Meet the other ranks that the environment speaks of (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-        ``MASTER_PORT``); alone where it speaks of none.
+        """Meet the other ranks that the environment speaks of (``RANK``, ``WORLD_SIZE``) in the folder that it names
+        (``ALTO_RENDEZVOUS``); alone where it speaks of none.
 
-        Tensors on ``device`` go over NCCL where that is a GPU; all else goes over gloo.
+        Tensors on ``device`` go over NCCL where that is a GPU; all else goes over gloo. Each rank listens for the
+        others on the interface that ``GLOO_SOCKET_IFNAME`` names, so a stranger can be the first to connect: each
+        connection begins with a proof that its other end can read the folder.
+
+        Raises:
+            RankConnectionError: A connection does not lead to a rank.
         """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size())
+            store = dist.FileStore(str(Path(os.environ["ALTO_RENDEZVOUS"]) / "store"), size)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+            if rank == 0:
+                store.set("secret", secrets.token_hex(_SECRET_BYTES))
+            prove_connections(rank, size, store.get("secret"))
+        return cls(rank, size)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """What a base model is sharded over; None for one that is whole."""
@@ -85,13 +109,39 @@ class Ranks:
         """Whether it is so on any rank."""
         return self.max(float(flag)) > 0.0
 
-    def from_first(self, value: T) -> T:
-        """What the first rank says; the others' ``value`` does not count."""
+    def from_first(self, value: T, kind: Any) -> T:
+        """What the first rank says; the others' ``value`` does not count.
+
+        Args:
+            kind: The type of the value, such as ``bool`` or ``TaskResult | None``: what JSON and back gives an equal
+                value of. A float keeps its bits.
+
+        Raises:
+            RankConnectionError: What came is no value of that type.
+        """
         if self.is_alone:
             return value
-        values: list[T] = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-        return values[0]
+        codec = _codec(kind)
+        text = _encoded(codec, value) if self.is_first else b""
+        num_bytes = torch.tensor([len(text)])
+        dist.broadcast(num_bytes, src=0)
+        raw = torch.zeros(int(num_bytes), dtype=torch.uint8)
+        if self.is_first:
+            raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(raw, src=0)
+        return value if self.is_first else _decoded(codec, raw.numpy().tobytes(), kind)
+
+    def tensor_from_first(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A tensor of ``shape`` on the CPU that the first rank has, or None where it has none; the others' ``value``
+        does not count."""
+        if self.is_alone or not self.from_first(value is not None, bool):
+            return value if self.is_first else None
+        tensor = torch.zeros(*shape, dtype=dtype)
+        if self.is_first:
+            assert value is not None
+            tensor.copy_(value)
+        dist.broadcast(tensor, src=0)
+        return tensor
 
     def add_up(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place; all of them have the same bits then."""
@@ -101,3 +151,66 @@ class Ranks:
     def wait(self) -> None:
         """Until all ranks have come here."""
         self.max(0.0)
+
+
+def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = PROOF_TIMEOUT) -> None:
+    """Exchange proofs with every other rank, over the connection that all later messages between the two take.
+
+    Who has got hold of one end cannot have the proof from the other, which is connected to somebody else; and without
+    special rights nobody can write into a TCP connection of two other processes.
+
+    Raises:
+        RankConnectionError: One did not prove that it knows ``secret``.
+    """
+    others = [other for other in range(size) if other != rank]
+    sent = []
+    for other in others:
+        with contextlib.suppress(RuntimeError):  # a connection that broke proves nothing either, which is seen below
+            sent.append(dist.isend(_proof(secret, rank, other), other))
+    wrong = [other for other in others if not _is_proven(secret, other, rank, timeout)]
+    for work in sent:
+        with contextlib.suppress(RuntimeError):  # nobody reads at an end that has proven nothing
+            assert work is not None
+            work.wait(timeout)
+    if wrong:
+        raise RankConnectionError(
+            f"expected rank {rank} to be connected to the other ranks of its executor, found that what answers for "
+            f"rank {', '.join(map(str, wrong))} does not know their secret; another process of this machine connects "
+            "to its port (ss -tnp shows which): end it, then resume the run"
+        )
+
+
+def _is_proven(secret: bytes, sender: int, receiver: int, timeout: timedelta) -> bool:
+    proof = torch.zeros(hashlib.sha256().digest_size, dtype=torch.uint8)
+    try:
+        received = dist.irecv(proof, sender)
+        assert received is not None
+        received.wait(timeout)
+    except RuntimeError:  # how gloo says that a connection broke, or that nothing came
+        return False
+    return hmac.compare_digest(bytes(proof.tolist()), bytes(_proof(secret, sender, receiver).tolist()))
+
+
+def _proof(secret: bytes, sender: int, receiver: int) -> Tensor:
+    """That ``sender`` knows the secret, ``[32]`` bytes, for ``receiver`` alone."""
+    digest = hmac.digest(secret, f"{sender}>{receiver}".encode(), "sha256")
+    return torch.tensor(list(digest), dtype=torch.uint8)
+
+
+@functools.cache
+def _codec(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _encoded(codec: TypeAdapter[Any], value: object) -> bytes:
+    return json.dumps(codec.dump_python(value)).encode()  # mode "json" would lose what is not finite
+
+
+def _decoded(codec: TypeAdapter[Any], text: bytes, kind: Any) -> Any:
+    try:
+        return codec.validate_python(json.loads(text))
+    except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
+        raise RankConnectionError(
+            f"expected {kind} from the first rank, found something else ({error!s:.200}); install the same version of "
+            "ALTO for all ranks, then resume the run"
+        ) from error

@@ -7,16 +7,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.backbone import base_differences
 from alto.data import TaskData, digest_of
-from alto.errors import RunError, RunNotFoundError
+from alto.errors import RunChangedError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import Event, RunDir, cut_journal, read_intact_events, replace_file, writing
-from alto.spec import JobConfig, Task
+from alto.runs import Event, RunDir, read_intact_events, replace_file, writing
+from alto.spec import EarlyExit, JobConfig, Task
 from alto.spec.metric import LOSS
+from alto.spec.outside import read_json
 
-__all__ = ["Past", "check_data", "check_jobs", "data_fingerprint", "note_refusal", "read_refusal", "recover"]
+__all__ = [
+    "Past",
+    "check_base",
+    "check_data",
+    "check_jobs",
+    "check_precision",
+    "data_fingerprint",
+    "note_refusal",
+    "read_refusal",
+    "recover",
+]
 
 _REFUSAL_FILE = "oom.json"
+
+_FINGERPRINT = ("weights", "config", "code", "commit", "files")
+_PRECISION = ("dtype", "load_in_4bit", "load_in_8bit", "adapter_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +54,12 @@ class Past:
         return next((event for event in reversed(self.events) if event["event"] == "checkpoint"), None)
 
     @property
+    def base(self) -> Mapping[str, Any] | None:
+        """Fingerprint and precision of the base model that it was trained on; None where version 0.1 began it, or where
+        what the journal says of it is no such thing."""
+        return next((event["base"] for event in reversed(self.events) if _is_base(event.get("base"))), None)
+
+    @property
     def max_tokens_per_pass(self) -> int | None:
         """Tokens of a pass after memory last ran out; None if it never did."""
         limits = [event["max_tokens_per_pass"] for event in self.events if event["event"] == "oom"][-1:]
@@ -52,7 +73,8 @@ class Past:
 
 
 def recover(run: RunDir) -> Past:
-    """Cut the journal and the states of ``run`` back to its last checkpoint that is whole.
+    """Put the states of ``run`` back to its last checkpoint that is whole; its journal is cut back when a `Journal` is
+    opened with what is returned.
 
     A damaged checkpoint, journal line or state costs what came after the checkpoint before it; without any checkpoint
     the run begins anew. A finished run is left as it is. Doing it twice, or dying while doing it, changes nothing.
@@ -73,10 +95,11 @@ def recover(run: RunDir) -> Past:
     if not end:
         store.restore({})
     num_damaged = sum(other > end for other in ends)
-    if run.journal_file.exists():
-        cut_journal(run.journal_file, end)
+    refusal, is_damaged = _refusal(run)
     notes = _notes(num_damaged, begins_anew=not end)
-    return Past(events=events[:end], notes=notes, refusal=read_refusal(run))
+    if is_damaged:
+        notes += (f"{_REFUSAL_FILE} is damaged and is not used; how much memory a pass may take is found out again.",)
+    return Past(events=events[:end], notes=notes, refusal=refusal)
 
 
 def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
@@ -90,12 +113,9 @@ def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
 
 
 def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
-    """The facts of an ``oom`` event that ended an attempt of several ranks; None where none did."""
-    try:
-        facts: Mapping[str, Any] = json.loads((run.root / _REFUSAL_FILE).read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    return facts
+    """The facts of an ``oom`` event that ended an attempt of several ranks; None where there is none to read."""
+    refusal, _ = _refusal(run)
+    return refusal
 
 
 def data_fingerprint(data: TaskData) -> str:
@@ -103,37 +123,109 @@ def data_fingerprint(data: TaskData) -> str:
     return digest_of(data.train, data.validation)
 
 
+def check_base(past: Past, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
+    """Make sure that ``found`` is the base model of a run; of one that says nothing of its base, nothing is known.
+
+    Args:
+        found: From :func:`alto.backbone.base_fingerprint`.
+        model: Its name, for the message.
+
+    Raises:
+        RunChangedError: It is another one.
+    """
+    differences = base_differences(past.base, found) if past.base is not None else ()
+    if differences:
+        raise RunChangedError(
+            f"model: expected the base model that the run began with, found {', '.join(differences)} in {model!r}; "
+            f"{remedy}"
+        )
+
+
+def check_precision(past: Past, found: Mapping[str, Any]) -> None:
+    """Make sure that base and adapters have the precision they had when the run began.
+
+    Raises:
+        RunChangedError: They have another one.
+    """
+    if past.base is None:
+        return
+    changed = [key for key in _PRECISION if past.base[key] != found[key]]
+    if changed:
+        raise RunChangedError(
+            f"expected the precision that the run began with ({_named(past.base, changed)}), found "
+            f"{_named(found, changed)}; set it back in its task.yaml, or start a new run with: alto tune"
+        )
+
+
+def _is_base(found: object) -> bool:
+    """Whether it is what :func:`alto.backbone.base_fingerprint` says of a model, and the precision."""
+    if not isinstance(found, dict) or not found.keys() >= {*_FINGERPRINT, *_PRECISION}:
+        return False
+    files = found["files"]
+    return isinstance(files, dict) and all(
+        isinstance(file, list | tuple) and [type(number) for number in file] == [int, int] for file in files.values()
+    )
+
+
+def _named(facts: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key}: {json.dumps(facts[key]).strip(chr(34))}" for key in keys)
+
+
 def check_data(started: Event, data: TaskData) -> None:
     """Make sure that a run goes on with the data it began with.
 
     Raises:
-        RunError: Rows, tokenizer, chat template or max_length are other ones.
+        RunChangedError: Rows, tokenizer, chat template or max_length are other ones.
     """
     if (started.get("data") or {}).get("fingerprint") != data_fingerprint(data):
-        raise RunError(
+        remedy = "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
+        if "base" not in started:  # as version 0.1 began it
+            remedy = (
+                "version 0.1 of ALTO, which began it, made other tokens of some rows than this version does; if the "
+                "files are as they were, a new run is needed: alto tune; if not, put them back, then go on with: "
+                "alto resume"
+            )
+        raise RunChangedError(
             f"expected the data that the run began with, found other rows or tokens in {started.get('dataset')}; "
-            "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
+            f"{remedy}"
         )
 
 
 def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> None:
-    """Make sure that a run goes on with the jobs, the method, the metric and the early-exit settings it began with.
+    """Make sure that a run goes on with the jobs, the method, the metric, the evaluation points and the early-exit
+    settings it began with.
 
     Raises:
-        RunError: ``task.yaml`` says something else now.
+        RunChangedError: ``task.yaml`` says something else now.
     """
     changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
-    if started["early_exit"] != task.early_exit.resolved().model_dump(mode="json"):
+    if EarlyExit.of_run(started["early_exit"]).resolved() != task.early_exit.resolved():
         changed.append("early_exit")
     if started["method"] != task.method:
         changed.append("method")
     if started.get("metric", LOSS) != task.metric:
         changed.append("metric")
+    if started.get("eval_steps", task.eval_steps) != task.eval_steps:
+        changed.append("eval_steps")
     if changed:
-        raise RunError(
+        raise RunChangedError(
             f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "
             "put it back, change single jobs with: alto job clone, or start a new run with: alto tune"
         )
+
+
+def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
+    """What :func:`read_refusal` gives, and whether there is a file that cannot be it."""
+    try:
+        facts = read_json(run.root / _REFUSAL_FILE)
+        limit = facts["max_tokens_per_pass"]
+        if type(limit) is not int or limit < 1 or not facts.keys().isdisjoint({"seq", "time", "event"}):
+            return None, True
+    except FileNotFoundError:
+        return None, False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None, True
+    return facts, False
 
 
 def _restored(store: StateStore, checkpoint: Event) -> bool:

@@ -65,7 +65,8 @@ def find_references(
         found = []
         for part in split.parts(PART_ROWS):
             key = _key(task, backbone, part)
-            references = ranks.from_first(_known(key, len(part)) if ranks.is_first else None)
+            known = _known(key, len(part)) if ranks.is_first else None
+            references = ranks.tensor_from_first(known, (len(part), 2), torch.float64)
             if references is None:
                 is_cached = False
                 references = _asked(backbone, part, passes, ranks, on_turn)
@@ -82,11 +83,17 @@ def find_references(
 
 
 def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
-    try:
-        known = torch.tensor(cache.load("references", key), dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):  # nothing, or nothing that could be it
+    found = cache.load("references", key)
+    if found is None:
         return None
-    return known if known.shape == (num_rows, 2) and bool(known.isfinite().all()) else None
+    try:
+        known = torch.tensor(found, dtype=torch.float64)
+        if known.shape != (num_rows, 2) or not bool(known.isfinite().all()):
+            raise ValueError(f"not two finite numbers for each of {num_rows} pairs")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        cache.discard("references", key, error)
+        return None
+    return known
 
 
 @torch.no_grad()

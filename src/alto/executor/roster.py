@@ -20,6 +20,7 @@ from alto.lora import (
     ADAPTER_DTYPES,
     AdapterWeights,
     BankLayout,
+    ModuleNames,
     TargetModule,
     bank_bytes,
     eject,
@@ -41,6 +42,7 @@ class _BankSize:
 
     modules: tuple[TargetModule, ...]
     max_rank: int
+    rank_step: int
     num_slots: int
     optims: frozenset[OptimizerName]
 
@@ -79,6 +81,7 @@ class Roster:
         self._backbone = backbone
         self._data = data
         self._modules = linear_modules(backbone.model)
+        self._names = ModuleNames.of(backbone.model)
         self._run_dir = run_dir
         self._store = StateStore(run_dir)
         self._on_memory_event = on_memory_event
@@ -204,6 +207,7 @@ class Roster:
         return _BankSize(
             modules=tuple(module for module in self._modules if module in targeted),
             max_rank=max(run.shape.rank for run in runs),
+            rank_step=math.gcd(*(run.shape.rank for run in runs)),
             num_slots=math.ceil(min(self._task.max_slots or len(runs), len(runs)) / self._ranks.size),
             optims=frozenset(run.config.optim for run in runs),
         )
@@ -242,10 +246,12 @@ class Roster:
             self._data,
             modules=size.modules,
             max_rank=size.max_rank,
+            rank_step=size.rank_step,
             num_slots=size.num_slots,
             max_tokens_per_pass=max_tokens,
             optims=size.optims,
             objective=find_objective(self._task.method),
+            metric=self._task.metric,
             adapter_dtype=self._task.adapter_dtype,
             on_memory_event=self._on_memory_event,
             ranks=self._ranks,
@@ -261,4 +267,4 @@ class Roster:
         )
 
     def _write_adapter(self, folder: Path, run: JobRun, weights: AdapterWeights) -> None:
-        write_adapter(folder, weights, run.config, self._backbone.path, self._modules)
+        write_adapter(folder, weights, run.config, self._backbone.path, self._names)

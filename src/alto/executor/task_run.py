@@ -5,27 +5,31 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
-from alto.backbone import Backbone
+from alto.backbone import Backbone, device_name
 from alto.data import TaskData
 from alto.early_exit import Race, policy_from, race_of, rung_notes
 from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
+from alto.executor.model_notes import model_notes
 from alto.executor.passes import Passes
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
 from alto.executor.references import References, find_references
 from alto.executor.roster import Roster
+from alto.executor.tally import Evaluated
 from alto.objectives import check_rows, find_objective
-from alto.records import ExitDecision, ExitReason, LossPoint, TaskPlan, Throughput, ThroughputPoint
+from alto.records import ExitDecision, ExitReason, LossPoint, StartValue, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
 from alto.spec import Job, JobConfig, Task
-from alto.spec.metric import metric_notes
+from alto.spec.method import METHOD_SETTINGS
+from alto.spec.metric import LOSS, gain_of, loss_scale, metric_notes
+from alto.spec.rungs import places_at
+from alto.version import version_of
 
 __all__ = ["TaskRun"]
 
@@ -43,6 +47,7 @@ class TaskRun:
         past: What an interrupted run goes on from; empty for a task that begins.
         ranks: This process among those that train the task. Each has all of this, and it is the same on all.
         on_turn: Called now and then while the base is asked about the data, on all ranks; it may raise.
+        base: Fingerprint and precision of the base model, for the journal.
 
     Attributes:
         runs: Every job by id, clones last.
@@ -50,8 +55,8 @@ class TaskRun:
         roster: Who sits where.
 
     Raises:
-        RunError: The data, the jobs, the method, the metric or the early-exit settings are other ones than the run
-            began with.
+        RunChangedError: The data, the jobs, the method, the metric, the evaluation points or the early-exit settings
+            are other ones than the run began with.
         DeviceMemoryError, ModelError: See :func:`alto.executor.references.find_references`.
     """
 
@@ -67,8 +72,10 @@ class TaskRun:
         past: Past,
         ranks: Ranks,
         on_turn: Callable[[], None],
+        base: Mapping[str, Any] | None = None,
     ) -> None:
         self.task = task
+        self._base = base
         self.journal = journal
         self._ranks = ranks
         self._run_dir = run_dir
@@ -106,21 +113,26 @@ class TaskRun:
 
     def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
         """Say what is about to be trained, and what is expected of it."""
-        metric_note = metric_notes(self.task.metric, self.task.method, [run.config for run in self.runs.values()])
+        configs = [run.config for run in self.runs.values()]
+        metric_note = metric_notes(self.task.metric, self.task.method, configs)
+        about_model = model_notes(self._backbone.model, configs)
         self.journal.append(
             "task_started",
             task=self.task.name,
             model=self.task.model,
             base_model=self._backbone.path,
+            **({} if self._base is None else {"base": self._base}),
             dataset=self.task.dataset,
             method=self.task.method,
             metric=self.task.metric,
+            eval_steps=self.task.eval_steps,
             num_train=len(self._data.train),
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
-            notes=[*past.notes, *self._data.notes, *metric_note, *self._rung_notes()],
+            notes=[*past.notes, *self._data.notes, *about_model, *metric_note, *self._rung_notes()],
             **self._reference_facts(),
             max_slots=self.roster.num_slots,
+            packing=self._packing(),
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
             device=str(self._backbone.device),
             num_ranks=self._ranks.size,
@@ -133,11 +145,53 @@ class TaskRun:
         self._tell_refusal(past)
         self._tell_memory_events()
 
+    def evaluate_base(self) -> None:
+        """Find out, once, what validation gives before the first step of every job: what it gives with the frozen base.
+        Where a row does not fit into memory, jobs that evaluate it will say so."""
+        alike: dict[tuple[Any, ...], list[JobRun]] = {}
+        for run in self.runs.values():
+            alike.setdefault(_objective_settings(run.config), []).append(run)
+        try:
+            found = self.roster.trainer.evaluate_base([runs[0].config for runs in alike.values()])
+        except RowTooLargeError:
+            return
+        values = []
+        for runs, worth in zip(alike.values(), found, strict=True):
+            gain = gain_of(self.task.metric, worth.metrics)
+            start = StartValue(validation_loss=worth.loss, gain=gain, gain_rows=worth.metric_rows)
+            values.append({"jobs": [run.id for run in runs], **worth.facts()})
+            for run in runs:
+                self.race.observe_base(run.id, start)
+        self.journal.append("base_evaluated", values=values)
+
+    def _start_like_others(self, clone: JobRun) -> None:
+        """A clone that begins with fresh weights has the base's value that other jobs with the same loss have."""
+        like = _objective_settings(clone.config)
+        for run in self.runs.values():
+            start = self.race.start_of(run.id)
+            if start is not None and _objective_settings(run.config) == like:
+                self.race.observe_base(clone.id, start)
+                metrics = {} if self.task.metric == LOSS else {self.task.metric: start.gain}
+                known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.gain_rows)
+                self.journal.append("base_evaluated", values=[{"jobs": [clone.id], **known.facts()}])
+                return
+
+    def _packing(self) -> dict[str, Any]:
+        """What decides which jobs share a forward pass; with the same, another run has the same bits."""
+        return {
+            "max_slots": self.task.max_slots,
+            "max_tokens_per_step": self.task.max_tokens_per_step,
+            "max_tokens_per_pass": self.task.max_tokens_per_pass,
+            "gradient_checkpointing": self.task.gradient_checkpointing,
+            "device": device_name(self._backbone.device),
+        }
+
     def go_on(self, past: Past) -> None:
         """Put every job where the checkpoint left it."""
         self.journal.append(
             "task_resumed",
             notes=list(past.notes),
+            **({"base": self._base} if past.base is None and self._base is not None else {}),
             versions=_versions(),
             max_slots=self.roster.num_slots,
             num_ranks=self._ranks.size,
@@ -181,8 +235,13 @@ class TaskRun:
         training = self.active()
         if self._throughput is None or len(training) != len(self.race.training) or len(training) == self._num_offered:
             return
-        jobs = [TailJob(num_tokens=self._step_tokens(run), num_steps=run.total_steps - run.step) for run in training]
-        tail = forecast_tail(jobs, self._throughput, self._ranks.size)
+        jobs = [
+            TailJob(num_tokens=self._step_tokens(run), num_steps=run.total_steps - run.step, step=run.step)
+            for run in training
+        ]
+        rungs = policy_from(self.task.early_exit).rungs
+        places = [(rung.progress, places_at(rungs, index, len(self.runs))) for index, rung in enumerate(rungs)]
+        tail = forecast_tail(jobs, self._throughput, self._ranks.size, places=places)
         if tail is not None:
             self._num_offered = len(training)
             self.journal.append("gpus_offered", **asdict(tail))
@@ -248,10 +307,12 @@ class TaskRun:
             self.tell_losses(run)
             self.journal.append("job_parked", job=run.id, slot=slots[run.id], step=run.step, reason="fewer_slots")
         self.runs[clone.id] = clone
-        self.race.add(clone.id, clone.total_steps)
+        self.race.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
         self.journal.append(
             "job_added", origin=origin.id, warm=clone.starts_warm, command=command, **self._description(clone)
         )
+        if not clone.starts_warm:
+            self._start_like_others(clone)
 
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""
@@ -274,7 +335,14 @@ class TaskRun:
             run.unsaved_losses = []
 
     def save(self) -> None:
-        """Commit a checkpoint: all states, and the journal up to here, survive anything from now on."""
+        """Commit a checkpoint: all states, and the journal up to here, survive anything from now on.
+
+        Raises:
+            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`; no rank has written a state.
+            RunWriteError: The run directory cannot be written.
+        """
+        self._run_dir.check_lock()
+        self._ranks.wait()  # until the first rank, which holds the lock, has found that it still does
         for run in self.runs.values():
             self.tell_losses(run)
             self.roster.save(run)
@@ -291,13 +359,18 @@ class TaskRun:
         self._ranks.wait()  # until the journal is, too
         self.roster.commit()
 
-    def complete(self, winner: LossPoint) -> None:
-        """Say who won, and what it took."""
+    def complete(self, winner: LossPoint, tied: Sequence[LossPoint] = ()) -> None:
+        """Journal the winner, and what it took.
+
+        Args:
+            tied: Best evaluations of other jobs whose score by the task's metric cannot be told from the winner's.
+        """
         runs = self.runs.values()
         self.journal.append(
             "task_completed",
             best_job=winner.job,
             best_validation_loss=winner.validation_loss,
+            **({"within_noise": [_standing(point) for point in tied]} if tied else {}),
             samples_trained=sum(self._samples(run, run.step) for run in runs),
             samples_budgeted=sum(self._samples(run, run.total_steps) for run in runs),
         )
@@ -358,7 +431,8 @@ class TaskRun:
             return race_of(past.events)
         settings = self.task.early_exit
         total_steps = {job: run.total_steps for job, run in self.runs.items()}
-        return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps)
+        scales = {job: loss_scale(run.config.model_dump()) for job, run in self.runs.items()}
+        return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps, loss_scales=scales)
 
     def _reference_facts(self) -> dict[str, Any]:
         if self._references is None:
@@ -367,7 +441,9 @@ class TaskRun:
 
     def _rung_notes(self) -> tuple[str, ...]:
         rungs = policy_from(self.task.early_exit).rungs
-        return rung_notes(rungs, [run.total_steps for run in self.runs.values()])
+        runs = self.runs.values()
+        rises = [run.config.lr_warmup_share(run.total_steps) for run in runs]
+        return rung_notes(rungs, [run.total_steps for run in runs], rises)
 
     def _samples(self, run: JobRun, steps: int) -> int:
         return run.config.samples_after(steps, len(self._data.train))
@@ -403,6 +479,15 @@ class TaskRun:
             )
 
 
+def _standing(point: LossPoint) -> dict[str, Any]:
+    return {"job": point.job, "gain": point.gain, "validation_loss": point.validation_loss}
+
+
+def _objective_settings(config: JobConfig) -> tuple[Any, ...]:
+    """Jobs that have these in common have the same loss on the frozen base."""
+    return tuple(getattr(config, key) for key in METHOD_SETTINGS)
+
+
 def _profile_facts(forecast: TaskPlan) -> dict[str, Any]:
     return {
         "is_cached": forecast.is_cached,
@@ -428,8 +513,8 @@ def _measured_throughput(past: Past) -> Throughput | None:
     return Throughput(**{**law, "points": tuple(ThroughputPoint(**point) for point in law["points"])})
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
-        **{name: version(name) for name in ("alto-lora", "torch", "transformers")},
+        **{name: version_of(name) for name in ("alto-lora", "torch", "transformers")},
     }

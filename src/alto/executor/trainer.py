@@ -6,8 +6,8 @@ many passes as the rank that needs most: a pass gathers the base from all of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.passes import OnMemoryEvent, Passes
 from alto.executor.ranks import Ranks
-from alto.kernels import DropoutKey, TokenSchedule, upload
+from alto.executor.tally import Evaluated, Tally
+from alto.kernels import VECTOR_SIZE, DropoutKey, TokenSchedule, upload
 from alto.lora import (
     ADAPTER_DTYPES,
     AdapterBank,
@@ -32,20 +33,13 @@ from alto.lora import (
     find_shared_inputs,
     inject,
 )
-from alto.objectives import Objective, find_objective, job_losses, pass_terms
+from alto.objectives import Objective, find_objective, job_losses, pass_terms, terms_of, token_losses
 from alto.scheduler import RankSlots
-from alto.spec import AdapterDtype
+from alto.spec import AdapterDtype, JobConfig
 from alto.spec.job_config import OptimizerName
+from alto.spec.metric import LOSS
 
-__all__ = ["Evaluated", "Trainer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """What a job is worth on the validation split: its loss, and the metrics of its objective."""
-
-    loss: float
-    metrics: Mapping[str, float]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -57,11 +51,13 @@ class Trainer:
         backbone: The base model; its targeted modules are wrapped in place.
         modules: Every module that some job targets.
         max_rank: The largest rank of any job.
+        rank_step: What the ranks of all jobs are multiples of; None where that is not known.
         num_slots: Slots of this rank's bank; all ranks have as many.
         max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs, and
             between the rows of a job that is larger.
         optims: What its jobs are trained with.
         objective: What they learn; None is ``sft``.
+        metric: What the task chooses by; evaluations keep its value on every row.
         adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
         on_memory_event: Is told whenever memory ran out.
         ranks: This process among those that train the task.
@@ -78,10 +74,12 @@ class Trainer:
         *,
         modules: tuple[TargetModule, ...],
         max_rank: int,
+        rank_step: int | None = None,
         num_slots: int,
         max_tokens_per_pass: int,
         optims: Collection[OptimizerName],
         objective: Objective | None = None,
+        metric: str = LOSS,
         adapter_dtype: AdapterDtype = "float32",
         on_memory_event: OnMemoryEvent = lambda event: None,
         ranks: Ranks | None = None,
@@ -89,12 +87,14 @@ class Trainer:
         self._backbone = backbone
         self._data = data
         self._objective = objective or find_objective("sft")
+        self._row_metric = None if metric == LOSS else metric
         self._ranks = ranks or Ranks()
         self.slots = RankSlots(num_ranks=self._ranks.size, per_rank=num_slots)
         self.passes = Passes(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
         layout = BankLayout(
             modules=modules,
             max_rank=max_rank,
+            rank_step=rank_step or VECTOR_SIZE,
             shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
         )
         self.bank = AdapterBank(layout, num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[adapter_dtype])
@@ -244,9 +244,7 @@ class Trainer:
         validation = self._data.validation
         rows = tuple(range(len(validation)))
         work, num_passes = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
-        names = self._objective.metrics
-        nothing = [0.0] * (1 + len(names))
-        sums = dict.fromkeys(here, nothing)
+        tallies = {place: self._new_tally() for place in here}
 
         def add_up(jobs: Sequence[JobRows]) -> None:
             with watching("evaluation"):
@@ -254,20 +252,66 @@ class Trainer:
                 configs = [here[place].config for place in batch.slots]
                 with self._context.use(_schedule(batch, here, training=False)):
                     terms = pass_terms(self._objective, self._backbone, batch, configs)
-                metrics = [terms.metrics[name] for name in names] if jobs else []
-                found_J = torch.stack([terms.sums_J, *metrics], 1).tolist()
-            for place, found in zip(batch.slots, found_J[: len(batch.slots)], strict=True):
-                sums[place] = [total + part for total, part in zip(sums[place], found, strict=True)]
+                Tally.add_pass([tallies[place] for place in batch.slots], [job.rows for job in jobs], terms)
+
+        self._evaluate(work, add_up, tallies.values(), num_passes)
+        nothing = self._new_tally()
+        return self._evaluated([nothing if place is None else tallies[place] for place in map(self.place, runs)])
+
+    @torch.no_grad()
+    def evaluate_base(self, configs: Sequence[JobConfig]) -> list[Evaluated]:
+        """What the frozen base alone is worth on the validation split, by the objective as each of ``configs`` sets it.
+        Asked before a job sits in the first slot: one without an adapter adds nothing to the base.
+
+        Raises:
+            RowTooLargeError: A row does not fit into memory by itself.
+            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+        """
+        validation = self._data.validation
+        shares = share_rows(validation, JobRows(0, tuple(range(len(validation)))), self._ranks.size)
+        of_rank = [[] if share is None else [share] for share in shares]
+        num_passes = max(self.passes.count(validation, work, split_jobs=True) for work in of_rank)
+        tallies = [self._new_tally() for _ in configs]
+
+        def add_up(jobs: Sequence[JobRows]) -> None:
+            with watching("evaluation"):
+                batch = self._collate(validation, jobs)
+                with self._context.use(TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(jobs))):
+                    losses_S = token_losses(self._backbone, batch)
+                for config, tally in zip(configs, tallies, strict=True) if jobs else ():
+                    terms = terms_of(self._objective, losses_S, batch, [config])
+                    Tally.add_pass([tally], [job.rows for job in jobs], terms)
+
+        self._evaluate(of_rank[self._ranks.rank], add_up, tallies, num_passes)
+        return self._evaluated(tallies)
+
+    def _new_tally(self) -> Tally:
+        return Tally(self._objective.metrics, self._row_metric, len(self._data.validation))
+
+    def _evaluate(
+        self,
+        work: Sequence[JobRows],
+        add_up: Callable[[Sequence[JobRows]], None],
+        tallies: Iterable[Tally],
+        num_passes: int,
+    ) -> None:
+        """Evaluate pass by pass; where memory runs out, all tallies begin anew."""
+        tallies = list(tallies)
 
         def forget() -> None:
-            sums.update(dict.fromkeys(sums, nothing))
+            for tally in tallies:
+                tally.forget()
 
-        self.passes.run(validation, work, add_up, forget=forget, split_jobs=True, num_passes=num_passes)
-        found = [nothing if place is None else sums[place] for place in map(self.place, runs)]
-        totals = iter(self._ranks.sum([value for values in found for value in values]))
-        weight = sum(validation.weights)
+        self.passes.run(self._data.validation, work, add_up, forget=forget, split_jobs=True, num_passes=num_passes)
+
+    def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
+        """What the tallies of all ranks together say."""
+        values = [tally.values() for tally in tallies]
+        totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
+        weight = sum(self._data.validation.weights)
         return [
-            Evaluated(loss=next(totals) / weight, metrics={name: next(totals) / weight for name in names}) for _ in runs
+            tally.evaluated(list(itertools.islice(totals, len(of_one))), weight)
+            for tally, of_one in zip(tallies, values, strict=True)
         ]
 
     def _here(self, runs: Sequence[JobRun]) -> dict[int, JobRun]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from alto.errors import RunNotFoundError
 from alto.export.metrics import format_metric, loss_unit, metric_name
+from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, TaskResult
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.metric import LOSS
@@ -43,15 +44,18 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
             f"expected the best adapter of {result.best_job} in {best_of_job}, found none; without it the run has no "
             "result any more: put the folder back, or start a new run"
         )
-    with writing(Path(result.run_dir), folder):
+    try:
+        with writing(Path(result.run_dir), folder):
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
+            base_model = json.loads((fresh / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+            replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
+            replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method))
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.rename(folder)
+            sync_folder(folder.parent)
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
-        base_model = json.loads((fresh / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
-        replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
-        replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method))
-        shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
-        sync_folder(folder.parent)
     return folder
 
 
@@ -73,6 +77,7 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
         "samples_saved": round(result.samples_saved, 6),
         "duration_s": round(result.duration_s, 3),
         **_finalists(result),
+        **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),
     }
 
 
@@ -100,7 +105,7 @@ tags: [lora, alto]
 ---
 
 # {result.task}
-
+{_warning(result)}
 LoRA adapter for `{model}`, tuned on `{dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
 {len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(method)})
 at step {best.best_step} of {best.total_steps}.
@@ -114,6 +119,13 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")
 ```
 
 {shown}"""
+
+
+def _warning(result: TaskResult) -> str:
+    check = result.adapter_check
+    if check is None or check.status != "different":
+        return ""
+    return f"\n> **Warning.** {describe_adapter_check(check)}.\n"
 
 
 def _best(result: TaskResult) -> JobResult:

@@ -15,7 +15,7 @@ from typing import Any
 
 from alto.export.metrics import is_share, metric_name
 from alto.export.tables import JobRow
-from alto.export.wording import format_count, format_duration, format_loss, format_share
+from alto.export.wording import describe_rung, format_count, format_duration, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
 
 __all__ = [
@@ -261,7 +261,7 @@ def _rung_traces(history: RunHistory, view: View) -> list[dict[str, Any]]:
     outcomes = {outcome.rung: outcome for outcome in history.rungs}
     traces = []
     for index, rung in enumerate(history.rung_settings):
-        label = f"{format_share(rung.progress)}: keep {format_share(rung.keep)}"
+        label = describe_rung(rung)
         outcome = next((found for found in outcomes.values() if math.isclose(found.progress, rung.progress)), None)
         if outcome is not None:
             label = f"{format_share(rung.progress)}: {len(outcome.kept)} kept"

@@ -1,9 +1,10 @@
 """How much each setting alone decided about what the task chooses by, as far as the jobs of a run can tell.
 
-Jobs that were stopped early cannot be compared by their last evaluations, so all are compared at equal progress: at
-the first rung, or without rungs at the last progress that all have reached. Their scores are turned into ranks, which
-neither a diverging job nor a scale can distort; the share of the differences between ranks that a setting explains is
-epsilon squared of a one-way analysis of variance: eta squared less what chance would give it.
+Jobs that were stopped early cannot be compared by their last evaluations, so all are compared at exactly equal
+progress, as rungs compare them: at the first rung, or without rungs at the last progress that all have reached. Their
+scores are turned into ranks, which neither a diverging job nor a scale can distort; the share of the differences
+between ranks that a setting explains is epsilon squared of a one-way analysis of variance: eta squared less what chance
+would give it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from alto.early_exit import point_at_share
 from alto.export.wording import format_setting, tidy_config, varying_keys
-from alto.records import ExitReason
+from alto.records import ExitReason, Rung
 from alto.runs import JobHistory, RunHistory
 
 __all__ = ["MIN_JOBS", "Importance", "SettingImportance", "importance_of_settings"]
@@ -96,14 +98,15 @@ def _scores_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, tup
     if not reached:
         return 0.0, {}
     progress = min([rung.progress for rung in history.rung_settings] or reached)
-    scores = {name: _score_at(job, progress) for name, job in history.jobs.items() if not job.origin}
+    rung = Rung(progress=progress, keep=1.0)
+    scores = {name: _score_at(job, rung) for name, job in history.jobs.items() if not job.origin}
     return progress, {name: score for name, score in scores.items() if score is not None}
 
 
-def _score_at(job: JobHistory, progress: float) -> tuple[float, float] | None:
-    for point in job.evaluations:
-        if point.progress >= progress - 1e-9:
-            return point.score if math.isfinite(point.validation_loss) else _WORST
+def _score_at(job: JobHistory, rung: Rung) -> tuple[float, float] | None:
+    point = point_at_share(job.evaluations, rung, job.total_steps, job.start)
+    if point is not None:
+        return point.score if math.isfinite(point.validation_loss) else _WORST
     return _WORST if job.exit_reason == ExitReason.DIVERGING else None
 
 

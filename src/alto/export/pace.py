@@ -6,6 +6,7 @@ from collections import deque
 
 from alto.records import Rung
 from alto.runs import JobHistory, RunHistory
+from alto.spec.rungs import places_at
 
 __all__ = ["Pace", "expected_samples_left", "next_stop"]
 
@@ -44,28 +45,40 @@ def expected_samples_left(history: RunHistory) -> float:
     Exits for other reasons only make it less.
     """
     ahead = _rungs_ahead(history)
+    survivals = _survivals(history, [index for index, _ in ahead])
     samples = 0.0
     for job in history.jobs.values():
         if job.has_ended:
             continue
         share, at, survival = 0.0, job.progress, 1.0
-        for rung in ahead:
+        for (_, rung), kept in zip(ahead, survivals, strict=True):
             reached = max(at, rung.progress)
             share += survival * (reached - at)
-            at, survival = reached, survival * rung.keep
+            at, survival = reached, survival * kept
         samples += (share + survival * (1.0 - at)) * job.samples_budgeted
     return samples
+
+
+def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
+    """Of each rung ahead, the share of those that reach it who go on."""
+    rungs, num_jobs = history.rung_settings, len(history.jobs)
+    num_left, shares = sum(not job.has_ended for job in history.jobs.values()), []
+    for index in ahead:
+        num_kept = min(num_left, places_at(rungs, index, num_jobs))
+        shares.append(num_kept / max(1, num_left))
+        num_left = num_kept
+    return shares
 
 
 def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
     """What ``job`` trains towards, ``rung`` or ``end``, and the steps left until there: 0 or less if it has arrived."""
     ahead = _rungs_ahead(history)
     if ahead:
-        return "rung", ahead[0].progress * job.total_steps - job.step
+        return "rung", ahead[0][1].progress * job.total_steps - job.step
     return "end", job.total_steps - job.step
 
 
-def _rungs_ahead(history: RunHistory) -> list[Rung]:
-    """Rungs that have not been held."""
+def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
+    """Rungs that have not been held, by number."""
     held = {outcome.rung for outcome in history.rungs}
-    return [rung for index, rung in enumerate(history.rung_settings) if index not in held]
+    return [(index, rung) for index, rung in enumerate(history.rung_settings) if index not in held]

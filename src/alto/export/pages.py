@@ -23,6 +23,7 @@ from alto.export.wording import (
     format_share,
     short_name,
 )
+from alto.runs import replace_file, write_error
 
 __all__ = ["render_page", "timestamp", "write_page"]
 
@@ -54,10 +55,16 @@ def render_page(template: str, **context: Any) -> str:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Put a page where ``path`` says; a reader never sees half of it."""
-    unfinished = path.with_suffix(".html.partial")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
+    """Put a page where ``path``, in the folder of a run or a queue, says; a reader never sees half of it.
+
+    Raises:
+        RunWriteError: The disk is full or cannot be written; of the page nothing is left there.
+    """
+    try:
+        replace_file(path, page)
+    except OSError as error:
+        remedy = f"make room or make the disk writable, then write it with: alto report {path.parent}"
+        raise write_error(path, error, remedy) from error
     return path
 
 

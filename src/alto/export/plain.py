@@ -13,6 +13,7 @@ from alto.export.metrics import format_metric, metric_name
 from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
+    describe_adapter_check,
     describe_config,
     describe_finalists,
     describe_memory_event,
@@ -26,7 +27,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import ExitReason
-from alto.runs import JobHistory, RunHistory
+from alto.runs import JobHistory, RunHistory, choice_notes
 from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
@@ -105,6 +106,8 @@ class PlainView:
                 self._say(describe_memory_event(event))
             case "finalists_judged":
                 self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
+            case "adapter_checked":
+                self._on_adapter_checked()
             case "task_completed":
                 self._on_completed()
 
@@ -125,6 +128,11 @@ class PlainView:
     def _tell_notes(self, event: Mapping[str, Any]) -> None:
         for note in event.get("notes") or ():
             self._say(f"note: {clean(note)}")
+
+    def _on_adapter_checked(self) -> None:
+        check = self.history.adapter_check
+        assert check is not None
+        self._say(("warning: " if check.status == "different" else "") + describe_adapter_check(check))
 
     def _on_resumed(self) -> None:
         history = self.history
@@ -207,6 +215,8 @@ class PlainView:
         self._tell_admitted()
         history, best = self.history, self.history.best
         outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
+        for note in choice_notes(history):
+            self._say(f"note: {clean(note)}")
         self._say(
             f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
             f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"

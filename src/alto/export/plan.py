@@ -41,7 +41,8 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     time = [f"time:       {_priced(plan.duration_s, most)} with early exit off"]
     if plan.expected_duration_s < plan.duration_s:
         time.append(f"            {_priced(plan.expected_duration_s, expected)} expected with it")
-    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *time, ""])))
+    notes = [f"note:       {clean(note)}" for note in plan.notes]
+    return Group(Text("\n".join(lines)), _table(plan), Text("\n".join([chosen, *time, *notes, ""])))
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:

@@ -24,6 +24,7 @@ def write_queue_report(queue_dir: str | Path) -> Path:
     Raises:
         RunNotFoundError: ``queue_dir`` holds no queue.
         RunError: A journal is damaged before its last line.
+        RunWriteError: The disk is full or cannot be written.
     """
     queue_dir = Path(queue_dir)
     page = render_page("queue.html.jinja", **_context(read_queue_history(queue_dir), queue_dir))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -39,6 +41,10 @@ STYLES = {
 ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED)
 # Lines of the live view that are no task.
 FRAME_LINES = 8
+_BAR = 10
+_GPUS = 12
+_WIDTH_OF_BARS = 100
+_WIDTH_OF_LOSSES = 75
 
 
 class QueueProgress:
@@ -127,13 +133,15 @@ class LiveQueueView:
         if not queue.tasks:
             return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
         tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
-        num_rows = max(1, height - FRAME_LINES - len(queue.nodes))
+        num_lines = max(1, height - FRAME_LINES - len(queue.nodes))
+        lines = itertools.accumulate(2 if _note(task) else 1 for task in tasks)
+        shown = tasks[: max(1, bisect.bisect_right(list(lines), num_lines))]
         return Group(
             Text(_headline(queue), style="bold", no_wrap=True, overflow="ellipsis"),
             Text(_plan_line(queue, now), style="dim", no_wrap=True, overflow="ellipsis"),
             *(Text(line, no_wrap=True, overflow="ellipsis") for line in gpu_lines(queue)),
             "",
-            _table(self.progress, tasks[:num_rows], now, hidden=len(tasks) - num_rows),
+            _TaskTable(self.progress, shown, now, hidden=len(tasks) - len(shown)),
         )
 
 
@@ -173,7 +181,7 @@ def queue_summary(
         Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
         "",
-        _table(progress, list(queue.tasks.values()), queue.last_seen_at or 0.0),
+        _TaskTable(progress, list(queue.tasks.values()), queue.last_seen_at or 0.0),
     ]
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
@@ -218,28 +226,48 @@ def _gap(makespan_s: float, bound_s: float) -> str:
     return format_share(makespan_s / bound_s - 1.0) if bound_s else "?"
 
 
-def _table(progress: QueueProgress, tasks: list[TaskHistory], now: float, *, hidden: int = 0) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading, justify in (("task", "left"), ("state", "left"), ("GPUs", "left"), ("done", "left"), ("", "right")):
-        table.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    table.add_column("loss", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("note", overflow="ellipsis", no_wrap=True)
-    for task in tasks:
-        share, loss = progress.share(task), progress.best_loss(task)
-        style = STYLES[task.state]
-        table.add_row(
-            Text(clean(task.task)),
-            Text(task.state.value, style=style),
-            Text(_gpus(task)),
-            ProgressBar(total=1.0, completed=share, width=10, complete_style="cyan", finished_style="green"),
-            format_share(share),
-            "" if loss is None else format_loss(loss),
-            _time(task, now),
-            Text(_note(task)),
-        )
-    more = [Text(f"… and {hidden} more", style="dim")] if hidden > 0 else []
-    return Group(table, *more)
+class _TaskTable:
+    """A row for each task, and under the table what is to be said of single ones.
+
+    Names and states keep their width: where a terminal is narrow, bars and expected times go first, then losses.
+    """
+
+    def __init__(self, progress: QueueProgress, tasks: Sequence[TaskHistory], now: float, *, hidden: int = 0) -> None:
+        self._progress = progress
+        self._tasks = tasks
+        self._now = now
+        self._hidden = hidden
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        has_bar, has_losses = options.max_width >= _WIDTH_OF_BARS, options.max_width >= _WIDTH_OF_LOSSES
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+        table.add_column("task")  # the one that may shrink: rich shrinks columns that may wrap
+        table.add_column("state", no_wrap=True)
+        table.add_column("GPUs", no_wrap=True, max_width=_GPUS, overflow="ellipsis")
+        if has_bar:
+            table.add_column("", no_wrap=True, min_width=_BAR)
+        table.add_column("done", justify="right", no_wrap=True, min_width=len("100 %"))
+        if has_losses:
+            table.add_column("loss", justify="right", no_wrap=True, min_width=6)
+        table.add_column("time", justify="right", no_wrap=True, overflow="ellipsis")
+        for task in self._tasks:
+            share, loss = self._progress.share(task), self._progress.best_loss(task)
+            bar = ProgressBar(total=1.0, completed=share, width=_BAR, complete_style="cyan", finished_style="green")
+            table.add_row(
+                Text(clean(task.task), no_wrap=True, overflow="ellipsis"),
+                Text(task.state.value, style=STYLES[task.state]),
+                Text(_gpus(task)),
+                *([bar] if has_bar else []),
+                format_share(share),
+                *(["" if loss is None else format_loss(loss)] if has_losses else []),
+                _time(task, self._now, is_short=not has_bar),
+            )
+        yield table
+        if self._hidden > 0:
+            yield Text(f"… and {self._hidden} more", style="dim")
+        for task in self._tasks:
+            if note := _note(task):
+                yield Text(f"{clean(task.task)}: {note}", style="yellow", no_wrap=True, overflow="ellipsis")
 
 
 def _gpus(task: TaskHistory) -> str:
@@ -248,11 +276,13 @@ def _gpus(task: TaskHistory) -> str:
     return f"×{task.num_gpus}"
 
 
-def _time(task: TaskHistory, now: float) -> str:
-    """What it has taken so far, of what it was thought to take."""
+def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
+    """What it has taken so far, of what it was thought to take; one of both where there is little width."""
     spent_s = sum((now if attempt.end is None else attempt.end) - attempt.start for attempt in task.attempts)
     expected = format_duration(task.duration_s)
-    return f"{format_duration(spent_s)} of {expected}" if task.attempts else f"about {expected}"
+    if not task.attempts:
+        return f"about {expected}"
+    return format_duration(spent_s) if is_short else f"{format_duration(spent_s)} of {expected}"
 
 
 def _note(task: TaskHistory) -> str:

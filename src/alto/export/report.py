@@ -23,18 +23,21 @@ from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
 from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
 from alto.export.wording import (
+    clean,
     describe_finalists,
     describe_rungs,
     describe_task,
     tidy_config,
     varying_keys,
 )
-from alto.runs import RunHistory, Stage, read_history
+from alto.runs import RunHistory, Stage, choice_notes, read_history
+from alto.spec.outside import read_json
 
 __all__ = ["write_report"]
 
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
+FILES = ("base", "files")
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -43,6 +46,7 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.
         RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
+        RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
     page = render_report(read_history(run_dir), run_dir, _evaluations(run_dir))
@@ -79,7 +83,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
         "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),
         "subtitle": describe_task(history.settings),
-        "notes": run_notes(history),
+        "notes": [*run_notes(history), *map(clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
         "importance": importance_of_settings(history),
@@ -149,8 +153,8 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return [dict(entry) for entry in json.loads(path.read_text(encoding="utf-8")).get("evaluations") or ()]
-    except (ValueError, AttributeError, TypeError) as error:
+        return [dict(entry) for entry in read_json(path).get("evaluations") or ()]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(
             f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
             "the run again to have its evaluations in the report."
@@ -164,7 +168,7 @@ def _settings(history: RunHistory) -> list[tuple[str, Any]]:
         if key == "notes":
             continue
         if isinstance(value, dict):
-            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) != RUNGS]
+            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in (RUNGS, FILES)]
             if key == RUNGS[0]:
                 flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
         else:

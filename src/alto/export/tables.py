@@ -13,6 +13,7 @@ from typing import Any
 from alto.export.metrics import shown_metrics
 from alto.export.wording import (
     clean,
+    describe_adapter_check,
     describe_config,
     describe_memory_event,
     format_count,
@@ -111,11 +112,14 @@ def job_table(history: RunHistory) -> JobTable:
 
 
 def run_notes(history: RunHistory) -> list[str]:
-    """What the task's data gave reason to say (rows cut, skipped, …), and how memory last ran out; safe to print."""
+    """What the task's data and model gave reason to say (rows cut, skipped, …), how memory last ran out, and that PEFT
+    reads the best adapter otherwise, where it does; safe to print."""
     notes = [clean(note) for note in history.settings.get("notes") or ()]
     if events := history.memory_events:
         times = "" if len(events) == 1 else f" ({len(events)} times so far)"
         notes.append(describe_memory_event(events[-1]) + times)
+    if history.adapter_check is not None and history.adapter_check.status == "different":
+        notes.append(describe_adapter_check(history.adapter_check))
     return notes
 
 

@@ -33,7 +33,7 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import Event, JobHistory, RunHistory
+from alto.runs import Event, JobHistory, RunHistory, choice_notes
 from alto.spec.metric import LOSS
 
 __all__ = ["LiveView", "final_summary", "open_view"]
@@ -215,6 +215,7 @@ def final_summary(
         ),
         "",
         _best_line(table, history),
+        *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
         Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
     ]
     if run_dir is not None:

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from alto.records import FinalistScore, Rung
+from alto.records import AdapterCheck, FinalistScore, Rung
 
 __all__ = [
     "clean",
+    "describe_adapter_check",
     "describe_config",
     "describe_finalists",
     "describe_memory_event",
     "describe_profile",
+    "describe_rung",
     "describe_rungs",
     "describe_task",
     "format_count",
@@ -110,13 +112,37 @@ def short_path(name: object) -> str:
 
 
 def describe_rungs(rungs: Sequence[Rung]) -> str:
-    """``at 2.5 % keep 50 %, at 5 % keep 20 %``; empty without rungs."""
-    return ", ".join(f"at {format_share(rung.progress)} keep {format_share(rung.keep)}" for rung in rungs)
+    """``at 2.5 % keep 20 %, at 5 % keep 75 % (never fewer than 4), from 40 % only the best``; empty without rungs."""
+    texts = [f"at {describe_rung(rung)}" for rung in rungs if rung.max_kept is None]
+    least = max((rung.min_kept for rung in rungs), default=1)
+    if texts and least > 1:
+        texts[-1] += f" (never fewer than {least})"
+    return ", ".join([*texts, *(f"from {describe_rung(rung)}" for rung in rungs if rung.max_kept is not None)])
+
+
+def describe_rung(rung: Rung) -> str:
+    """``2.5 % keep 20 %``, or ``40 % only the best``."""
+    kept = f"keep {format_share(rung.keep)}" if rung.max_kept is None else "only the best"
+    return f"{format_share(rung.progress)} {kept}"
 
 
 def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
     """How many answers each got right."""
     return ", ".join(f"{clean(score.job)} {score.num_correct} of {score.num_questions} right" for score in finalists)
+
+
+def describe_adapter_check(check: AdapterCheck) -> str:
+    """Whether PEFT loads the best adapter as it was trained, in a sentence."""
+    if check.status == "unchecked":
+        return f"the best adapter was not loaded into PEFT to check it: {clean(check.why)}"
+    peft = f"PEFT {clean(check.peft)}"
+    if check.status == "equal":
+        difference = f"{check.difference or 0.0:.1e}"
+        return f"{peft} loads the best adapter as it was trained (logits differ by {difference}, relative)"
+    return (
+        f"{peft} does not load the best adapter as it was trained: {clean(check.why)}. ALTO does (alto eval); use it "
+        "with PEFT only once its logits are the same there"
+    )
 
 
 def describe_memory_event(event: Mapping[str, Any]) -> str:

@@ -3,8 +3,17 @@
 from alto.kernels.backend import choose_backend
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.function import grouped_lora_linear
-from alto.kernels.operands import LoraOperands
+from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.pass_table import upload
 from alto.kernels.schedule import Segment, TokenSchedule
 
-__all__ = ["DropoutKey", "LoraOperands", "Segment", "TokenSchedule", "choose_backend", "grouped_lora_linear", "upload"]
+__all__ = [
+    "VECTOR_SIZE",
+    "DropoutKey",
+    "LoraOperands",
+    "Segment",
+    "TokenSchedule",
+    "choose_backend",
+    "grouped_lora_linear",
+    "upload",
+]

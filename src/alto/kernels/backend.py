@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -57,3 +58,14 @@ def _check_triton() -> None:
             "ALTO_KERNELS=triton: expected a CUDA device, found none; unset it, or set TRITON_INTERPRET=1 to run the "
             "kernels in Triton's interpreter, slowly"
         )
+    if os.environ.get("TRITON_INTERPRET") == "1" and _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        # It makes a number of an array with one element, which NumPy refuses from then on.
+        raise UnsupportedError(
+            f"TRITON_INTERPRET=1: expected NumPy below 2.4 beside the interpreter of Triton {version('triton')}, found "
+            f"{version('numpy')}; pip install 'numpy<2.4', or Triton 3.7 or later"
+        )
+
+
+def _release(package: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in version(package).split(".")[:2])

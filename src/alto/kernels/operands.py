@@ -55,6 +55,10 @@ class LoraOperands:
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous.
         max_rank: The largest rank that a slot may hold.
+        alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
+            compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that who
+            comes and goes does not have them compiled again; where every rank is a multiple of ``rank_step`` and lies
+            as the bank lays it, it never falls either.
         max_width: The largest ``Q`` that a slot may have.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
@@ -68,7 +72,13 @@ class LoraOperands:
         params_ZP: Tensor,
         grads_ZP: Tensor,
         max_rank: int,
+        rank_step: int = VECTOR_SIZE,
     ) -> None:
+        """See the class.
+
+        Args:
+            rank_step: What all ranks that a slot may hold are multiples of, as far as is known.
+        """
         assert params_ZP.is_contiguous()
         assert grads_ZP.is_contiguous()
         self.number = number
@@ -77,11 +87,11 @@ class LoraOperands:
         self.params_ZP = params_ZP
         self.grads_ZP = grads_ZP
         self.max_rank = max_rank
+        self.alignment = math.gcd(VECTOR_SIZE, rank_step, params_ZP.shape[1], *self.out_features)
         self.max_width = len(self.out_features) * max_rank
         self.slots: dict[int, SlotMatrices] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._table: Tensor | None = None
-        self._alignment: int | None = None
 
     def seat(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
         """Tell where in its row ``slot``'s adapter lies.
@@ -111,23 +121,13 @@ class LoraOperands:
             for place in (first, rank, start)
         )
         self._places[slot] = (width, a_start, *members)
+        self.alignment = math.gcd(self.alignment, *self._places[slot])
 
     def clear(self, slot: int) -> None:
         """Tell that nobody sits in ``slot``."""
         self.slots.pop(slot, None)
         self._places.pop(slot, None)
         self._table = None
-        self._alignment = None
-
-    def alignment(self) -> int:
-        """The largest power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns.
-
-        Kernels are compiled for it: numbers are moved that many at a time.
-        """
-        if self._alignment is None:
-            places = (place for places in self._places.values() for place in places)
-            self._alignment = math.gcd(VECTOR_SIZE, self.params_ZP.shape[1], *self.out_features, *places)
-        return self._alignment
 
     def table(self) -> Tensor:
         """Where everything lies, on the bank's device: ``[Z, 2 + 3 M]`` int64.

@@ -103,8 +103,9 @@ def bank_adamw(
 
     A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
     """
-    # One tensor a row and rate, as each call counts its own up; all of them before anything changes.
-    counts = [[torch.tensor(float(step - 1), device=params_ZP.device) for _ in range(2)] for step in steps]
+    # One tensor a row and rate, as each call counts its own up; all of them before anything changes. Filled on the
+    # device: a number that is sent there would make the host wait.
+    counts = [[torch.full((), float(step - 1), device=params_ZP.device) for _ in range(2)] for step in steps]
     for index, slot in enumerate(slots):
         a_end, end = sizes[index]
         rate_of_a, rate_of_b = learning_rates[index]

@@ -2,7 +2,8 @@
 
 Modules that read the same input share one pass over it, up to three members of a group one launch over what they write.
 Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op waits for the device, none uses atomics:
-the same inputs give the same bits, and a slot's bits do not depend on its company.
+the same inputs give the same bits, and a slot's bits do not depend on its company. What a kernel is compiled for does
+not either: no argument that Triton specialises for changes as adapters come and go.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
             s_TQ.stride(0),
             places_Z.stride(0),
             DROPOUT=table.has_dropout,
-            ALIGNMENT=operands.alignment(),
+            ALIGNMENT=operands.alignment,
             **config.arguments,
         )
     return s_TQ
@@ -100,7 +101,7 @@ def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor],
                 *part.strides,
                 places_Z.stride(0),
                 part.first_place,
-                ALIGNMENT=operands.alignment(),
+                ALIGNMENT=operands.alignment,
                 **config.arguments,
             )
 
@@ -149,7 +150,7 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
         rows_U2,
         grads_ZP.stride(0),
         num_spans,
-        ALIGNMENT=math.gcd(VECTOR_SIZE, grads_ZP.stride(0), *sizes),
+        ALIGNMENT=math.gcd(VECTOR_SIZE, grads_ZP.stride(0)),
         **square_sums_config(grads_ZP.dtype).arguments,
     )
     total_norms_kernel[(len(slots),)](
@@ -186,14 +187,14 @@ def bank_adamw(
         )
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
-    ends = [end for _, end in sizes]
-    adamw_kernel[(triton.cdiv(max(ends), ADAMW_BLOCK), len(slots))](
+    longest = max(end for _, end in sizes)
+    adamw_kernel[(triton.cdiv(longest, ADAMW_BLOCK), len(slots))](
         *banks,
         grad_scales.to(exact),
         upload(rows, torch.int64, params_ZP.device),
         upload(settings, exact, params_ZP.device),
         params_ZP.stride(0),
-        ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0), *ends),
+        ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
         **adamw_config(params_ZP.dtype).arguments,
     )
 
@@ -261,7 +262,7 @@ def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, sche
             ds_TQ.stride(0),
             places_Z.stride(0),
             part.first_place,
-            ALIGNMENT=operands.alignment(),
+            ALIGNMENT=operands.alignment,
             **config.arguments,
         )
 
@@ -284,7 +285,7 @@ def _add_to_dx(ds_TQ: Tensor, operands: LoraOperands, dx_TK: Tensor, schedule: T
         *dx_TK.stride(),
         places_Z.stride(0),
         DROPOUT=table.has_dropout,
-        ALIGNMENT=operands.alignment(),
+        ALIGNMENT=operands.alignment,
         **config.arguments,
     )
 
@@ -312,7 +313,7 @@ def _accumulate_da(x_TK: Tensor, ds_TQ: Tensor, operands: LoraOperands, schedule
         bank.stride(0),
         places_Z.stride(0),
         DROPOUT=table.has_dropout,
-        ALIGNMENT=operands.alignment(),
+        ALIGNMENT=operands.alignment,
         **config.arguments,
     )
 
@@ -335,6 +336,6 @@ def _accumulate_db(s_TQ: Tensor, dys: Sequence[Tensor], operands: LoraOperands, 
             bank.stride(0),
             places_Z.stride(0),
             part.first_place,
-            ALIGNMENT=operands.alignment(),
+            ALIGNMENT=operands.alignment,
             **config.arguments,
         )

@@ -8,9 +8,11 @@ from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import MultiLoraLinear, PassContext
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
 from alto.lora.peft_format import read_adapter, write_adapter
+from alto.lora.peft_targets import ModuleNames
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
+from alto.lora.untrained import untrained_notes
 
 __all__ = [
     "ADAPTER_DTYPES",
@@ -18,6 +20,7 @@ __all__ = [
     "AdapterShape",
     "AdapterWeights",
     "BankLayout",
+    "ModuleNames",
     "MultiLoraLinear",
     "OptimizerState",
     "PassContext",
@@ -34,5 +37,6 @@ __all__ = [
     "linear_modules",
     "read_adapter",
     "serving",
+    "untrained_notes",
     "write_adapter",
 ]

@@ -69,6 +69,7 @@ class AdapterBank:
             params_ZP=self.params_ZP,
             grads_ZP=self.grads_ZP,
             max_rank=self.layout.max_rank,
+            rank_step=self.layout.rank_step,
         )
         self._operands.append((group_index, operands))
         for slot in self._places:

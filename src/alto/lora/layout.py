@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from alto.kernels import VECTOR_SIZE
+
 __all__ = ["AdapterShape", "BankLayout", "GroupPlace", "RowPlaces", "TargetModule"]
 
 _ROW_ALIGNMENT = 16
@@ -68,12 +70,15 @@ class BankLayout:
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
         max_rank: ``R``, the largest rank a slot can hold.
+        rank_step: What all ranks that slots may hold are multiples of, as far as is known; see
+            :attr:`alto.kernels.LoraOperands.alignment`. Changes nothing of where an adapter lies.
         shared_inputs: Names of modules of the model that read the same input, of which ``modules`` may hold a part;
             see :func:`alto.lora.shared_inputs.find_shared_inputs`.
     """
 
     modules: tuple[TargetModule, ...]
     max_rank: int
+    rank_step: int = VECTOR_SIZE
     shared_inputs: tuple[tuple[str, ...], ...] = ()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,15 @@ __all__ = ["MultiLoraLinear", "PassContext", "SharedInput"]
 
 
 class PassContext:
-    """Tells every injected module which tokens of the current pass belong to which slot."""
+    """Tells every injected module which tokens of the current pass belong to which slot.
+
+    The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
+    that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
+    """
 
     def __init__(self) -> None:
         self.schedule: TokenSchedule | None = None
-        self.groups: list[SharedInput] = []
+        self.groups: WeakSet[SharedInput] = WeakSet()
 
     @contextmanager
     def use(self, schedule: TokenSchedule) -> Iterator[None]:
@@ -56,7 +61,7 @@ class SharedInput:
         self._ops = ops
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        context.groups.append(self)
+        context.groups.add(self)
 
     @property
     def is_in_pass(self) -> bool:

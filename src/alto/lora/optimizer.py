@@ -87,7 +87,9 @@ class SlotAdamW:
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
-            self._step_together([updates[index] for index in together], grad_scales[together])
+            # A list as an index would be sent to the device from memory that is not pinned, for which the host waits.
+            scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
+            self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
                 if update.slot in self._eight_bit:
                     self._step_eight_bit(update, grad_scales[index])

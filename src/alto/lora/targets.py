@@ -14,7 +14,7 @@ from alto.lora.layout import TargetModule
 from alto.lora.linear import MultiLoraLinear
 from alto.spec.job_config import ALL_LINEAR
 
-__all__ = ["find_targets", "linear_bases", "linear_modules"]
+__all__ = ["find_targets", "linear_bases", "linear_modules", "module_names"]
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
@@ -34,6 +34,11 @@ def linear_bases(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: module for name, module in _modules(model).items() if isinstance(module, nn.Linear) and module is not head
     }
+
+
+def module_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Full names of all modules below the model, linear or not; the same whether or not adapters have been injected."""
+    return tuple(_modules(model))
 
 
 def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], rank: int) -> tuple[TargetModule, ...]:

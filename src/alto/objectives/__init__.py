@@ -2,7 +2,7 @@
 
 from alto.objectives.base import Objective, Terms
 from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
-from alto.objectives.passes import job_losses, pass_terms, reference_log_probs, token_losses
+from alto.objectives.passes import job_losses, pass_terms, reference_log_probs, terms_of, token_losses
 from alto.objectives.registry import check_rows, find_objective
 from alto.objectives.sums import run_sums
 
@@ -20,5 +20,6 @@ __all__ = [
     "preference_metrics",
     "reference_log_probs",
     "run_sums",
+    "terms_of",
     "token_losses",
 ]

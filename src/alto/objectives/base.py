@@ -21,10 +21,13 @@ class Terms:
     Attributes:
         sums_J: ``[J]`` float64. Over all passes of a batch they add up to the batch's loss times its weight.
         metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
+        rows: Name to one number for each row of the batch, in order: the parts of which a metric is the sum. Where it
+            is there, jobs can be compared row by row, and a lead be told from noise.
     """
 
     sums_J: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable

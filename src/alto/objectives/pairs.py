@@ -84,6 +84,7 @@ class Pairs:
         return Terms(
             sums_J=self._sums(losses_Q),
             metrics={name: self._sums(values_Q.detach()) for name, values_Q in metrics.items()},
+            rows={name: values_Q.detach()[: sum(self.counts)] for name, values_Q in metrics.items()},
         )
 
     def _sums(self, values_Q: Tensor) -> Tensor:
@@ -91,10 +92,10 @@ class Pairs:
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
-    """How often, and by how much, the chosen reply earns more than the rejected one."""
+    """How often, and by how much, the chosen reply earns more than the rejected one; equal rewards are half right."""
     chosen_Q, rejected_Q = rewards_Q2.detach().unbind(1)
     return {
-        "reward_accuracy": (chosen_Q > rejected_Q).double(),
+        "reward_accuracy": ((chosen_Q > rejected_Q).double() + (chosen_Q >= rejected_Q).double()) / 2,
         "reward_margin": chosen_Q - rejected_Q,
         "chosen_reward": chosen_Q,
         "rejected_reward": rejected_Q,

@@ -13,7 +13,7 @@ from alto.objectives.base import Objective, Terms
 from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
-__all__ = ["job_losses", "pass_terms", "reference_log_probs", "token_losses"]
+__all__ = ["job_losses", "pass_terms", "reference_log_probs", "terms_of", "token_losses"]
 
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
@@ -31,9 +31,14 @@ def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, conf
         configs: One per job.
 
     Raises:
-        ShapeError: The objective does not give a number per job, or other metrics than it names.
+        ShapeError: The objective does not give a number per job (and, where it gives rows, per row), or other metrics
+            than it names.
     """
-    losses_S = token_losses(backbone, batch)
+    return terms_of(objective, token_losses(backbone, batch), batch, configs)
+
+
+def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
+    """:func:`pass_terms` of a batch whose trained tokens have ``losses_S``."""
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
     terms = objective.terms(losses_S, batch, configs)
@@ -44,6 +49,13 @@ def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, conf
             f"{type(objective).__name__}.terms: expected numbers per job {wanted}, found {found}; correct its terms, "
             "or the metrics that it names"
         )
+    num_rows = (sum(batch.job_rows),)
+    for name, values in terms.rows.items():
+        if name not in objective.metrics or tuple(values.shape) != num_rows:
+            raise ShapeError(
+                f"{type(objective).__name__}.terms: expected rows of its metrics with a number for each of "
+                f"{num_rows[0]} rows, found {name!r} with {tuple(values.shape)}; correct its rows"
+            )
     return terms
 
 

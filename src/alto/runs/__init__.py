@@ -1,14 +1,16 @@
 """Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
 
-from alto.runs.files import replace_file, sync_folder, writing
+from alto.runs.choice import choice_notes
+from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
 from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, read_queue_history, told_gpus
-from alto.runs.result import task_result
+from alto.runs.result import has_result, task_result
 from alto.runs.run_dir import RunDir
 from alto.runs.tail import JournalTail
+from alto.runs.trust import load_run_task
 
 __all__ = [
     "Action",
@@ -32,7 +34,11 @@ __all__ = [
     "Stage",
     "TaskHistory",
     "TaskStage",
+    "choice_notes",
     "cut_journal",
+    "has_result",
+    "is_disk_full",
+    "load_run_task",
     "read_events",
     "read_history",
     "read_intact_events",
@@ -41,5 +47,6 @@ __all__ = [
     "sync_folder",
     "task_result",
     "told_gpus",
+    "write_error",
     "writing",
 ]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from alto.errors import AltoError, RunWriteError
+from alto.errors import AltoError, DiskFullError, RunWriteError
 
-__all__ = ["replace_file", "sync_folder", "writing"]
+__all__ = ["is_disk_full", "replace_file", "sync_folder", "write_error", "writing"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -24,18 +28,30 @@ def writing(run: Path, what: Path) -> Iterator[None]:
     except AltoError:
         raise
     except OSError as error:
-        raise RunWriteError(
-            f"expected to write {what}, found: {error.strerror or error}; what was committed before is safe: "
-            f"make room or make the disk writable, then go on with: alto resume {run}"
-        ) from error
+        remedy = "what was committed before is safe: make room or make the disk writable, then go on with: alto resume"
+        raise write_error(what, error, f"{remedy} {run}") from error
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Put ``content`` (UTF-8) in the place of ``path``, durably."""
+def write_error(what: Path, error: OSError, remedy: str) -> RunWriteError:
+    """``error``, which came up while ``what`` was written, as the error of ALTO's that it is."""
+    kind = DiskFullError if is_disk_full(error) else RunWriteError
+    return kind(f"expected to write {what}, found: {error.strerror or error}; {remedy}")
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether more room is all that is missing. Of the errors of `shutil.copytree` and safetensors only the text says
+    what the operating system has answered."""
+    if error.errno is not None:
+        return error.errno in _FULL
+    return any(int(number) in _FULL for number in re.findall(r"(?:Errno|os error) (\d+)", str(error)))
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Put ``content`` (a text as UTF-8) in the place of ``path``, durably; of an attempt that fails nothing is left."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with fresh.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)

@@ -47,7 +47,7 @@ class JournalFold:
         for event in read_events(path):
             try:
                 history.apply(event)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise RunError(
                     f"Expected a journal as ALTO writes it, found another event in {path} ({event!r:.100}: {error!r}). "
                     "Put the file back as it was."

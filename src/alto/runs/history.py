@@ -13,10 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from alto.records import FinalistScore, LossPoint, Rung
+from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, StartValue
 from alto.runs.fold import JournalFold
 from alto.runs.journal import Event
 from alto.runs.run_dir import RunDir
+from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import LOSS, gain_of
 
 __all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
@@ -88,6 +89,7 @@ class JobHistory:
         best_metrics: What its method measured there.
         exit_reason: Why it ended early, as the journal spells it; None if it did not.
         origin: The job it is a clone of; None if it came with the task.
+        start: What validation gave before its first step; None where the journal does not say.
     """
 
     job: str
@@ -109,6 +111,7 @@ class JobHistory:
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     exit_reason: str | None = None
     exit_evidence: Mapping[str, Any] = field(default_factory=dict)
+    start: StartValue | None = None
     samples_at_end: int | None = None
 
     @property
@@ -171,6 +174,7 @@ class RunHistory(JournalFold):
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first, as the journal tells it.
         finalists: How those answered among whom answers choose the winner, best by the metric first.
+        adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
         result: The ``task_completed`` event, None while the run is unfinished.
     """
 
@@ -182,11 +186,13 @@ class RunHistory(JournalFold):
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[Event] = []
         self.finalists: tuple[FinalistScore, ...] = ()
+        self.adapter_check: AdapterCheck | None = None
         self.result: dict[str, Any] | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
         self._handlers = {
             "task_started": self._on_task_started,
             "task_resumed": self._on_task_resumed,
+            "base_evaluated": self._on_base_evaluated,
             "job_added": self._on_job_added,
             "job_reopened": self._on_job_reopened,
             "job_admitted": self._on_enter_slot,
@@ -199,6 +205,7 @@ class RunHistory(JournalFold):
             "warmup_ended": self._on_warmup_ended,
             "oom": self.memory_events.append,
             "finalists_judged": self._on_finalists_judged,
+            "adapter_checked": self._on_adapter_checked,
             "task_completed": self._on_task_completed,
         }
 
@@ -214,10 +221,11 @@ class RunHistory(JournalFold):
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
         """The rungs the task was started with; none where early exit or its selection is switched off."""
-        early_exit = self.settings.get("early_exit") or {}
-        is_on = early_exit.get("enabled", True) and early_exit.get("select", True)
-        pairs = (early_exit.get("rungs") or ()) if is_on else ()
-        return tuple(Rung(progress=progress, keep=keep) for progress, keep in pairs)
+        written = self.settings.get("early_exit") or {}
+        if not written.get("rungs"):
+            return ()
+        early_exit = EarlyExit.of_run(written)
+        return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
     @property
     def num_ranks(self) -> int:
@@ -277,6 +285,15 @@ class RunHistory(JournalFold):
         self.settings = {key: value for key, value in event.items() if key not in ("seq", "time", "event", "jobs")}
         for entry in event.get("jobs") or ():
             self._plan(entry)
+
+    def _on_base_evaluated(self, event: Event) -> None:
+        for value in event["values"]:
+            metrics = {name: _number(number) for name, number in (value.get("metrics") or {}).items()}
+            start = StartValue(
+                validation_loss=_number(value.get("validation_loss")), gain=gain_of(self.metric, metrics)
+            )
+            for job in value["jobs"]:
+                self._job({"job": job}).start = start
 
     def _on_job_added(self, event: Event) -> None:
         self._plan(event).origin = str(event["origin"])
@@ -342,7 +359,8 @@ class RunHistory(JournalFold):
         job.evaluations.append(point)
         job.metrics.append(metrics)
         job.step = max(job.step, point.step)
-        if math.isfinite(point.validation_loss) and (not job.best_step or point.score < job.best_score):
+        leads = math.isfinite(point.validation_loss) and (not job.best_step or point.score < job.best_score)
+        if event.get("is_best", leads):
             _keep_best(job, point.step, point.validation_loss)
 
     def _on_parked(self, event: Event) -> None:
@@ -371,6 +389,15 @@ class RunHistory(JournalFold):
 
     def _on_finalists_judged(self, event: Event) -> None:
         self.finalists = tuple(FinalistScore(**score) for score in event["scores"])
+
+    def _on_adapter_checked(self, event: Event) -> None:
+        difference = event.get("difference")
+        self.adapter_check = AdapterCheck(
+            status=event["status"],
+            why=str(event.get("why") or ""),
+            difference=None if difference is None else _number(difference),
+            peft=event.get("peft"),
+        )
 
     def _on_task_completed(self, event: Event) -> None:
         self.result = dict(event)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from alto.errors import RunError, RunNotFoundError
-from alto.runs.files import sync_folder, writing
+from alto.errors import RunBusyError, RunError, RunNotFoundError
+from alto.runs.files import replace_file, writing
+from alto.spec.outside import is_number, read_bytes
 
 __all__ = [
     "Event",
@@ -24,10 +26,22 @@ __all__ = [
     "read_intact_events",
 ]
 
+_MAX_BYTES = 4 * 1024**3
+"""Of a journal; a long run has some megabytes."""
+
+_MAX_TIME = 253402300799.0
+"""The last second of the year 9999: no calendar goes further."""
+
 Event = Mapping[str, Any]
 
 Observer = Callable[[Event], None]
 """Is shown every event after it has been written."""
+
+_Entry: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
+"""What one append wrote, without its line end, and the event that it says; None where that cannot be read."""
+
+_BEGINNING = b'{"seq": '
+"""Every line begins so."""
 
 
 class Journal:
@@ -36,35 +50,90 @@ class Journal:
     Strict JSON has no NaN and no infinity: they are written as the strings ``nan``, ``inf`` and ``-inf``. ``time``
     never runs backwards, whatever is done to the machine's clock meanwhile.
 
+    Whatever the file holds after ``past`` (the torn line of an interrupted write, or events that a run goes back
+    behind) is cut off before the first event is appended, and so is what is left of an event that could not be written.
+
     Args:
-        past: The events that the file holds already; the next one follows them.
+        past: The first events of the file, which the next one follows; None keeps all that are intact.
+        check: Called before the file is cut and before every event; what it raises keeps the file as it is.
+
+    Attributes:
+        past: They.
+        num_lines_cut: Lines that were cut off when the journal was opened.
+
+    Raises:
+        RunWriteError: The disk is full or cannot be written.
     """
 
-    def __init__(self, path: Path, observers: Sequence[Observer] = (), *, past: Sequence[Event] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        observers: Sequence[Observer] = (),
+        *,
+        past: Sequence[Event] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        check()  # the model may have been loading for long since the lock was taken
         self._path = path
+        self._check = check
+        held = read_intact_events(path) if past is None and path.exists() else past or ()
+        self.past = tuple(held)
+        self.num_lines_cut = cut_journal(path, len(self.past)) if path.exists() else 0
         with writing(path.parent, path):
             # Unbuffered, so that a line that could not be written is not tried again when the file is closed.
             self._file = path.open("ab", buffering=0)
+            self._num_bytes = os.fstat(self._file.fileno()).st_size
         self._observers = tuple(observers)
-        self._seq = len(past)
-        self._started_at = max(time.time(), past[-1]["time"] if past else 0.0)
+        self._is_torn = False
+        self._seq = len(self.past)
+        self._started_at = max(time.time(), self.past[-1]["time"] if self.past else 0.0)
         self._started_on = time.monotonic()
 
     def append(self, event: str, **facts: Any) -> None:
         """Write an event; the line is with the operating system when this returns.
 
         Raises:
+            RunBusyError: The file was removed or replaced, so another process may write the journal.
             RunWriteError: The disk is full or cannot be written.
         """
+        self._check()
+        self._check_file()
         now = self._started_at + time.monotonic() - self._started_on
         line = {"seq": self._seq, "time": round(now, 3), "event": event, **facts}
-        data = (json.dumps(_strict(line), allow_nan=False) + "\n").encode()
-        with writing(self._path.parent, self._path):
-            while data:
-                data = data[self._file.write(data) :]
+        self._write((json.dumps(_strict(line), allow_nan=False) + "\n").encode())
         self._seq += 1
         for observer in self._observers:
             observer(line)
+
+    def _check_file(self) -> None:
+        held = os.fstat(self._file.fileno())
+        try:
+            named = os.stat(self._path)
+        except FileNotFoundError:
+            named = None
+        if named is None or (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino):
+            raise RunBusyError(
+                f"expected {self._path} as this process opened it, found it removed or replaced, so another process "
+                f"may work on the run; make sure that nobody does, then go on with: alto resume {self._path.parent}"
+            )
+
+    def _write(self, data: bytes) -> None:
+        """All of ``data``, or nothing."""
+        with writing(self._path.parent, self._path):
+            if self._is_torn:
+                self._file.truncate(self._num_bytes)
+            self._is_torn = True
+            try:
+                written = 0
+                while written < len(data):
+                    written += self._file.write(data[written:])
+            except OSError:
+                with contextlib.suppress(OSError):  # the next append tries again
+                    self._file.truncate(self._num_bytes)
+                    self._is_torn = False
+                raise
+            self._is_torn = False
+            self._num_bytes += len(data)
 
     def sync(self) -> None:
         """Make everything written so far survive a loss of power."""
@@ -97,26 +166,26 @@ class SilentJournal(Journal):
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Read the events of a journal, oldest first.
 
-    A last line that is not whole is what an interrupted write leaves behind; it is dropped.
+    A last line that is not whole is what an interrupted write leaves behind; it is dropped. So is one that an event
+    was appended to, and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object.
+        RunError: A line before the last one is not a JSON object, or its time is no time.
     """
     path = Path(path)
     lines = _lines(path)
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        event = parse_line(line)
-        if event is not None:
-            events.append(event)
-        elif number < len(lines):
-            raise RunError(
-                f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
-                f"Go back to the last checkpoint before it with: alto resume {path.parent}"
-            )
+        for _, event in _entries_of(line):
+            if event is not None:
+                events.append(event)
+            elif number < len(lines):
+                raise RunError(
+                    f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
+                    "Everything before it is whole. Have the line and what follows it cut off, and go on from there, "
+                    f"with: alto resume {path.parent}"
+                )
     return events
 
 
@@ -126,31 +195,58 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunNotFoundError: There is no such file.
     """
-    events: list[dict[str, Any]] = []
+    return [event for _, event in _intact_entries(path)]
+
+
+def cut_journal(path: Path, num_events: int) -> int:
+    """Keep the first ``num_events`` intact events of a journal, all at once; a journal of just these stays as it is.
+
+    Returns:
+        How many lines were cut off.
+
+    Raises:
+        RunNotFoundError: There is no such file.
+        RunWriteError: The disk is full or cannot be written.
+    """
+    kept = b"".join(data + b"\n" for data, _ in _intact_entries(path)[:num_events])
+    if kept != path.read_bytes():
+        num_lines = len(_lines(path))
+        with writing(path.parent, path):
+            replace_file(path, kept)
+        return max(0, num_lines - kept.count(b"\n"))
+    return 0
+
+
+def _intact_entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    entries: list[tuple[bytes, dict[str, Any]]] = []
     for line in _lines(path):
-        event = parse_line(line)
-        if event is None or event.get("seq") != len(events) or not _is_told(event):
-            break
-        events.append(event)
-    return events
+        for data, event in _entries_of(line):
+            if event is None or event.get("seq") != len(entries) or not _is_told(event):
+                return entries
+            entries.append((data, event))
+    return entries
 
 
-def cut_journal(path: Path, num_events: int) -> None:
-    """Keep the first ``num_events`` events of a journal, all at once."""
-    kept = b"".join(line + b"\n" for line in _lines(path)[:num_events])
-    fresh = path.with_name(path.name + ".new")
-    with writing(path.parent, path):
-        with fresh.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-        sync_folder(path.parent)
+def _entries_of(line: bytes) -> Iterator[_Entry]:
+    """What a line holds: one entry; two where an event was appended to a line without an end (version 0.1 did so to
+    the journals of queues). Of these the first is left out where it is torn: the second, whole, has its number."""
+    if not line.strip():
+        return
+    event = parse_line(line)
+    begins_at = line.rfind(_BEGINNING) if event is None else 0
+    appended = parse_line(line[begins_at:]) if begins_at > 0 else None
+    if appended is None:
+        yield line, event
+        return
+    before = parse_line(line[:begins_at])
+    if before is not None:
+        yield line[:begins_at], before
+    yield line[begins_at:], appended
 
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines()
+        return read_bytes(path, _MAX_BYTES).splitlines()
     except (FileNotFoundError, NotADirectoryError):
         raise RunNotFoundError(
             f"Expected the journal of a run at {path}, but there is no such file. "
@@ -164,16 +260,17 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _is_told(event: Event) -> bool:
-    return isinstance(event.get("time"), int | float) and isinstance(event.get("event"), str)
+    return "time" in event and isinstance(event.get("event"), str)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None where it is not a JSON object."""
+    """The event of a line; None where it is not a JSON object, or its time is no time."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) else None
+    is_event = isinstance(event, dict) and is_number(event.get("time", 0), least=0, most=_MAX_TIME)
+    return event if is_event else None
 
 
 def _strict(value: Any) -> Any:

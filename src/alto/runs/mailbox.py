@@ -19,6 +19,7 @@ from typing import Any
 from alto.errors import JobCommandError
 from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir
+from alto.spec.outside import read_json
 
 __all__ = ["Action", "Answer", "Command", "Mailbox"]
 
@@ -70,8 +71,13 @@ class Mailbox:
         """Ask something; returns the command's id.
 
         Raises:
+            JobCommandError: Something else is where the mailbox would be.
             RunWriteError: The run directory cannot be written.
         """
+        if self._folder.exists() and not self._folder.is_dir():
+            raise JobCommandError(
+                f"expected a folder for commands at {self._folder}, found a file; move it away and ask again"
+            )
         command = Command(
             id=f"{time.time_ns():020d}-{secrets.token_hex(4)}", action=action, job=job, changes=changes or {}, warm=warm
         )
@@ -81,11 +87,14 @@ class Mailbox:
         return command.id
 
     def pending(self) -> list[Command]:
-        """Commands not answered yet, oldest first; a file that is none is answered so."""
+        """Commands not answered yet, oldest first; a file that is none is answered so.
+
+        Where there is no folder, or none that can be read, nothing can have been asked.
+        """
         commands = []
         try:
             names = sorted(path.name for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
-        except FileNotFoundError:
+        except OSError:
             return []
         for name in names:
             try:
@@ -95,33 +104,68 @@ class Mailbox:
         return commands
 
     def answer(self, command_id: str, answer: Answer) -> None:
-        """Answer a command and forget it."""
+        """Answer a command and forget it.
+
+        Raises:
+            RunBusyError: As of :meth:`RunDir.check_lock`.
+            RunWriteError: The run directory cannot be written.
+        """
+        self._run.check_lock()
         with writing(self._run.root, self._folder):
-            replace_file(self._folder / (command_id + _ANSWER), json.dumps(asdict(answer)) + "\n")
-            command = self._folder / (command_id + _COMMAND)
-            shutil.rmtree(command) if command.is_dir() else command.unlink(missing_ok=True)
+            path = self._folder / (command_id + _ANSWER)
+            if path.is_dir():  # nothing can be put in the place of a folder
+                _remove(path)
+            replace_file(path, json.dumps(asdict(answer)) + "\n")
+            _remove(self._folder / (command_id + _COMMAND))
 
     def wait_for_answer(self, command_id: str, timeout_s: float) -> Answer | None:
-        """The answer, taken out of the mailbox; None if there is none within ``timeout_s``."""
+        """The answer, taken out of the mailbox; None if there is none within ``timeout_s``.
+
+        Raises:
+            JobCommandError: There is a file in its place that is none.
+            RunWriteError: It cannot be taken out.
+        """
         path = self._folder / (command_id + _ANSWER)
         deadline = time.monotonic() + timeout_s
         while not path.exists():
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
-        answer = Answer(**json.loads(path.read_text("utf-8")))
-        path.unlink(missing_ok=True)
+        answer = _answer(path)
+        with writing(self._run.root, path):
+            _remove(path)
         return answer
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is; of a symbolic link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _answer(path: Path) -> Answer:
+    try:
+        answer = Answer(**read_json(path))
+        if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
+            raise TypeError("a field of another type")
+    except (OSError, ValueError, TypeError) as error:
+        raise JobCommandError(
+            f"expected the answer of the task at {path}, found another file ({error!s:.200}); remove it and see with "
+            "alto show whether the command took effect"
+        ) from None
+    return answer
 
 
 def _command(command_id: str, path: Path) -> Command:
     try:
-        facts = json.loads(path.read_text("utf-8"))
+        facts = read_json(path)
         command = Command(**{**facts, "id": command_id, "action": Action(facts["action"])})
         if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
             raise TypeError("a field of another type")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise JobCommandError(
-            f"expected a command as `alto job` writes it, found another file ({error}); use `alto job`"
+            f"expected a command as `alto job` writes it, found another file ({error!s:.200}); use `alto job`"
         ) from None
     return command

@@ -22,13 +22,16 @@ from typing import Any
 import yaml
 
 from alto.errors import RunError, RunNotFoundError
+from alto.records import MAX_DURATION_S, MIN_DURATION_S
 from alto.runs.files import replace_file
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
+from alto.spec.outside import is_number, read_bytes
 
 __all__ = ["QueueDir", "QueueEntry"]
 
 _SPEC = "queue.yaml"
+_MAX_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +111,14 @@ class QueueDir:
             RunError: The file is not what was written.
         """
         try:
-            facts = yaml.safe_load(self._spec_file.read_text("utf-8"))
-            return [QueueEntry(**entry) for entry in facts["tasks"]], dict(facts["settings"])
-        except (OSError, yaml.YAMLError, UnicodeError, KeyError, TypeError, ValueError) as error:
+            facts = yaml.safe_load(read_bytes(self._spec_file, _MAX_BYTES).decode("utf-8"))
+            entries = [QueueEntry(**entry) for entry in facts["tasks"]]
+            for entry in entries:
+                _check(entry)
+            settings = dict(facts["settings"])
+            _check_settings(settings)
+            return entries, settings
+        except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise RunError(
                 f"expected {self._spec_file} as ALTO wrote it, found another file ({error!r:.100}); put it back as it "
                 "was, or run the tasks anew"
@@ -119,3 +127,29 @@ class QueueDir:
     def run_of(self, task: str) -> RunDir:
         """The run directory of a task."""
         return RunDir(self.root / "tasks" / task)
+
+
+def _check(entry: QueueEntry) -> None:
+    is_text = isinstance(entry.task, str) and isinstance(entry.tenant, str)
+    # A task's name is that of a folder in the queue's own.
+    if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
+        raise ValueError(f"the task {entry.task!r}")
+    if type(entry.num_gpus) is not int or type(entry.priority) is not int or entry.num_gpus < 1:
+        raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
+    if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
+        raise ValueError(f"a duration of {entry.duration_s!r} s")
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    for key in ("method", "strategy", "cluster"):
+        if not isinstance(settings[key], str):
+            raise ValueError(f"the {key} {settings[key]!r}")
+    total_gpus, quotas = settings["total_gpus"], settings["quotas"]
+    if total_gpus is not None and not _is_count(total_gpus):
+        raise ValueError(f"{total_gpus!r} as total_gpus")
+    if not isinstance(quotas, dict) or not all(isinstance(key, str) and _is_count(quotas[key]) for key in quotas):
+        raise ValueError(f"the quotas {quotas!r}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

@@ -113,8 +113,13 @@ class QueueHistory(JournalFold):
 
     def _on_resumed(self, event: Event) -> None:
         self._note_interruption(event)
+        self.notices += map(str, event.get("notes") or ())
+        done = set(event.get("done") or ())
         for task in self.tasks.values():
-            if task.state is TaskStage.RUNNING:
+            if task.task in done:  # the line that says so may not have reached the disk
+                self._close(task, self.last_seen_at, outcome="finished", reason="")
+                task.state, task.failure = TaskStage.FINISHED, ""
+            elif task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
                 task.state = TaskStage.WAITING
 

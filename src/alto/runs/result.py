@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
-from alto.errors import NoResultError
+from alto.errors import NoResultError, RunNotFoundError
 from alto.records import ExitReason, JobResult, TaskResult
+from alto.runs.choice import choice_notes
 from alto.runs.history import JobHistory, RunHistory
+from alto.runs.journal import read_intact_events
 from alto.runs.run_dir import RunDir
 
-__all__ = ["task_result"]
+__all__ = ["has_result", "task_result"]
 
 
 def task_result(history: RunHistory, run: RunDir) -> TaskResult:
@@ -34,7 +36,19 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         metric=history.metric,
         best_metrics=best.best_metrics,
         finalists=history.finalists,
+        notes=choice_notes(history),
+        adapter_check=history.adapter_check,
     )
+
+
+def has_result(run: RunDir) -> bool:
+    """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
+    report."""
+    try:
+        events = read_intact_events(run.journal_file)
+    except RunNotFoundError:
+        return False
+    return bool(events) and events[-1]["event"] == "task_completed" and run.best.is_dir()
 
 
 def _job_result(job: JobHistory) -> JobResult:

@@ -27,10 +27,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
 from alto.runs.files import replace_file, sync_folder, writing
+from alto.runs.lock import LockFile
 from alto.spec import Task
 
 __all__ = ["RunDir", "being_born", "claim"]
@@ -48,7 +47,9 @@ class RunDir:
         self.journal_file = root / "journal.jsonl"
         self.best = root / "best"
         self.control = root / "control"
+        self.report_file = root / "report.html"
         self._lock_file = root / "run.lock"
+        self._lock: LockFile | None = None
 
     @classmethod
     def create(cls, output_dir: str | Path, task: Task) -> RunDir:
@@ -72,6 +73,7 @@ class RunDir:
 
     def resolve(self, task: Task) -> None:
         """Put ``task``, with what has been found out about it, in the place of the task as it was."""
+        self.check_lock()
         with writing(self.root, self.task_file):
             replace_file(self.task_file, task.to_yaml())
 
@@ -103,27 +105,39 @@ class RunDir:
             RunBusyError: Another process works on it.
             RunWriteError: The folder cannot be written.
         """
-        lock = FileLock(self._lock_file, timeout=LOCK_TIMEOUT_S)
+        lock = LockFile(self._lock_file)
         with writing(self.root, self._lock_file):
-            try:
-                lock.acquire()
-            except Timeout:
+            if not lock.acquire(LOCK_TIMEOUT_S):
                 raise RunBusyError(
                     f"expected a run that nobody works on, found that another process does on {self.root}; "
                     f"watch it with: alto show --watch {self.root}"
-                ) from None
+                )
+        outer, self._lock = self._lock, lock
         try:
             yield
         finally:
+            self._lock = outer
             lock.release()
+
+    def check_lock(self) -> None:
+        """Make sure, before anything is written, that nobody else can work on a run that is locked here.
+
+        A lock file that was removed cannot be made again: another process may have worked on the run since.
+
+        Raises:
+            RunBusyError: The lock file was removed or replaced.
+        """
+        if self._lock is not None and not self._lock.is_held():
+            raise RunBusyError(
+                f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
+                f"may work on the run; what was committed is whole: leave the file alone, make sure that nobody works "
+                f"on the run, then go on with: alto resume {self.root}"
+            )
 
     def is_locked(self) -> bool:
         """Whether a process works on the run."""
         try:
-            with FileLock(self._lock_file, timeout=0):
-                return False
-        except Timeout:
-            return True
+            return not LockFile(self._lock_file).is_free()
         except OSError:
             # Whoever may not write here cannot ask.
             return False

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from alto.runs.journal import Event, parse_line
+from alto.spec.outside import open_regular
 
 __all__ = ["JournalTail"]
 
@@ -30,7 +31,7 @@ class JournalTail:
         A damaged line is left out: resuming the run cuts it off.
         """
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             return []
         with file:

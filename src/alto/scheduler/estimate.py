@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import plan_residents
 from alto.scheduler.seating import JobDemand, SeatingLimits
+from alto.spec.rungs import places_at
 
 __all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]
 
@@ -80,13 +81,13 @@ def expected_duration_s(
         online_exit_share: Share of what the rungs leave that online exits have spared in other runs, in [0, 1).
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
-    keeps = (*(rung.keep for rung in rungs), 1.0)
+    places = (*(places_at(rungs, index, len(jobs)) for index in range(len(rungs))), len(jobs))
     runners = sorted(jobs, key=lambda job: (-job.batch_size, job.job))
     duration_s = 0.0
-    for (start, end), keep in zip(stages, keeps, strict=True):
+    for (start, end), num_kept in zip(stages, places, strict=True):
         stage = [part for job in runners if (part := _part(job, start, end)).num_steps]
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
-        runners = _spread(runners, keep)
+        runners = _spread(runners, min(num_kept, len(runners)))
     return (1.0 - online_exit_share) * duration_s
 
 
@@ -129,7 +130,6 @@ def _part(job: JobWork, start: float, end: float) -> JobWork:
     )
 
 
-def _spread(jobs: Sequence[JobWork], keep: float) -> list[JobWork]:
-    """The share ``keep`` of ``jobs``, rounded up, at equal distances."""
-    num_kept = math.ceil(round(keep * len(jobs), 9))
+def _spread(jobs: Sequence[JobWork], num_kept: int) -> list[JobWork]:
+    """So many of ``jobs``, at equal distances."""
     return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]

@@ -2,13 +2,14 @@
 
 On all of them every job's rows are shared out, and each rank does the fixed work of a step for all jobs. On as few as
 there are jobs a step takes as long as that of the largest job alone, and the other GPUs go back to the queue. Which is
-better is told by what a step was measured to take.
+better is told by what a step was measured to take. Rungs that are still ahead end jobs on both ways.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alto.records import Throughput
 
@@ -21,11 +22,13 @@ class TailJob:
 
     Attributes:
         num_tokens: Tokens of one of its steps in expectation.
-        num_steps: Steps it still has to do.
+        num_steps: Steps it still has to do if no rung ends it.
+        step: Steps it has done.
     """
 
     num_tokens: int
     num_steps: int
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +46,21 @@ class TailForecast:
     spread_duration_s: float
 
 
-def forecast_tail(jobs: Sequence[TailJob], throughput: Throughput, num_ranks: int) -> TailForecast | None:
+def forecast_tail(
+    jobs: Sequence[TailJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
+) -> TailForecast | None:
     """Both ways to the end; None where there are no fewer jobs than ranks.
 
     Args:
         throughput: Of steps on ``num_ranks`` ranks, with the jobs and tokens of all of them.
+        places: The share of a job's steps at which each rung lies, and how many jobs continue from it. Which ones is
+            not known yet: those with the most work ahead are taken, so that no way looks shorter than it may be.
     """
     if not 0 < len(jobs) < num_ranks:
         return None
-    left = sorted(jobs, key=lambda job: job.num_steps)
+    most_work_first = sorted(jobs, key=lambda job: -job.num_tokens * job.num_steps)
+    left = [replace(job, num_steps=_steps_to_its_end(job, index, places)) for index, job in enumerate(most_work_first)]
+    left.sort(key=lambda job: job.num_steps)
     alone_s = spread_s = 0.0
     done = 0
     while left:
@@ -63,3 +72,10 @@ def forecast_tail(jobs: Sequence[TailJob], throughput: Throughput, num_ranks: in
         done = left[0].num_steps
         left = [job for job in left if job.num_steps > done]
     return TailForecast(num_gpus=len(jobs), duration_s=alone_s, spread_duration_s=spread_s)
+
+
+def _steps_to_its_end(job: TailJob, index: int, places: Sequence[tuple[float, int]]) -> int:
+    """Steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
+    total_steps = job.step + job.num_steps
+    ends = [math.ceil(round(progress * total_steps, 9)) - job.step for progress, count in places if count <= index]
+    return min([job.num_steps, *(steps for steps in ends if steps > 0)])

@@ -2,7 +2,7 @@
 
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import ALL_LINEAR, JobConfig
-from alto.spec.load import build_task, load_task, parse_override
+from alto.spec.load import build_task, load_task, parse_override, read_run_task
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
 from alto.spec.task import AdapterDtype, Job, RowFormName, Task
@@ -24,4 +24,5 @@ __all__ = [
     "load_simulation",
     "load_task",
     "parse_override",
+    "read_run_task",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from alto.errors import ConflictingKeysError
 from alto.records import Rung
@@ -14,22 +16,54 @@ from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["EarlyExit"]
+__all__ = ["LATEST_RUNG", "PRESETS", "EarlyExit", "Preset", "PresetName"]
 
 PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
-ALTO_RUNGS = ((0.025, 0.5), (0.05, 0.2))
+RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
 _MAX_EVALUATIONS = 10**6
+LATEST_RUNG = 0.9  # a job whose learning rate rises to its end is ranked all the same
+
+PresetName: TypeAlias = Literal["default", "cautious", "greedy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A successive halving of the jobs of a task.
+
+    Attributes:
+        rungs: ``(progress, keep)`` pairs.
+        min_kept: So many jobs go on from each of them at least.
+        finish_from: Share of its steps from which only the best job trains on; None for no such point.
+    """
+
+    rungs: tuple[tuple[float, float], ...]
+    min_kept: int
+    finish_from: float | None
+
+
+def _preset(progress: Sequence[float], *, first: float, then: float, min_kept: int, finish: float | None) -> Preset:
+    keeps = (first, *[then] * (len(progress) - 1))
+    return Preset(rungs=tuple(zip(progress, keeps, strict=True)), min_kept=min_kept, finish_from=finish)
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "default": _preset((0.025, 0.05, 0.1, 0.2), first=1 / 5, then=3 / 4, min_kept=4, finish=0.4),
+    "cautious": _preset((0.025, 0.05, 0.1, 0.2, 0.4, 0.8), first=1 / 4, then=3 / 4, min_kept=4, finish=None),
+    "greedy": _preset((0.025, 0.05, 0.1, 0.2), first=1 / 7, then=2 / 3, min_kept=3, finish=0.4),
+}
+"""The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
 
 class EarlyExit(SpecModel):
     """Which jobs are stopped early, and on what evidence.
 
     Two policies share these settings. ``paper`` is Algorithm 1 of the ALTO paper to the letter. ``alto`` (the default)
-    differs in two points: it selects at two rungs instead of one boundary, and it calls a job overfitting when its
-    validation loss has turned upward by more than its own noise, not when validation and training loss lie apart.
+    differs in three points: it selects at several rungs instead of one boundary; it compares jobs at exactly equal
+    shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
+    own noise, not when validation and training loss lie apart.
 
     A non-finite loss always ends a job, whatever is switched off here.
 
@@ -39,12 +73,20 @@ class EarlyExit(SpecModel):
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
         detect_overfitting: End jobs that overfit; their best adapter is kept and goes on competing.
         select: Rank the jobs at every rung and end those that do not earn a place.
+        preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only); None is ``default`` where no rungs are
+            given. ``cautious`` keeps more jobs for longer, ``greedy`` fewer.
         warmup_ratio: Share of its steps every job trains before it is ranked. Given alone or with ``select_ratio``
             it makes one rung; the paper's 0.05 stands in if only ``select_ratio`` is given.
         select_ratio: Share of the ranked jobs that go on; the paper's 0.25 stands in if only ``warmup_ratio`` is given.
         rungs: ``(progress, keep)`` pairs, progress rising: at ``progress`` of its steps every job is ranked and
-            ``keep`` of the ranked jobs go on. Excludes ``warmup_ratio`` and ``select_ratio``. With none of the three,
-            ``paper`` uses ((0.05, 0.25),) and ``alto`` uses ((0.025, 0.5), (0.05, 0.2)).
+            ``keep`` of the jobs that the rung before left go on. Excludes ``warmup_ratio``, ``select_ratio`` and
+            ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
+        min_kept: So many jobs go on from every rung at least. None is what the preset says, and 1 without one.
+        finish_from: Share of its steps from which only the best job trains on; 1 lets all that the rungs left finish.
+            None is what the preset says, and 1 without one.
+        equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
+            evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
+            after the rung and counts places among the jobs that reach it, as ``paper`` does.
         window: Evaluations a divergence slope is fitted over.
         divergence_patience: Evaluations in a row at which a job must look diverging.
         overfitting_patience: Evaluations in a row at which a job must look overfit.
@@ -58,7 +100,8 @@ class EarlyExit(SpecModel):
 
     Raises:
         UnknownKeyError: A key that is not one of the above.
-        ConflictingKeysError: ``rungs`` together with ``warmup_ratio`` or ``select_ratio``.
+        ConflictingKeysError: ``rungs`` together with ``warmup_ratio`` or ``select_ratio``; ``preset`` together with one
+            of these three, or with the paper's policy.
         SpecError: A value out of bounds, or rungs that do not rise.
     """
 
@@ -71,7 +114,13 @@ class EarlyExit(SpecModel):
         default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
     )
     select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that go on")
+    preset: PresetName | None = Field(default=None, description="rungs by name")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
+    min_kept: int | None = Field(default=None, ge=1, le=10**6, description="jobs that go on from a rung at least")
+    finish_from: float | None = Field(
+        default=None, gt=0, le=1, description="share of its steps from which only the best job trains on"
+    )
+    equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
     window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
     divergence_patience: int = Field(
         default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
@@ -109,21 +158,115 @@ class EarlyExit(SpecModel):
             )
         return tuple((float(progress), float(keep)) for progress, keep in pairs)
 
+    @model_validator(mode="after")
+    def _check_finish(self) -> EarlyExit:
+        given = self._given_rungs
+        # Of a preset, the rungs behind the finish are left out; a user who sets rungs means all of them.
+        before, which = (self._basis.rungs[0][0], "first") if given is None else (given[-1][0], "last")
+        if self.finish_from is not None and self.finish_from <= before:
+            raise ValueError(
+                f"finish_from: expected a share of the steps above the {which} rung's {before}, found "
+                f"{self.finish_from}. Raise it, or move that rung."
+            )
+        return self
+
+    @classmethod
+    def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
+        """The settings as the files of a run hold them; those of version 0.1 select as that version did.
+
+        Raises:
+            SpecError: As the constructor does.
+        """
+        if "equal_shares" in settings:
+            return cls(**settings)
+        old = {**settings, "equal_shares": False}
+        has_rungs = any(old.get(key) is not None for key in ("rungs", "warmup_ratio", "select_ratio"))
+        if old.get("policy", "alto") == "alto" and not has_rungs:
+            old["rungs"] = RUNGS_OF_0_1
+        return cls(**old)
+
+    @property
+    def compares_equal_shares(self) -> bool:
+        """Whether jobs are compared at exactly equal shares of their steps; the paper's rule compares evaluations."""
+        return self.equal_shares and self.policy == "alto"
+
     @property
     def selection_rungs(self) -> tuple[Rung, ...]:
-        """The rungs these settings stand for, whether or not ``enabled`` and ``select`` let them act."""
-        pairs = self.rungs
-        if pairs is None and (self.warmup_ratio is not None or self.select_ratio is not None):
-            warmup = PAPER_WARMUP_RATIO if self.warmup_ratio is None else self.warmup_ratio
-            pairs = ((warmup, PAPER_SELECT_RATIO if self.select_ratio is None else self.select_ratio),)
-        if pairs is None:
-            pairs = PAPER_RUNGS if self.policy == "paper" else ALTO_RUNGS
-        return tuple(Rung(progress=progress, keep=keep) for progress, keep in pairs)
+        """The rungs these settings stand for, whether or not ``enabled`` and ``select`` let them act; the last is the
+        point from which only the best job trains on, where there is one."""
+        halving = self._halving
+        rungs = [Rung(progress=progress, keep=keep, min_kept=halving.min_kept) for progress, keep in halving.rungs]
+        if halving.finish_from is not None:
+            rungs.append(Rung(progress=halving.finish_from, keep=1.0, max_kept=1))
+        return tuple(rungs)
 
-    def resolved(self) -> EarlyExit:
-        """The same settings with the rungs spelt out, as they are written to the run directory."""
-        rungs = tuple((rung.progress, rung.keep) for rung in self.selection_rungs)
-        return self.replace(rungs=rungs, warmup_ratio=None, select_ratio=None)
+    def resolved(self, *, lr_warmup: float = 0.0) -> EarlyExit:
+        """The same settings with the rungs spelt out, as they are written to the run directory.
+
+        Args:
+            lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset wait
+                for it; those that a user or the paper sets stay where they are, and so does a user's ``finish_from``,
+                before which the rungs of a preset then stay, too.
+        """
+        halving = self._halving
+        is_finish_inside = self.finish_from is not None and self.finish_from <= lr_warmup
+        if self._given_rungs is None and not is_finish_inside:
+            halving = _after_warmup(halving, lr_warmup)
+        return self.replace(
+            rungs=halving.rungs,
+            min_kept=halving.min_kept,
+            finish_from=1.0 if halving.finish_from is None else halving.finish_from,
+            warmup_ratio=None,
+            select_ratio=None,
+            preset=None,
+        )
+
+    @property
+    def _given_rungs(self) -> tuple[tuple[float, float], ...] | None:
+        """The rungs of a user or the paper; None where a preset has them."""
+        if self.rungs is not None:
+            return self.rungs
+        if self.warmup_ratio is not None or self.select_ratio is not None:
+            warmup = PAPER_WARMUP_RATIO if self.warmup_ratio is None else self.warmup_ratio
+            return ((warmup, PAPER_SELECT_RATIO if self.select_ratio is None else self.select_ratio),)
+        return PAPER_RUNGS if self.policy == "paper" else None
+
+    @property
+    def _basis(self) -> Preset:
+        """The rungs with the ``min_kept`` and ``finish_from`` that hold where these are not set."""
+        given = self._given_rungs
+        return PRESETS[self.preset or "default"] if given is None else Preset(rungs=given, min_kept=1, finish_from=None)
+
+    @property
+    def _halving(self) -> Preset:
+        """What these settings amount to, every default filled in."""
+        basis = self._basis
+        finish = basis.finish_from if self.finish_from is None else self.finish_from
+        finish = None if finish == 1 else finish
+        return Preset(
+            rungs=basis.rungs if finish is None else tuple(pair for pair in basis.rungs if pair[0] < finish),
+            min_kept=basis.min_kept if self.min_kept is None else self.min_kept,
+            finish_from=finish,
+        )
+
+
+def _after_warmup(halving: Preset, lr_warmup: float) -> Preset:
+    """The same places, given no earlier than ``lr_warmup``: rungs inside of it become one at its end. A finish inside
+    moves to the middle of what is left."""
+    lr_warmup = min(lr_warmup, LATEST_RUNG)
+    inside = [keep for progress, keep in halving.rungs if progress < lr_warmup]
+    if not inside:
+        return halving
+    later = {progress: keep for progress, keep in halving.rungs if progress >= lr_warmup}
+    rungs = {lr_warmup: math.prod(inside) * later.pop(lr_warmup, 1.0), **later}
+    finish = halving.finish_from
+    if finish is not None and finish <= lr_warmup:
+        finish = (1.0 + lr_warmup) / 2
+    return Preset(
+        rungs=tuple(pair for pair in rungs.items() if finish is None or pair[0] < finish),
+        min_kept=halving.min_kept,
+        finish_from=finish,
+    )
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:
@@ -131,6 +274,15 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
     if given.get("rungs") is not None and clashing:
         raise ConflictingKeysError(
             f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or write it as a rung."
+        )
+    if given.get("preset") is None:
+        return
+    if given.get("rungs") is not None or clashing:
+        other = clashing or "rungs"
+        raise ConflictingKeysError(f"early_exit gives both preset and {other}; expected one. Remove one of them.")
+    if given.get("policy") == "paper":
+        raise ConflictingKeysError(
+            "early_exit gives a preset with policy 'paper', whose rule has none; expected one of the two. Remove one."
         )
 
 

@@ -212,6 +212,10 @@ class JobConfig(SpecModel):
         """Steps of rising learning rate in a job of ``total_steps``: a ratio is rounded up, as HF's Trainer does."""
         return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
 
+    def lr_warmup_share(self, total_steps: int) -> float:
+        """The share of ``total_steps`` in which the learning rate rises, at most 1."""
+        return min(1.0, self.num_warmup_steps(total_steps) / total_steps)
+
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The rate that the step with 0-based index ``step`` uses: ``transformers.get_scheduler``, to the last bit."""
         return self.learning_rate * self._schedule_factor(step, total_steps)

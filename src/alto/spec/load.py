@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
+from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import Task
 
-__all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping"]
+__all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping", "read_run_task"]
 
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES}
 
@@ -43,7 +44,28 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
     """
     path = Path(path)
     written = read_mapping(path, "task", "model: alto-tiny")
-    values = overridden(_resolve_paths(written, path.parent), overrides)
+    return _task(path, overridden(_resolve_paths(written, path.parent), overrides))
+
+
+def read_run_task(path: str | os.PathLike[str]) -> Task:
+    """Read the task of a run from the ``task.yaml`` in its folder: what a run of version 0.1 left open means what it
+    meant there.
+
+    Raises:
+        SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As :func:`load_task`.
+    """
+    path = Path(path)
+    values = _resolve_paths(read_mapping(path, "task", "model: alto-tiny"), path.parent)
+    early_exit = values.get("early_exit")
+    if isinstance(early_exit, dict) and all(isinstance(key, str) for key in early_exit):
+        try:
+            values["early_exit"] = EarlyExit.of_run(early_exit)
+        except SpecError as error:
+            raise type(error)(f"In {path}: early_exit.{error}") from None
+    return _task(path, values)
+
+
+def _task(path: Path, values: Mapping[Any, Any]) -> Task:
     for key in values:
         if not isinstance(key, str):
             raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")

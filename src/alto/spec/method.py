@@ -9,7 +9,15 @@ from typing import Any
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.quoting import quoted
 
-__all__ = ["ENTRY_POINT_GROUP", "LOSS_TYPES", "OWN_METHODS", "check_method", "learns_from_pairs", "method_defaults"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "LOSS_TYPES",
+    "METHOD_SETTINGS",
+    "OWN_METHODS",
+    "check_method",
+    "learns_from_pairs",
+    "method_defaults",
+]
 
 ENTRY_POINT_GROUP = "alto.objectives"
 """Where packages register methods of their own."""
@@ -29,6 +37,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 OWN_METHODS = tuple(_DEFAULTS)
 """Methods that need no package."""
+
+METHOD_SETTINGS = tuple(dict.fromkeys(key for known in _DEFAULTS.values() for key in known))
+"""Settings of a job that its objective may read."""
 
 
 def check_method(method: str) -> str:
@@ -65,7 +76,7 @@ def method_defaults(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = _DEFAULTS.get(method)
     if defaults is None:
         return {}  # of a package's method, whose objective checks its settings itself
-    for key in dict.fromkeys(key for known in _DEFAULTS.values() for key in known):
+    for key in METHOD_SETTINGS:
         if values.get(key) is not None and key not in defaults:
             having = [name for name, known in _DEFAULTS.items() if key in known]
             raise UnknownKeyError(

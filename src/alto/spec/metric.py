@@ -12,7 +12,7 @@ from alto.errors import SpecError
 from alto.spec.job_config import JobConfig
 from alto.spec.quoting import quoted
 
-__all__ = ["LOSS", "OWN_GAINS", "check_metric", "gain_of", "metric_notes"]
+__all__ = ["LEAST_GAIN", "LOSS", "OWN_GAINS", "check_metric", "gain_of", "loss_scale", "metric_notes"]
 
 LOSS = "loss"
 
@@ -23,7 +23,8 @@ OWN_GAINS: Mapping[str, tuple[str, ...]] = {"sft": (), "dpo": _PREFERENCE_GAINS,
 _SCALING: Mapping[str, tuple[str, ...]] = {LOSS: ("loss_type", "beta", "label_smoothing"), "reward_margin": ("beta",)}
 """Settings of jobs that decide on which scale a metric is."""
 
-_LEAST = -sys.float_info.max
+LEAST_GAIN = -sys.float_info.max
+"""The gain of an evaluation whose metric is not finite: below every other."""
 
 
 def check_metric(metric: str, method: str, gains: tuple[str, ...]) -> None:
@@ -56,6 +57,11 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
     )
 
 
+def loss_scale(settings: Mapping[str, Any]) -> str:
+    """What decides the scale of a job's loss, of its ``settings``: losses of two jobs with the same can be compared."""
+    return ",".join(f"{key}={settings[key]}" for key in _SCALING[LOSS] if settings.get(key) is not None)
+
+
 def gain_of(metric: str, metrics: Mapping[str, Any]) -> float:
     """What an evaluation that measured ``metrics`` is worth to a task that chooses by ``metric``: more is better.
 
@@ -68,4 +74,4 @@ def gain_of(metric: str, metrics: Mapping[str, Any]) -> float:
     if metric == LOSS:
         return 0.0
     value = float(metrics[metric])
-    return value if math.isfinite(value) else _LEAST
+    return value if math.isfinite(value) else LEAST_GAIN

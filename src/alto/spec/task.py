@@ -37,6 +37,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 _COLUMN_ROLES = (
     *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
     *("chosen", "rejected", "preferred_output", "non_preferred_output"),
+    *("tools", "functions", "chat_template_kwargs"),
 )
 """What a column of a dataset can be to ALTO: the names on the left of ``columns``."""
 
@@ -83,7 +84,7 @@ class Task(SpecModel):
         priority: Of tasks that wait, one of a lower priority never delays one of a higher.
         tenant: Whose quota of GPUs the task counts against.
         max_length: Tokens at which a row is cut; how many were is said before training starts. None takes what a
-            preset says of its rows, and 1024 for any other dataset.
+            preset says of its rows, and 1024 for any other dataset. Never later than at the model's positions.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
         select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows

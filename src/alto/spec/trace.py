@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,19 @@ from pydantic import Field
 
 from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
+from alto.spec.outside import read_bytes, strict_json
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
-__all__ = ["MAX_TASKS", "ArrivingTask", "read_trace"]
+__all__ = ["MAX_S", "MAX_TASKS", "MIN_S", "ArrivingTask", "read_trace"]
+
+MIN_S, MAX_S = 0.001, 1e9
+"""Bounds of durations, a millisecond and thirty years: between them a clock in floats counts every second."""
 
 MAX_TASKS = 10**6
 """Of a simulation; more take hours."""
+
+_MAX_BYTES = 512 * 1024**2
 
 
 class ArrivingTask(SpecModel):
@@ -32,9 +38,9 @@ class ArrivingTask(SpecModel):
         priority: A task that waits never delays one of a higher priority.
     """
 
-    arrival_s: float = Field(ge=0, description="seconds from the start")
+    arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
     gpus: int = Field(default=1, ge=1, description="GPUs of the task")
-    duration_s: float = Field(gt=0, description="duration without early exit")
+    duration_s: float = Field(ge=MIN_S, le=MAX_S, description="duration without early exit")
     tenant: str = Field(default="", description="whose GPUs it counts against")
     priority: int = Field(default=0, description="who goes first")
 
@@ -50,10 +56,10 @@ def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
         UnknownKeyError: A key or column that is none of a task's.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"trace should be a readable file of tasks, found {path}: {error}. Check the path.") from None
-    rows = _csv_rows(text) if path.suffix.lower() == ".csv" else _json_rows(text, path)
+    rows = _csv_rows(text, path) if path.suffix.lower() == ".csv" else _json_rows(text, path)
     tasks: list[ArrivingTask] = []
     for number, row in rows:
         if len(tasks) == MAX_TASKS:
@@ -67,9 +73,16 @@ def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
     return tuple(tasks)
 
 
-def _csv_rows(text: str) -> Iterable[tuple[int, dict[str, Any]]]:
-    for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
-        yield number, {str(key): _cell(str(key), value) for key, value in row.items() if value not in (None, "")}
+def _csv_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in rows:
+            yield (
+                rows.line_num,
+                {str(key): _cell(str(key), value) for key, value in row.items() if value not in (None, "")},
+            )
+    except csv.Error as error:
+        raise SpecError(f"{path}:{rows.line_num + 1} should be a line of CSV, found: {error}. Correct it.") from None
 
 
 def _cell(key: str, text: Any) -> Any:
@@ -86,7 +99,7 @@ def _json_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = strict_json(line)
         except ValueError as error:
             raise SpecError(f"{path}:{number} should be a JSON object, found: {error}. Correct the line.") from None
         if not isinstance(row, dict):

@@ -12,7 +12,7 @@ from alto.trackers.base import JobOutcome, Point, TrackedRun, Tracker
 
 __all__ = ["Feed"]
 
-_NOT_SETTINGS = ("seq", "time", "event", "jobs", "replayed")
+_NOT_SETTINGS = ("seq", "time", "event", "jobs", "base", "replayed")
 
 # As TRL's trainers name them.
 _TRL_NAMES = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+from alto.errors import RunError
 from alto.runs import replace_file
+from alto.spec.outside import read_json
 
 __all__ = ["StoredRuns"]
 
@@ -21,7 +24,7 @@ class StoredRuns:
     def __init__(self, run_dir: Path, tool: str) -> None:
         self._file = run_dir / "trackers" / f"{tool}.json"
         self._file.parent.mkdir(exist_ok=True)
-        stored = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
+        stored = _read(self._file)
         self._ids: dict[str, str] = stored.get("ids", {})
         self._ended_at: dict[str, int] = stored.get("ended_at", {})
 
@@ -45,3 +48,21 @@ class StoredRuns:
 
     def _write(self) -> None:
         replace_file(self._file, json.dumps({"ids": self._ids, "ended_at": self._ended_at}, indent=2) + "\n")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        stored = read_json(file)
+        ids, ended_at = stored.get("ids", {}), stored.get("ended_at", {})
+        if not all(isinstance(value, str) for value in ids.values()):
+            raise TypeError("an id that is no text")
+        if not all(type(value) is int for value in ended_at.values()):
+            raise TypeError("a step that is no number")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"{file}: expected the ids that a tracker gave this run, found something else ({error!s:.200}); remove the "
+            "file, and the tracker is given a new run"
+        ) from error
+    return {"ids": ids, "ended_at": ended_at}

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from alto.errors import SpecError
+from alto.scheduler import schedule_tasks
 from alto.scheduler.simulate import run, simulate, smallest_cluster
 from alto.scheduler.simulate.workload import draw_tasks
 from alto.spec import ArrivingTask, Simulation
@@ -113,3 +114,26 @@ def test_gpus_that_were_lost_do_not_count_as_unused():
     outcome = simulate(simulation, method="fifo", early_exit=False)
     assert outcome.num_attempts > 8
     assert outcome.utilisation == pytest.approx(1.0)
+
+
+def test_the_plans_of_a_solver_share_its_time(monkeypatch: pytest.MonkeyPatch):
+    limits_s: list[float] = []
+    clock_s = 0.0
+
+    def plan(problem: object, *, method: str, time_limit_s: float, **more: object) -> object:
+        nonlocal clock_s
+        limits_s.append(time_limit_s)
+        clock_s += time_limit_s  # all that it may take
+        return schedule_tasks(problem, method="lpt")
+
+    monkeypatch.setattr(run, "schedule_tasks", plan)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock_s)
+    ended: list[tuple[int, int]] = []
+    outcome = simulate(
+        hard(solver_s=4.0), method="cp-sat", early_exit=True, on_progress=lambda *counts: ended.append(counts)
+    )
+    assert limits_s[0] == 4.0 / 40
+    assert len(limits_s) == outcome.num_replans > 40
+    assert sum(limits_s) < 4.0 + 0.02 * len(limits_s)
+    assert ended[-1] == (40, 40)
+    assert ended == sorted(ended)

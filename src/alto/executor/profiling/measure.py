@@ -230,6 +230,7 @@ def _trainer(
         rows,
         modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
         max_rank=max(shape.rank for shape in shapes),
+        rank_step=math.gcd(*(shape.rank for shape in shapes)),
         num_slots=num_slots,
         max_tokens_per_pass=2**62,
         optims={job.config.optim for job in task.jobs},

@@ -78,7 +78,7 @@ def pack(subject: Subject) -> tuple[Task, TaskPlan | None]:
     if not _has_open_limits(task):
         return task, None
     device = subject.backbone.device
-    if device.type == "cpu" and _is_roomy(subject) and not subject.ranks.from_first(_is_profiled(subject)):
+    if device.type == "cpu" and _is_roomy(subject) and not subject.ranks.from_first(_is_profiled(subject), bool):
         return _with_usual_limits(task), None
     found = plan(subject)
     return (
@@ -180,7 +180,7 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
 def _profile(subject: Subject, task: Task, *, refresh: bool) -> Profile:
     device, lengths = subject.backbone.device, lengths_of(subject.data.train)
     found = None if refresh else find_profile(task, lengths, device, num_ranks=subject.ranks.size)
-    found = subject.ranks.from_first(found)
+    found = subject.ranks.from_first(found, Profile | None)
     return found or profile_task(
         task,
         lengths,

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,14 @@ from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
+from alto.spec.outside import is_number
 
 __all__ = ["Profile", "find_profile", "profile_task"]
 
 CHILD_TIMEOUT_S = 1800.0
+
+_MAX_MEASURED = 1e18
+"""Of bytes, tokens and seconds."""
 
 _KEYS = (
     "model",
@@ -59,11 +63,17 @@ def find_profile(
     task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
 ) -> Profile | None:
     """The profile of such a task on such a device, if there is one in the cache."""
-    try:
-        measured = Measured.from_dict(cache.load("profiles", _key(task, lengths, device, num_ranks)))
-    except (KeyError, TypeError):
+    key = _key(task, lengths, device, num_ranks)
+    found = cache.load("profiles", key)
+    if found is None:
         return None
-    return _profile(measured, is_cached=True)
+    try:
+        measured = Measured.from_dict(found)
+        _check(measured)
+        return _profile(measured, is_cached=True)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        cache.discard("profiles", key, error)
+        return None
 
 
 def profile_task(
@@ -96,10 +106,19 @@ def profile_task(
     else:
         assert backbone is not None
         measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
-    measured = ranks.from_first(measured)
+    measured = ranks.from_first(measured, Measured)
     if ranks.is_first:
         cache.save("profiles", _key(task, lengths, device, ranks.size), measured.to_dict())
     return _profile(measured, is_cached=False)
+
+
+def _check(measured: Measured) -> None:
+    """Raises ValueError where what was read cannot have been measured."""
+    values = [value for point in measured.memory for value in asdict(point).values()]
+    values += [value for point in measured.durations for value in asdict(point).values()]
+    for value in (*values, measured.eval_token_s, measured.capacity_bytes, measured.duration_s):
+        if not is_number(value, least=0, most=_MAX_MEASURED):
+            raise ValueError(f"a measurement of {value!r:.40}")
 
 
 def _profile(measured: Measured, *, is_cached: bool) -> Profile:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from alto.kernels.triton_kernels.rows import load_columns, store_columns
+
 __all__ = ["adamw_kernel"]
 
 
@@ -28,30 +30,79 @@ def adamw_kernel(
         rows_U3: Row of the bank, where its ``A`` end, where its ``B`` end, int64.
         settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
             1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
-        ALIGNMENT: A power of two that divides the row size and every end.
+        ALIGNMENT: A power of two that divides the distance of two rows.
     """
     row = rows_U3 + 3 * tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    end = tl.multiple_of(tl.load(row + 2), ALIGNMENT)
+    a_end = tl.load(row + 1)
+    end = tl.load(row + 2)
     if start >= end:
         return
+    base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
+    grad_scale = tl.load(grad_scales_U + tl.program_id(1))
     settings = settings_U10 + 10 * tl.program_id(1)
+    # A block that is full needs no mask, whose end would keep the compiler from moving whole vectors.
+    if start + BLOCK <= end:
+        _update(
+            params_ZP + base,
+            grads_ZP + base,
+            exp_avg_ZP + base,
+            exp_avg_sq_ZP + base,
+            grad_scale,
+            settings,
+            start,
+            a_end,
+            end,
+            True,
+            BLOCK,
+            ACCUMULATOR,
+        )
+    else:
+        _update(
+            params_ZP + base,
+            grads_ZP + base,
+            exp_avg_ZP + base,
+            exp_avg_sq_ZP + base,
+            grad_scale,
+            settings,
+            start,
+            a_end,
+            end,
+            False,
+            BLOCK,
+            ACCUMULATOR,
+        )
+
+
+@triton.jit
+def _update(
+    params_P,
+    grads_P,
+    exp_avg_P,
+    exp_avg_sq_P,
+    grad_scale,
+    settings,
+    start,
+    a_end,
+    end,
+    IS_FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
     columns = start + tl.arange(0, BLOCK)
-    mask = columns < end
-    rate = tl.where(columns < tl.load(row + 1), tl.load(settings), tl.load(settings + 1))
-    offsets = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT) + columns
-    gradient = tl.load(grads_ZP + offsets, mask=mask, other=0.0).to(ACCUMULATOR)
-    gradient *= tl.load(grad_scales_U + tl.program_id(1))
-    exp_avg = tl.load(exp_avg_ZP + offsets, mask=mask, other=0.0).to(ACCUMULATOR) * tl.load(settings + 2)
+    rate = tl.where(columns < a_end, tl.load(settings), tl.load(settings + 1))
+    gradient = load_columns(grads_P, columns, end, IS_FULL).to(ACCUMULATOR)
+    gradient *= grad_scale
+    exp_avg = load_columns(exp_avg_P, columns, end, IS_FULL).to(ACCUMULATOR) * tl.load(settings + 2)
     exp_avg += gradient * tl.load(settings + 3)
-    exp_avg_sq = tl.load(exp_avg_sq_ZP + offsets, mask=mask, other=0.0).to(ACCUMULATOR) * tl.load(settings + 4)
+    exp_avg_sq = load_columns(exp_avg_sq_P, columns, end, IS_FULL).to(ACCUMULATOR) * tl.load(settings + 4)
     exp_avg_sq += gradient * gradient * tl.load(settings + 5)
     mean = exp_avg / tl.load(settings + 8)
     deviation = tl.sqrt(exp_avg_sq / tl.load(settings + 9)) + tl.load(settings + 6)
-    params = tl.load(params_ZP + offsets, mask=mask, other=0.0).to(ACCUMULATOR)
+    params = load_columns(params_P, columns, end, IS_FULL).to(ACCUMULATOR)
     params -= params * (rate * tl.load(settings + 7))
     params -= rate * (mean / deviation)
-    tl.store(params_ZP + offsets, params.to(params_ZP.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_ZP + offsets, exp_avg.to(exp_avg_ZP.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq_ZP + offsets, exp_avg_sq.to(exp_avg_sq_ZP.dtype.element_ty), mask=mask)
-    tl.store(grads_ZP + offsets, tl.zeros((BLOCK,), dtype=grads_ZP.dtype.element_ty), mask=mask)
+    store_columns(params_P, columns, params.to(params_P.dtype.element_ty), end, IS_FULL)
+    store_columns(exp_avg_P, columns, exp_avg.to(exp_avg_P.dtype.element_ty), end, IS_FULL)
+    store_columns(exp_avg_sq_P, columns, exp_avg_sq.to(exp_avg_sq_P.dtype.element_ty), end, IS_FULL)
+    store_columns(grads_P, columns, tl.zeros((BLOCK,), dtype=grads_P.dtype.element_ty), end, IS_FULL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from alto.kernels.triton_kernels.rows import load_columns
+
 __all__ = ["square_sums_kernel", "total_norms_kernel"]
 
 
@@ -24,20 +26,40 @@ def square_sums_kernel(
 
     Args:
         rows_U2: Row of the bank and how many of its numbers count, int64.
+        ALIGNMENT: A power of two that divides the distance of two rows. Not their sizes: it decides which thread adds
+            which numbers, and so the bits of a sum, which are not to depend on how long other rows are.
     """
     span = tl.program_id(0)
     row = rows_U2 + 2 * tl.program_id(1)
-    size = tl.multiple_of(tl.load(row + 1), ALIGNMENT)
+    size = tl.load(row + 1)
     start = span.to(tl.int64) * BLOCK * TURNS
     if start >= size:
         return
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
+    # A span that is full needs no mask, whose end would keep the compiler from moving whole vectors.
+    if start + BLOCK * TURNS <= size:
+        squares = _squares(grads_ZP + base, start, size, True, BLOCK, TURNS, ACCUMULATOR)
+    else:
+        squares = _squares(grads_ZP + base, start, size, False, BLOCK, TURNS, ACCUMULATOR)
+    tl.store(sums_UC + tl.program_id(1) * stride_u + span, tl.sum(squares))
+
+
+@triton.jit
+def _squares(
+    grads_P,
+    start,
+    size,
+    IS_FULL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+):
     squares = tl.zeros((BLOCK,), dtype=ACCUMULATOR)
     for turn in tl.static_range(TURNS):
         columns = start + turn * BLOCK + tl.arange(0, BLOCK)
-        gradient = tl.load(grads_ZP + base + columns, mask=columns < size, other=0.0).to(ACCUMULATOR)
+        gradient = load_columns(grads_P, columns, size, IS_FULL).to(ACCUMULATOR)
         squares += gradient * gradient
-    tl.store(sums_UC + tl.program_id(1) * stride_u + span, tl.sum(squares))
+    return squares
 
 
 @triton.jit(do_not_specialize=["stride_u"])

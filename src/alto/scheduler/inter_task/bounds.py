@@ -103,6 +103,8 @@ def _area_bounds(
 
 
 def _pigeonhole_bounds(durations: Sequence[float], num_shares: int) -> Iterator[float]:
+    if not num_shares:
+        return
     longest = sorted(durations, reverse=True)
     for last in range(num_shares, len(longest), num_shares):
         together = last // num_shares + 1

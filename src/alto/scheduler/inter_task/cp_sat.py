@@ -33,7 +33,9 @@ _FINISH_SHARE = 0.1
 """Of the time left, for the sum of completion times, where the makespan need not be the least either."""
 
 _RESERVE_S = 0.1
-"""For what comes after the solver: reading its answer, giving GPUs their numbers."""
+_RESERVE_SHARE = 0.1
+"""For what comes after the solver, seconds or that share of little time: reading its answer, giving GPUs their numbers.
+"""
 
 
 def cp_sat_schedule(
@@ -55,7 +57,7 @@ def cp_sat_schedule(
         UnsupportedError: OR-tools is not installed.
     """
     cp_model = _import_cp_model()
-    deadline = time.monotonic() + time_limit_s - _RESERVE_S
+    deadline = time.monotonic() + time_limit_s - min(_RESERVE_S, _RESERVE_SHARE * time_limit_s)
     ticks, tick_s, is_exact = in_ticks(problem)
     classes = priority_classes(ticks)
     # Where ticks round, what lpt finds without them may be better after all.

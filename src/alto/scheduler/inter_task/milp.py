@@ -22,6 +22,12 @@ __all__ = ["milp_schedule"]
 _TOLERANCE = 1e-6
 """To which SCIP keeps constraints."""
 
+_BUILD_SHARE = 0.25
+"""Of its time, that making a program may take; one that takes longer would not be solved in the rest."""
+
+_READ_SHARE = 1.5
+"""Of the time that making a program took: what SCIP takes to read and simplify it without looking at the clock."""
+
 _Machine = tuple[str, str, int]
 """A GPU of a node, or a share of a tenant's quota: what it is, of whom, and its number."""
 
@@ -34,23 +40,32 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
     where any is large enough. A tenant's quota is that many GPUs more, which each of its tasks takes as many of as it
     has of the real ones.
 
-    Where the time ends before there is a better schedule, that of ``lpt``.
+    Where the time ends before there is a better schedule, that of ``lpt``, with a notice. The time holds for making the
+    program, too: it has as many constraints as there are pairs of tasks times GPUs.
 
     Raises:
         UnsupportedError: OR-tools is not installed.
     """
-    deadline = time.monotonic() + time_limit_s
     pywraplp = _import_pywraplp()
+    deadline = time.monotonic() + time_limit_s
     classes = priority_classes(problem)
     seats: list[Seat] = []
+    notice = ""
     bound_s, is_proven = makespan_bound(problem), len(classes) <= 1
     for number, demands in enumerate(classes):
         now = time.monotonic()
         taken = [seat.demand for seat in seats]
-        model = _Model(pywraplp, replace(problem, pending=(*taken, *demands)), seats)
-        found = model.solve(now + (deadline - now) / (len(classes) - number))
+        share_s = (deadline - now) / (len(classes) - number)
+        try:
+            model = _Model(
+                pywraplp, replace(problem, pending=(*taken, *demands)), seats, build_by=now + _BUILD_SHARE * share_s
+            )
+            found = model.solve(now + share_s - _READ_SHARE * (time.monotonic() - now))
+        except _OutOfTimeError:
+            found = None
         if found is None:
             seats, is_proven = list_seats(problem, "lpt"), False
+            notice = f"scheduled by lpt: {len(taken) + len(demands)} tasks were too many for milp in {time_limit_s:g} s"
             break
         seats = list(found.seats)
         is_proven = is_proven and found.is_optimal
@@ -59,7 +74,8 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
     placements = place(problem, seats)
     if len(classes) == 1:
         placements = min(placements, place(problem, list_seats(problem, "lpt")), key=makespan_of)
-    return schedule_from("milp", placements, bound_s=bound_s, status="optimal" if is_proven else "feasible")
+    schedule = schedule_from("milp", placements, bound_s=bound_s, status="optimal" if is_proven else "feasible")
+    return replace(schedule, notice=notice)
 
 
 def _import_pywraplp() -> ModuleType:
@@ -73,6 +89,10 @@ def _import_pywraplp() -> ModuleType:
     return module
 
 
+class _OutOfTimeError(Exception):
+    """The time ended before SCIP could begin."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
     seats: tuple[Seat, ...]
@@ -84,9 +104,17 @@ class _Model:
     """The program for tasks of which those ``taken`` keep their start and nodes.
 
     Time counts in shares of the horizon, so that the paper's ``M`` is 1.
+
+    Args:
+        build_by: When the program must have been made, by ``time.monotonic``.
+
+    Raises:
+        _OutOfTimeError: It was not.
     """
 
-    def __init__(self, pywraplp: ModuleType, problem: SchedulingProblem, taken: Sequence[Seat]) -> None:
+    def __init__(
+        self, pywraplp: ModuleType, problem: SchedulingProblem, taken: Sequence[Seat], *, build_by: float
+    ) -> None:
         self._lp = pywraplp
         self._problem = problem
         self._nodes = [node for node in problem.nodes if node.gpus]
@@ -98,16 +126,21 @@ class _Model:
         self._starts: dict[str, Any] = {}
         self._on: dict[str, dict[_Machine, Any]] = {}
         for demand in problem.pending:
+            _check_time(build_by)
             self._add(demand)
         for first, second in itertools.combinations(problem.pending, 2):
+            _check_time(build_by)
             self._keep_apart(first, second)
         self._wait_for_running()
         for seat in taken:
             self._fix(seat)
 
     def solve(self, deadline: float) -> _Solved | None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise _OutOfTimeError
         self._solver.Minimize(self._makespan)
-        self._solver.SetTimeLimit(max(1, int(1000 * (deadline - time.monotonic()))))
+        self._solver.SetTimeLimit(max(1, int(1000 * left_s)))
         status = self._solver.Solve()
         if status not in (self._lp.Solver.OPTIMAL, self._lp.Solver.FEASIBLE):
             return None
@@ -184,3 +217,8 @@ class _Model:
                 counts[name] = counts.get(name, 0) + 1
         start = self._starts[demand.task].solution_value() * self._horizon
         return Seat(demand=demand, start=start, counts=counts)
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise _OutOfTimeError

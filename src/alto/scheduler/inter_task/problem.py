@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from alto.errors import SpecError
-from alto.records import Gpu, Node
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node
+from alto.spec.outside import is_number
 
 __all__ = ["RunningTask", "SchedulingProblem", "TaskDemand"]
 
@@ -49,10 +49,11 @@ class SchedulingProblem:
     """Tasks that wait, on a cluster where others run.
 
     Attributes:
+        nodes: Those that have GPUs; others that were given are left out.
         quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
 
     Raises:
-        SpecError: A name twice, a duration that is none, a task no placement can exist for.
+        SpecError: A name or a GPU twice, a duration or a quota out of bounds, a task no placement can exist for.
     """
 
     nodes: tuple[Node, ...]
@@ -65,8 +66,29 @@ class SchedulingProblem:
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise SpecError(f"task: expected a name of its own for each task, found {twice[0]!r} twice; rename one")
+        self._check_nodes()
+        object.__setattr__(self, "nodes", tuple(node for node in self.nodes if node.gpus))
+        for tenant, quota in self.quotas.items():
+            if not isinstance(quota, int) or isinstance(quota, bool) or quota < 1:
+                raise SpecError(f"quota of tenant {tenant!r}: expected 1 GPU or more, found {quota!r}; correct it")
+        for task in self.running:
+            if not is_number(task.remaining_s, least=0, most=MAX_DURATION_S):
+                raise SpecError(
+                    f"task {task.task!r}: expected to run for 0 to {MAX_DURATION_S:g} more seconds, found "
+                    f"{task.remaining_s}; correct its estimate"
+                )
         for demand in self.pending:
             self._check(demand)
+
+    def _check_nodes(self) -> None:
+        twice = [name for name, count in Counter(node.name for node in self.nodes).items() if count > 1]
+        if twice:
+            raise SpecError(f"node: expected a name of its own for each node, found {twice[0]!r} twice; rename one")
+        for node in self.nodes:
+            if len(set(node.gpus)) < len(node.gpus):
+                raise SpecError(
+                    f"node {node.name!r}: expected each GPU once, found {', '.join(map(str, node.gpus))}; correct them"
+                )
 
     @cached_property
     def num_gpus(self) -> int:
@@ -79,10 +101,16 @@ class SchedulingProblem:
 
     def _check(self, demand: TaskDemand) -> None:
         where = f"task {demand.task!r}"
-        if not (math.isfinite(demand.duration_s) and demand.duration_s > 0):
-            raise SpecError(f"{where}: expected a duration above 0 seconds, found {demand.duration_s}")
-        if not (math.isfinite(demand.release_s) and demand.release_s >= 0):
-            raise SpecError(f"{where}: expected a release of 0 or more seconds from now, found {demand.release_s}")
+        if not is_number(demand.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
+            raise SpecError(
+                f"{where}: expected a duration above 0 seconds, from {MIN_DURATION_S:g} to {MAX_DURATION_S:g}, found "
+                f"{demand.duration_s}; correct its estimate"
+            )
+        if not is_number(demand.release_s, least=0, most=MAX_DURATION_S):
+            raise SpecError(
+                f"{where}: expected a release of 0 or more seconds from now, {MAX_DURATION_S:g} at most, found "
+                f"{demand.release_s}; correct it"
+            )
         if not 1 <= demand.num_gpus <= self.num_gpus:
             raise SpecError(
                 f"{where}: expected num_gpus from 1 to {self.num_gpus}, which is what the cluster has, found "

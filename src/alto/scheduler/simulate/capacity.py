@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from alto.errors import SpecError
@@ -30,8 +31,18 @@ class Capacity:
     num_simulations: int
 
 
-def smallest_cluster(simulation: Simulation, *, within_s: float, method: str, early_exit: bool) -> Capacity:
+def smallest_cluster(
+    simulation: Simulation,
+    *,
+    within_s: float,
+    method: str,
+    early_exit: bool,
+    on_progress: Callable[[int, int, int], None] | None = None,
+) -> Capacity:
     """The fewest nodes with which 95 % of the simulations end within ``within_s`` seconds, found by bisection.
+
+    Args:
+        on_progress: Called with a number of nodes, how many of its simulations have ended, and how many there are.
 
     Raises:
         SpecError: No number of nodes is enough, or the method is unknown.
@@ -39,8 +50,13 @@ def smallest_cluster(simulation: Simulation, *, within_s: float, method: str, ea
 
     def makespan_s(nodes: int) -> float:
         seeds = range(simulation.seed, simulation.seed + simulation.num_seeds)
-        runs = [simulation.replace(nodes=nodes, seed=seed) for seed in seeds]
-        return percentile([simulate(run, method=method, early_exit=early_exit).makespan_s for run in runs], _SHARE)
+        makespans_s: list[float] = []
+        for seed in seeds:
+            if on_progress is not None:
+                on_progress(nodes, len(makespans_s), len(seeds))
+            run = simulation.replace(nodes=nodes, seed=seed)
+            makespans_s.append(simulate(run, method=method, early_exit=early_exit).makespan_s)
+        return percentile(makespans_s, _SHARE)
 
     nodes_of_tasks = [math.ceil(task.task.gpus / simulation.gpus_per_node) for task in draw_tasks(simulation)]
     least, most = max(nodes_of_tasks), sum(nodes_of_tasks)  # with the most, no task waits for another

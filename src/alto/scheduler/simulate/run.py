@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 
 from alto.records import Node, Schedule, SimulationOutcome
 from alto.scheduler.inter_task import LIST_METHODS, SchedulingProblem, schedule_tasks
@@ -21,8 +21,11 @@ MAX_LISTED = 200
 MAX_SOLVED = 100
 """Where more tasks wait and run, ``lpt`` stands in for a solver."""
 
-_TIME_LIMIT_S = 1.0
-"""What a solver may take for one plan."""
+_LEAST_PLAN_S, _MOST_PLAN_S = 0.02, 1.0
+"""What a solver may take for one plan; a cluster gives it a second at most, too."""
+
+_GAP = 0.01
+"""Share of the bound by which a schedule may be longer that a solver looks no further, as on a cluster."""
 
 
 def nodes_of(simulation: Simulation) -> tuple[Node, ...]:
@@ -31,8 +34,19 @@ def nodes_of(simulation: Simulation) -> tuple[Node, ...]:
     return tuple(Node(name=f"node-{number:04}", gpus=gpus) for number in range(simulation.nodes))
 
 
-def simulate(simulation: Simulation, *, method: str, early_exit: bool) -> SimulationOutcome:
+def simulate(
+    simulation: Simulation,
+    *,
+    method: str,
+    early_exit: bool,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> SimulationOutcome:
     """How ``method`` fares with the tasks of ``simulation``.
+
+    What a solver finds in its time depends on the machine, and with it the outcome; list methods always give the same.
+
+    Args:
+        on_progress: Called now and then with the number of tasks that have ended, and of all.
 
     Raises:
         SpecError: The method is unknown, or a task asks for more GPUs than there are, or than its tenant's quota.
@@ -47,10 +61,17 @@ def simulate(simulation: Simulation, *, method: str, early_exit: bool) -> Simula
         max_planned=MAX_LISTED if is_list else MAX_SOLVED,
         list_method=name if is_list else "lpt",
     )
-    queue = Queue(nodes, settings, partial(_solve, name))
-    world = World(simulation, queue, nodes, early_exit=early_exit)
     tasks = draw_tasks(simulation)
-    world.run(tasks)
+    solve = _Solver(name, simulation.solver_s, len(tasks))
+    queue = Queue(nodes, settings, solve)
+    world = World(simulation, queue, nodes, early_exit=early_exit)
+
+    def observe(num_ended: int) -> None:
+        solve.num_open = len(tasks) - num_ended
+        if on_progress is not None:
+            on_progress(num_ended, len(tasks))
+
+    world.run(tasks, observe)
     first_s = tasks[0].task.arrival_s
     makespan_s = max(world.now_s - first_s, 0.0)
     finished = [task for task in queue.tasks.values() if task.state is TaskState.FINISHED]
@@ -74,8 +95,25 @@ def simulate(simulation: Simulation, *, method: str, early_exit: bool) -> Simula
     )
 
 
-def _solve(method: str, problem: SchedulingProblem, hint: Schedule | None) -> Schedule:
-    return schedule_tasks(problem, method=method, time_limit_s=_TIME_LIMIT_S, hint=hint)
+class _Solver:
+    """Makes the plans of one simulation; those of a solver share its time, about one plan for each task that is open.
+
+    Args:
+        seconds: For all plans; each gets `_LEAST_PLAN_S` even when they are used up.
+        num_open: Tasks that have not ended.
+    """
+
+    def __init__(self, method: str, seconds: float, num_open: int) -> None:
+        self._method = method
+        self._left_s = seconds
+        self.num_open = num_open
+
+    def __call__(self, problem: SchedulingProblem, hint: Schedule | None) -> Schedule:
+        limit_s = min(max(self._left_s / max(self.num_open, 1), _LEAST_PLAN_S), _MOST_PLAN_S)
+        began_s = time.monotonic()
+        schedule = schedule_tasks(problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=_GAP)
+        self._left_s -= time.monotonic() - began_s
+        return schedule
 
 
 def percentile(values: Sequence[float], share: float) -> float:

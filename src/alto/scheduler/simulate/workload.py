@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from alto.spec import ArrivingTask, Simulation
+from alto.spec.trace import MAX_S, MIN_S
 
 __all__ = ["SimulatedTask", "draw_tasks"]
 
@@ -54,7 +55,8 @@ def _made_up(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
         if simulation.arrivals_per_hour is not None:
             now_s += draw.expovariate(simulation.arrivals_per_hour / 3600)
         (count,) = draw.choices(counts, shares)
-        tasks.append(ArrivingTask(arrival_s=now_s, gpus=count, duration_s=_duration_s(simulation, draw)))
+        duration_s = min(max(_duration_s(simulation, draw), MIN_S), MAX_S)  # the tail of a Pareto distribution is heavy
+        tasks.append(ArrivingTask(arrival_s=now_s, gpus=count, duration_s=duration_s))
     return tasks
 
 

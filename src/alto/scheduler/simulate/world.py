@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from alto.records import Gpu, Node, Placement, Schedule
@@ -13,6 +13,7 @@ from alto.scheduler.inter_task import TaskDemand
 from alto.scheduler.queue import (
     Failed,
     Finished,
+    GaveUp,
     GpuAdded,
     GpuLost,
     Planned,
@@ -21,16 +22,23 @@ from alto.scheduler.queue import (
     QueueEvent,
     Started,
     StartTask,
+    Stopped,
     Submitted,
     Woken,
 )
 from alto.scheduler.simulate.workload import SimulatedTask
 from alto.spec import Simulation
+from alto.spec.trace import MIN_S
 
 __all__ = ["World"]
 
 _TOLD_AT = 0.5
 """Share of an attempt after which its executor knows what is left."""
+
+_MIN_GPU_CHANGES = 1000
+_CHANGES_PER_GPU = 20
+"""GPUs lost or back, while no task runs or rests, after which the tasks that wait are given up: each GPU was lost ten
+times then, and never were there as many as a task needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +54,10 @@ class _Work:
 
 
 class World:
-    """Drives ``queue`` until every task has ended.
+    """Drives ``queue`` until every task has finished or was given up.
+
+    A task is given up as the queue gives it up, or when GPUs come and go for so long without ever being enough for it
+    that no end is in sight.
 
     Attributes:
         planned: Where every task was to run when it was first planned.
@@ -61,6 +72,9 @@ class World:
         self._queue = queue
         self._early_exit = early_exit
         self._works: dict[str, _Work] = {}
+        self._open: set[str] = set()
+        self._num_running = 0
+        self._num_gpu_changes = 0
         self._order = itertools.count()
         self._to_come: list[tuple[float, int, QueueEvent]] = []
         self._gpu_luck = {
@@ -76,7 +90,8 @@ class World:
         self.planners: set[str] = set()
         self.now_s = 0.0
 
-    def run(self, tasks: Sequence[SimulatedTask]) -> None:
+    def run(self, tasks: Sequence[SimulatedTask], observe: Callable[[int], None]) -> None:
+        """Until all ``tasks`` have ended; ``observe`` is called after every event with how many have."""
         shares = self._simulation.early_exit_shares if self._early_exit else (1.0,)
         expected_share = sum(shares) / len(shares)
         for task in tasks:
@@ -86,7 +101,7 @@ class World:
             demand = TaskDemand(
                 task=task.name,
                 num_gpus=task.task.gpus,
-                duration_s=task.task.duration_s * expected_share * task.estimate_factor,
+                duration_s=max(task.task.duration_s * expected_share * task.estimate_factor, MIN_S),
                 release_s=task.task.arrival_s,
                 priority=task.task.priority,
                 tenant=task.task.tenant,
@@ -94,9 +109,10 @@ class World:
             self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
         for gpu in self._gpu_luck:
             self._lose_later(gpu, 0.0)
-        num_open = len(tasks)
-        while num_open:
-            num_open -= self._step()
+        self._open = set(self._works)
+        while self._open:
+            self._step()
+            observe(len(tasks) - len(self._open))
 
     def gpu_s(self, since_s: float) -> float:
         """Seconds of all GPUs since then, without those when one was lost."""
@@ -104,8 +120,8 @@ class World:
         lost_s = sum(max(0.0, end_s - max(start_s, since_s)) for start_s, end_s in absences)
         return len(self._gpu_luck) * max(0.0, self.now_s - since_s) - lost_s
 
-    def _step(self) -> int:
-        """Let the clock go on to what comes next; the number of tasks that ended by it."""
+    def _step(self) -> None:
+        """Let the clock go on to what comes next."""
         wake_s = self._queue.next_wake_s
         if wake_s is not None and (not self._to_come or wake_s < self._to_come[0][0]):
             self._at(wake_s, Woken(time_s=wake_s))
@@ -113,7 +129,17 @@ class World:
         events: list[QueueEvent] = []
         while self._to_come and self._to_come[0][0] <= self.now_s:
             events += self._happen(heapq.heappop(self._to_come)[2])
-        told = {event.task for event in events if isinstance(event, Finished | Failed)}
+        self._apply(events)
+        if not self._is_only_gpus(events) or wake_s is not None or self._num_running:
+            self._num_gpu_changes = 0
+        else:
+            self._num_gpu_changes += len(events)
+            if self._num_gpu_changes > max(_MIN_GPU_CHANGES, _CHANGES_PER_GPU * len(self._gpu_luck)):
+                waiting = self._open & self._queue.tasks.keys()
+                self._apply([Stopped(time_s=self.now_s, task=name) for name in sorted(waiting)])
+
+    def _apply(self, events: Sequence[QueueEvent]) -> None:
+        touched = {event.task for event in events if isinstance(event, Finished | Failed | Stopped)}
         for action in self._queue.apply(*events) if events else ():
             if isinstance(action, Planned):
                 self.num_replans += 1
@@ -121,7 +147,13 @@ class World:
                 self._note(action.schedule)
             elif isinstance(action, StartTask):
                 self._begin(action)
-        return sum(self._queue.tasks[name].has_ended for name in told)
+            elif isinstance(action, GaveUp):
+                touched.add(action.task)  # with its last failure, or with the end of the pause after it
+        self._open -= {name for name in touched if self._queue.tasks[name].has_ended}
+
+    @staticmethod
+    def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
+        return all(isinstance(event, GpuLost | GpuAdded) for event in events)
 
     def _at(self, time_s: float, event: QueueEvent) -> None:
         heapq.heappush(self._to_come, (time_s, next(self._order), event))
@@ -139,6 +171,7 @@ class World:
     def _begin(self, start: StartTask) -> None:
         work = self._works[start.task]
         work.attempt, work.gpus, work.started_s = start.attempt, start.gpus, self.now_s
+        self._num_running += 1
         rate = self._simulation.crashes_per_hour / 3600
         crash_s = work.luck.expovariate(rate) if rate else float("inf")
         name, attempt = start.task, start.attempt
@@ -185,7 +218,8 @@ class World:
         """End an attempt; what was done since the last checkpoint is lost."""
         done_s = self.now_s - work.started_s
         interval_s = self._simulation.checkpoint_interval_s
-        work.left_s -= done_s - (done_s % interval_s if interval_s else 0.0)
+        saved_s = done_s - (done_s % interval_s if interval_s else 0.0)
+        work.left_s = max(0.0, work.left_s - saved_s)
         self._end_attempt(work)
         return Failed(
             time_s=self.now_s,
@@ -200,3 +234,4 @@ class World:
         done_s = self.now_s - work.started_s
         self.attempts.append(Placement(task=work.task.name, gpus=work.gpus, start_s=work.started_s, duration_s=done_s))
         work.gpus = ()
+        self._num_running -= 1

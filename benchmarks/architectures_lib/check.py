@@ -1,0 +1,222 @@
+"""One architecture: a training step of several jobs together, against PEFT training each of them alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from alto.backbone import load_backbone, resolve_model
+from alto.data import EncodedDataset, TaskData
+from alto.errors import AltoError
+from alto.executor import Trainer, plan_jobs
+from alto.lora import find_targets, linear_modules
+from alto.spec import Task
+from architectures_lib.tiny import build_tiny
+from architectures_lib.verdict import Verdict
+
+__all__ = ["LOSS_TOLERANCE", "NORM_TOLERANCE", "check"]
+
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
+ROW_LENGTHS = (13, 29, 7, 18, 21, 5, 34)
+"""Every one is at least as long as the windows of the tiny models, most are several times longer, most are odd."""
+
+JOBS = (
+    {"r": 4, "batch_size": 1, "seed": 1},
+    {"r": 3, "batch_size": 2, "seed": 2},
+    {"r": 2, "batch_size": 3, "seed": 3},
+)
+_ATTENTION = re.compile(r".*(attn|attention|mixer).*")
+_NOT_DENSE = re.compile(r".*(expert|router|gate$|gate_proj$|indexer).*")
+
+
+def check(model_type: str) -> Verdict:
+    """Build, save, load, train one step, compare."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with TemporaryDirectory() as folder:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
+            model = build_tiny(model_type, len(tokenizer))
+            name = type(model).__name__
+            data = _make_data(len(tokenizer))
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            alone = _OwnTraining(AutoModelForCausalLM.from_pretrained(folder))
+            alone.try_out(data.train)
+        except Exception as error:
+            return Verdict(model_type=model_type, status="cannot_build", reason=_where(error))
+        try:
+            found = _train_together(Path(folder), data)
+        except AltoError as error:
+            return Verdict(
+                model_type=model_type, model_class=name, status="refused", reason=f"{type(error).__name__}: {error}"
+            )
+        except Exception as error:
+            return Verdict(model_type=model_type, model_class=name, status="traceback", reason=_where(error))
+    try:
+        expected = [alone.step(step) for step in found]
+    except Exception as error:
+        return Verdict(model_type=model_type, model_class=name, status="cannot_build", reason=_where(error))
+    loss_error = max(abs(f.loss - loss) / abs(loss) for f, (loss, _) in zip(found, expected, strict=True))
+    gradient_error = max(_distance(f.gradients, gradients) for f, (_, gradients) in zip(found, expected, strict=True))
+    is_exact = loss_error <= LOSS_TOLERANCE and gradient_error <= NORM_TOLERANCE
+    return Verdict(
+        model_type=model_type,
+        model_class=name,
+        status="exact" if is_exact else "wrong",
+        reason="" if is_exact else f"losses {loss_error:.1e}, gradients {gradient_error:.1e} apart (relative)",
+        loss_error=loss_error,
+        gradient_error=gradient_error,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What ALTO did in one step of one job: its rows, adapter, loss and gradients."""
+
+    rows: list[tuple[Tensor, Tensor]]
+    settings: dict[str, Any]
+    weights: dict[str, tuple[Tensor, Tensor]]
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def _make_data(vocabulary: int) -> TaskData:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(3, vocabulary, (length,), generator=generator) for length in ROW_LENGTHS]
+    targets = []
+    for row in rows:
+        target = torch.full_like(row, -100)
+        target[len(row) // 3 : -1] = row[len(row) // 3 + 1 :]
+        targets.append(target)
+    dataset = EncodedDataset(input_ids=tuple(rows), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return TaskData(train=dataset, validation=dataset)
+
+
+def _targets(model: PreTrainedModel) -> list[str]:
+    """The dense linear modules of attention; all dense ones where none has such a name."""
+    dense = [
+        m for m in linear_modules(model) if not _NOT_DENSE.fullmatch(m.name) and min(m.in_features, m.out_features) >= 4
+    ]
+    return [m.name for m in dense if _ATTENTION.fullmatch(m.name)] or [m.name for m in dense]
+
+
+def _train_together(folder: Path, data: TaskData) -> list[_Step]:
+    backbone = load_backbone(str(folder))
+    targets = _targets(backbone.model)
+    keys = {key for job in JOBS for key in job}
+    task = Task(
+        model=str(folder),
+        dataset="unused.jsonl",
+        target_modules=targets,
+        lora_alpha=8,
+        num_train_epochs=1,
+        max_tokens_per_pass=4000,
+        search_space={"paired": {key: [job[key] for job in JOBS] for key in keys}},
+    )
+    runs = plan_jobs(task, backbone, data)
+    trainer = Trainer(
+        backbone,
+        data,
+        modules=find_targets(backbone.model, targets, 1),
+        max_rank=max(run.config.r for run in runs),
+        num_slots=len(runs) + 1,
+        max_tokens_per_pass=4000,
+        optims={run.config.optim for run in runs},
+    )
+    generator = torch.Generator().manual_seed(5)
+    for slot, run in enumerate(runs):
+        run.slot = slot
+        trainer.seat_fresh(run, slot)
+        weights = {
+            name: (a, torch.randn(b.shape, generator=generator) * 0.1)
+            for name, (a, b) in trainer.bank.read(slot).items()
+        }
+        trainer.bank.write(slot, weights)
+    losses = trainer.backward(runs).tolist()
+    steps = []
+    for run, loss in zip(runs, losses, strict=True):
+        gradients = {}
+        for module, a_KR, b_RN in trainer.bank.matrices(trainer.bank.grads_ZP, run.slot):
+            gradients |= {f"{module.name}.A": a_KR.clone(), f"{module.name}.B": b_RN.clone()}
+        rows = [(data.train.input_ids[row], data.train.targets[row]) for row in run.order.rows_of_step(0)]
+        settings = {"r": run.config.r, "lora_alpha": run.config.lora_alpha, "target_modules": targets}
+        steps.append(
+            _Step(rows=rows, settings=settings, weights=trainer.bank.read(run.slot), loss=loss, gradients=gradients)
+        )
+    return steps
+
+
+class _OwnTraining:
+    """The unmodified model, trained by PEFT."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def try_out(self, dataset: EncodedDataset) -> None:
+        """A forward and backward pass of two rows."""
+        inputs = _padded(list(zip(dataset.input_ids[:2], dataset.targets[:2], strict=True)))
+        model = copy.deepcopy(self._model).train()
+        model(**inputs, use_cache=False).loss.backward()
+
+    def step(self, step: _Step) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the job alone."""
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(copy.deepcopy(self._model), LoraConfig(**step.settings, lora_dropout=0.0)).train()
+        parameters = {_plain(name): value for name, value in model.named_parameters() if value.requires_grad}
+        with torch.no_grad():
+            for name, (a_KR, b_RN) in step.weights.items():
+                parameters[f"{name}.A"].copy_(a_KR.T)
+                parameters[f"{name}.B"].copy_(b_RN.T)
+        loss = model(**_padded(step.rows), use_cache=False).loss
+        loss.backward()
+        return float(loss.detach()), {name: _gradient(value).T for name, value in parameters.items()}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _padded(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Rows as the collators of Hugging Face give them: padded on the right, masked, labels not yet shifted."""
+    length = max(len(ids) for ids, _ in rows)
+    input_ids, attention_mask = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(2))
+    labels = torch.full((len(rows), length), -100)
+    for index, (ids, targets) in enumerate(rows):
+        input_ids[index, : len(ids)] = ids
+        attention_mask[index, : len(ids)] = 1
+        labels[index, 1 : len(ids)] = targets[:-1]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("base_model.model.")
+    return name.replace(".lora_A.default.weight", ".A").replace(".lora_B.default.weight", ".B")
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(value.double().square().sum()) for value in expected.values())
+    return (apart / size) ** 0.5 if size else apart**0.5
+
+
+def _where(error: BaseException) -> str:
+    """The error in one line, with the last place in it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, {frame.name})"

@@ -1,0 +1,327 @@
+"""A benchmark in pieces: measured one by one, in one command or in several, and put together into one result file.
+
+A long run may end before its last figure: at a limit of time, in a driver, by one way of doing things that does not fit
+into the memory. So every piece (a stage of one model, say) is written to ``<benchmark>-<scale>.pieces/`` as it grows,
+what fails in it is recorded there, and the others go on. The result file is what the pieces come to that one machine
+has measured of one state of the source, under the same versions; no other piece gets in.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    ROOT,
+    Result,
+    command_line,
+    commit_id,
+    machine_info,
+    package_versions,
+    publish,
+    strict_json,
+    write_file,
+)
+
+__all__ = ["GateFailedError", "Origin", "Piece", "Study", "assemble", "merge", "read_pieces", "run_pieces"]
+
+UNKNOWN = "unknown"
+_MEMORY_TOLERANCE = 0.01
+
+
+class GateFailedError(Exception):
+    """The correctness gate of a piece is red: nothing of it may be published. Its sentences say what was wrong."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        super().__init__("; ".join(failures))
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where figures come from; those of two origins are not put into one result.
+
+    Attributes:
+        source: Digest of the files that could change a figure: it tells apart what a commit with changes, or none, does
+            not.
+    """
+
+    commit: str
+    source: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Origin:
+        """This process's."""
+        return cls(commit=commit_id(), source=source_digest(), machine=machine_info(), versions=package_versions())
+
+    def differences(self, other: Origin) -> list[str]:
+        """What keeps the two apart, a phrase each; empty where they are one.
+
+        Two machines of one kind are one: a borrowed machine is often another the next time. The kernel's name is not
+        compared, and memory only to a hundredth, because both differ between such machines. A commit that is not known
+        (a checkout without git) is that of the same source.
+        """
+        found = []
+        if self.source != other.source:
+            found.append(f"another state of the source (commit {self.commit[:18]}, not {other.commit[:18]})")
+        elif self.commit != other.commit and UNKNOWN not in (self.commit, other.commit):
+            found.append(f"commit {self.commit[:18]}, not {other.commit[:18]}")
+        for key in sorted({*self.machine, *other.machine} - {"platform"}):
+            mine, theirs = self.machine.get(key), other.machine.get(key)
+            if key == "memory_bytes" and mine and theirs and math.isclose(mine, theirs, rel_tol=_MEMORY_TOLERANCE):
+                continue
+            if mine != theirs:
+                found.append(f"{key} {mine}, not {theirs}")
+        for package in sorted({*self.versions, *other.versions}):
+            mine, theirs = (origin.versions.get(package, "none") for origin in (self, other))
+            if mine != theirs:
+                found.append(f"{package} {mine}, not {theirs}")
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What one piece has found so far.
+
+    Attributes:
+        failures: What its gate found wrong, a sentence each. What they are about is not timed: it has neither rows nor
+            figures.
+        errors: What else failed (out of memory, an exception), a sentence each.
+        figures, rows, notes: Parts of a ``Result``.
+        is_finished: Whether it came to its end.
+    """
+
+    name: str
+    failures: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_finished: bool = False
+    command: str = ""
+    date: str = ""
+    origin: Origin | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all that it was to measure was measured, behind a green gate."""
+        return self.is_finished and not self.failures and not self.errors
+
+
+Flush = Callable[[], None]
+"""Writes what a piece has found so far."""
+
+Action = Callable[[Piece, Flush], None]
+"""Measures a piece; raises ``GateFailedError`` where nothing of it may be published."""
+
+
+def _own_figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
+    return {name: value for piece in pieces.values() for name, value in piece.figures.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What a benchmark measures at a scale.
+
+    Attributes:
+        pieces: Names of all pieces, in the order of the result.
+        figures: From pieces by name to the figures; as a rule, those of the pieces themselves.
+    """
+
+    benchmark: str
+    scale: str
+    pieces: tuple[str, ...]
+    goals: Mapping[str, tuple[str, float]]
+    notes: tuple[str, ...] = ()
+    figures: Callable[[Mapping[str, Piece]], Mapping[str, float]] = _own_figures
+
+    @property
+    def stem(self) -> str:
+        return f"{self.benchmark}-{self.scale}"
+
+
+def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int:
+    """Measure the pieces of ``actions`` one after the other and write them and the result to ``folder``.
+
+    Pieces of the same origin that lie there already count in; others are named and left out.
+
+    Returns:
+        The exit code: 0 if every one of ``actions`` is sound.
+    """
+    origin, measured = Origin.here(), []
+    for name, action in actions.items():
+        piece = Piece(name=name, command=command_line(), origin=origin)
+        flush = _writer(study, piece, folder)
+        flush()  # what an earlier command found of this piece is void
+        print(f"--- {study.stem}: {name}", flush=True)
+        try:
+            action(piece, flush)
+            piece.is_finished = True
+        except GateFailedError as error:
+            piece.failures.extend(error.failures)
+            piece.figures.clear()
+            piece.rows.clear()
+        except Exception as error:
+            traceback.print_exc()
+            piece.errors.append(f"{name}: {describe_error(error)}")
+        flush()
+        _result_in(study, folder, origin).write(folder)
+        measured.append(piece)
+        for sentence in (*piece.failures, *piece.errors):
+            print(f"FAILED {sentence}", flush=True)
+        _free_memory()
+    for piece in read_pieces(study, folder):
+        if differences := _origin(piece).differences(origin):
+            print(f"left out, because it is of another run: {piece.name}: {'; '.join(differences)}")
+    publish(_result_in(study, folder, origin), folder)
+    return 0 if all(piece.is_sound for piece in measured) else 1
+
+
+def describe_error(error: Exception) -> str:
+    """One line: out of memory, or the type and the first line of what it says."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f': {said[0]}' if said else ''}"
+
+
+def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
+    """The result of pieces of one origin: figures of those whose gate is green, and what is missing in the notes."""
+    by_name = {piece.name: piece for piece in pieces}
+    ordered = {name: by_name[name] for name in study.pieces if name in by_name}
+    if not ordered:
+        raise ValueError(f"Expected a piece of {study.stem}, one of {', '.join(study.pieces)}; found none.")
+    origins = [piece.origin for piece in ordered.values() if piece.origin is not None]
+    first = next((origin for origin in origins if origin.commit != UNKNOWN), origins[0])
+    assert not any(first.differences(origin) for origin in origins), "pieces of one origin"
+    # Layers and steps of a model stand behind one gate: what it says is said once.
+    failures = list(dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.failures))
+    errors = dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.errors)
+    figures = study.figures(ordered)
+    gate = "passed" if not failures else "partly passed" if figures else "failed"
+    return Result(
+        benchmark=study.benchmark,
+        scale=study.scale,
+        command=" && ".join(dict.fromkeys(piece.command for piece in ordered.values())),
+        commit=first.commit,
+        date=max(piece.date for piece in ordered.values()),
+        machine=first.machine,
+        versions=first.versions,
+        gate=gate,
+        figures=dict(figures),
+        goals=dict(study.goals),
+        rows=tuple(row for piece in ordered.values() for row in piece.rows),
+        notes=(
+            *(f"Without figures, its gate failed: {sentence}" for sentence in failures),
+            *(f"Failed: {sentence}" for sentence in errors),
+            *(
+                f"Ended before it was whole: {piece.name}."
+                for piece in ordered.values()
+                if not (piece.is_finished or piece.errors or piece.failures)
+            ),
+            *(f"Not measured: {name}." for name in study.pieces if name not in ordered),
+            *dict.fromkeys(note for piece in ordered.values() for note in piece.notes),
+            *study.notes,
+        ),
+    )
+
+
+def merge(study: Study, folders: Sequence[Path], target: Path) -> Result:
+    """The result of the pieces in ``folders``; it is written to ``target`` with them.
+
+    Where a piece lies in several folders, the latest counts. Measured where there was no git, pieces get the commit of
+    this checkout if its source is the one that they were measured of.
+
+    Raises:
+        ValueError: There are none, or two are not of one origin.
+    """
+    latest: dict[str, Piece] = {}
+    for folder in folders:
+        for piece in read_pieces(study, folder):
+            if piece.name not in latest or latest[piece.name].date < piece.date:
+                latest[piece.name] = piece
+    pieces = [latest[name] for name in study.pieces if name in latest]
+    for piece in pieces[1:]:
+        if differences := _origin(piece).differences(_origin(pieces[0])):
+            raise ValueError(
+                f"Expected pieces of one commit, machine and set of versions; found {piece.name} and {pieces[0].name} "
+                f"apart: {'; '.join(differences)}. Measure one of them again, or leave its folder out."
+            )
+    if pieces and all(_origin(piece).commit == UNKNOWN for piece in pieces):
+        commit = commit_id() if _origin(pieces[0]).source == source_digest() else UNKNOWN
+        for piece in pieces:
+            known = {item.name: getattr(_origin(piece), item.name) for item in fields(Origin)}
+            piece.origin = Origin(**(known | {"commit": commit}))
+    result = assemble(study, pieces)
+    for piece in pieces:
+        _write(study, piece, target)
+    result.write(target)
+    return result
+
+
+def read_pieces(study: Study, folder: Path) -> list[Piece]:
+    """The pieces that lie in ``folder``, in the order of the study."""
+    found = []
+    for name in study.pieces:
+        file = _file(study, name, folder)
+        if file.exists():
+            said = json.loads(file.read_text(encoding="utf-8"))
+            found.append(Piece(**(said | {"origin": Origin(**said["origin"])})))
+    return found
+
+
+@cache
+def source_digest() -> str:
+    """SHA-256 over the names and contents of ALTO's sources and of the benchmarks'."""
+    files = [path for folder in ("src/alto", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    files += (ROOT / "benchmarks").glob("*_lib/*.json")
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _result_in(study: Study, folder: Path, origin: Origin) -> Result:
+    return assemble(study, (piece for piece in read_pieces(study, folder) if not _origin(piece).differences(origin)))
+
+
+def _writer(study: Study, piece: Piece, folder: Path) -> Flush:
+    def flush() -> None:
+        piece.date = datetime.now(UTC).isoformat(timespec="seconds")
+        _write(study, piece, folder)
+
+    return flush
+
+
+def _write(study: Study, piece: Piece, folder: Path) -> None:
+    write_file(_file(study, piece.name, folder), strict_json(asdict(piece)))
+
+
+def _file(study: Study, name: str, folder: Path) -> Path:
+    return folder / f"{study.stem}.pieces" / f"{name.replace(' ', '-')}.json"
+
+
+def _origin(piece: Piece) -> Origin:
+    assert piece.origin is not None
+    return piece.origin
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    sys.stdout.flush()

@@ -1,0 +1,34 @@
+"""What a model's configuration says of the rows that it can be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from alto.records import ModelLimits
+
+__all__ = ["limits_of"]
+
+
+def limits_of(config: PreTrainedConfig) -> ModelLimits:
+    """The limits of the model that ``config`` describes.
+
+    Positions are ``max_position_embeddings`` (``n_positions`` and the like are other names of it, which transformers
+    maps). OPT's table has two rows more, which are not positions. With rotary positions a model computes something for
+    longer rows too, but nothing that it was trained for, so what the configuration says holds there as well. YaRN
+    stretches what it says, by the factor that stands beside it. None where it says nothing: ALiBi, state spaces.
+    """
+    text: Any = config.get_text_config()
+    said = getattr(text, "max_position_embeddings", None)
+    positions = said if isinstance(said, int) and said > 0 else None
+    if positions is not None:
+        positions = max(positions, _stretched(text))
+    return ModelLimits(max_positions=positions, vocab_size=getattr(text, "vocab_size", None))
+
+
+def _stretched(config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+        return 0
+    return int((rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 0))

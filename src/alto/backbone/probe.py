@@ -1,0 +1,277 @@
+"""Whether the padding-free pass of a model is its own forward pass, asked on a few rows when it is loaded.
+
+Three questions, on rows longer than every window (windows are made small meanwhile):
+
+- Which tokens does each attention module see? Read off the model's own masks (:mod:`alto.backbone.windows`).
+- Are the losses the model's own? As far as the model's own rounding goes: its forward pass is run a second time with
+  every module's output rounded anew, and the losses may lie twice as far apart as those two passes do. A model of half
+  precision is asked in float32 too.
+- Is every row alone? Another row's tokens must not change it by a bit; where the order of sums depends on all tokens,
+  as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be exactly zero.
+
+Shapes: ``T`` tokens of all rows, ``C`` targets whose losses are compared for each token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from alto.backbone.attention import set_pattern
+from alto.backbone.float32 import can_widen, in_float32, widened
+from alto.backbone.memory import is_out_of_memory
+from alto.backbone.sharding import OutputHead
+from alto.backbone.windows import find_patterns, real_patterns, small_windows
+from alto.errors import AltoError, UnsupportedModelError
+
+__all__ = ["probe"]
+
+_LENGTHS = (23, 1, 37, 12)
+_CHANGED = 2
+"""The row whose tokens are changed: behind two others and before one."""
+
+_NUM_TARGETS = 8
+_MAX_REASON_CHARS = 200
+_MAX_RATIO = 2.0
+"""How many times as far as the model's own rounding moves any token's losses ours may be off."""
+
+
+class PaddingFree(Protocol):
+    """What is asked of :class:`alto.backbone.Backbone`; see there."""
+
+    model: PreTrainedModel
+    max_length: int | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def hidden_states(self, input_ids_T: Tensor, position_ids_T: Tensor, sequence_lengths: Sequence[int]) -> Tensor: ...
+
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor: ...
+
+    def own_attention(self) -> AbstractContextManager[None]: ...
+
+
+def probe(backbone: PaddingFree, head: OutputHead) -> None:
+    """Compare, and set what each attention module of the model sees.
+
+    Raises:
+        UnsupportedModelError: The padding-free pass differs from the model's own, or a row depends on another.
+    """
+    model = backbone.model
+    with _refusing(model):
+        rows = _Rows(backbone)
+        with small_windows(model) as real:
+            with torch.no_grad(), head.gathered(), backbone.own_attention():
+                rows.check_objective()
+                expected_TC = rows.own_losses()
+                with _rounded_anew(model):
+                    noise_TC = rows.own_losses() - expected_TC
+                patterns = find_patterns(model, max(rows.rows, key=len))
+            _set_patterns(patterns)
+            hidden_TH = rows.compare(expected_TC, noise_TC)
+            rows.check_isolation(hidden_TH, noise_TC)
+            if can_widen(model):
+                _compare_in_float32(rows, backbone)
+        _set_patterns(real_patterns(patterns, real))
+
+
+def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
+    """Ask a model of half precision again in float32, where no error hides in rounding.
+
+    A model that does not run so, or for which there is no memory, has been judged by its own precision alone.
+    """
+    with in_float32(backbone.model):
+        try:
+            with torch.no_grad(), backbone.own_attention():
+                expected_TC = rows.own_losses()
+                with _rounded_anew(backbone.model):
+                    noise_TC = rows.own_losses() - expected_TC
+        except (RuntimeError, ValueError, TypeError):
+            return
+        hidden_TH = rows.compare(expected_TC, noise_TC)
+        rows.check_isolation(hidden_TH, noise_TC, by_gradient=False)
+
+
+class _Rows:
+    """A few rows of random tokens.
+
+    Attributes:
+        rows: Token ids of each.
+    """
+
+    def __init__(self, backbone: PaddingFree) -> None:
+        self._backbone = backbone
+        config = backbone.model.config.get_text_config()
+        limits = (backbone.max_length, getattr(config, "max_position_embeddings", None))
+        longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=max(_LENGTHS))
+        self._lengths = [min(length, longest) for length in _LENGTHS]
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = int(config.vocab_size)
+        num_tokens = sum(self._lengths)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randint(0, vocabulary, shape, generator=generator).to(backbone.device)
+
+        self._ids_T, self._other_ids_T = draw(num_tokens), draw(num_tokens)
+        self._targets_TC = draw(num_tokens, _NUM_TARGETS)
+        self._positions_T = torch.cat([torch.arange(length) for length in self._lengths]).to(backbone.device)
+        self.rows = self._ids_T.split(self._lengths)
+
+    def own_losses(self) -> Tensor:
+        """Losses ``[T, C]`` that the model's own forward pass gives, a row at a time."""
+        logits = [self._backbone.model(input_ids=row[None], use_cache=False).logits[0] for row in self.rows]
+        return -F.log_softmax(torch.cat(logits).float(), -1).gather(-1, self._targets_TC)
+
+    def check_objective(self) -> None:
+        """The model's own loss must be that of the next token: decoders of some encoder-decoders do not shift labels,
+        since theirs come shifted."""
+        row = max(self.rows, key=len)[None]
+        if row.shape[1] < 2:
+            return
+        output = self._backbone.model(input_ids=row, labels=row, use_cache=False)
+        logits = output.logits[0].float()
+        of_next, of_same = F.cross_entropy(logits[:-1], row[0, 1:]), F.cross_entropy(logits, row[0])
+        tolerance = max(1e-3, 2 * torch.finfo(output.loss.dtype).eps)
+        is_of_same = (output.loss - of_same).abs() <= tolerance * of_same.abs()
+        if is_of_same and (output.loss - of_same).abs() < (output.loss - of_next).abs():
+            raise UnsupportedModelError(
+                f"{_name(self._backbone)}: expected a model whose own loss is that of the next token, found that of "
+                "the same token, as of the decoder of an encoder-decoder model; use another base model"
+            )
+
+    @torch.no_grad()
+    def compare(self, expected_TC: Tensor, noise_TC: Tensor) -> Tensor:
+        """The losses of the padding-free pass must be ``expected_TC``; returns its hidden states ``[T, H]``."""
+        hidden_TH = self._hidden(self._ids_T)
+        found_TC = self._losses(hidden_TH)
+        difference_TC = found_TC - expected_TC
+        if not self._worst(difference_TC, noise_TC, expected_TC) <= _MAX_RATIO:
+            apart = (difference_TC.norm() / expected_TC.norm()).item()
+            own = (noise_TC.norm() / expected_TC.norm()).item()
+            raise UnsupportedModelError(
+                f"{_name(self._backbone)}: expected the padding-free pass to give the model's own losses, found them "
+                f"{apart:.1e} apart (relative; its own rounding is {own:.1e}); this architecture needs support first"
+            )
+        return hidden_TH
+
+    def check_isolation(self, before_TH: Tensor, noise_TC: Tensor, *, by_gradient: bool = True) -> None:
+        """Another row's tokens must not change a row of ``before_TH``; where they do by rounding, ``by_gradient`` asks
+        the gradient too."""
+        ends = list(itertools.accumulate(self._lengths, initial=0))
+        changed = slice(ends[_CHANGED], ends[_CHANGED + 1])
+        is_kept_T = torch.ones(len(self._ids_T), dtype=torch.bool, device=self._ids_T.device)
+        is_kept_T[changed] = False
+        other_T = torch.where(is_kept_T, self._ids_T, self._other_ids_T)
+        with torch.no_grad():
+            after_TH = self._hidden(other_T)
+            if torch.equal(before_TH[is_kept_T], after_TH[is_kept_T]):
+                return
+            losses_TC = self._losses(before_TH)
+            difference_TC = (self._losses(after_TH) - losses_TC)[is_kept_T]
+        is_alone = self._worst(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO
+        if not is_alone or (by_gradient and self._gradient(is_kept_T)[changed].any()):
+            raise UnsupportedModelError(
+                f"{_name(self._backbone)}: expected rows that depend on themselves alone, found one that changes with "
+                "the tokens of another row of the same pass; use another base model"
+            )
+
+    def _gradient(self, is_kept_T: Tensor) -> Tensor:
+        """Of what the kept rows give, towards every token's embedding."""
+        leaves: list[Tensor] = []
+
+        def catch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        hook = self._backbone.model.get_input_embeddings().register_forward_hook(catch)
+        try:
+            with torch.enable_grad():
+                hidden_TH = self._hidden(self._ids_T)[is_kept_T]
+                weights_H = torch.linspace(0.5, 1.5, hidden_TH.shape[-1], device=hidden_TH.device)
+                (hidden_TH.float() @ weights_H).sum().backward()
+        finally:
+            hook.remove()
+        gradient = leaves[0].grad
+        assert gradient is not None
+        return gradient.reshape(len(self._ids_T), -1)
+
+    def _hidden(self, ids_T: Tensor) -> Tensor:
+        return self._backbone.hidden_states(ids_T, self._positions_T, self._lengths)
+
+    def _losses(self, hidden_TH: Tensor) -> Tensor:
+        """Losses ``[T, C]`` as they are trained."""
+        num_targets = self._targets_TC.shape[1]
+        is_wide = hidden_TH.dtype == torch.float32
+        with widened(self._backbone.model.get_output_embeddings()) if is_wide else nullcontext():
+            losses = self._backbone.token_losses(
+                hidden_TH.repeat_interleave(num_targets, 0), self._targets_TC.flatten()
+            )
+        return losses.reshape(-1, num_targets)
+
+    def _worst(self, difference_TC: Tensor, noise_TC: Tensor, losses_TC: Tensor) -> float:
+        """How far the worst token is off, in units of what rounding does to the worst; losses are float32."""
+        noise = _rms(noise_TC).max() + torch.finfo(torch.float32).eps * _rms(losses_TC).max()
+        worst: float = (_rms(difference_TC).max() / noise).item()
+        return worst
+
+
+def _rms(values_TC: Tensor) -> Tensor:
+    return values_TC.square().mean(-1).sqrt()
+
+
+def _name(backbone: PaddingFree) -> str:
+    return type(backbone.model).__name__
+
+
+def _set_patterns(patterns: Any) -> None:
+    for module, pattern in patterns.items():
+        set_pattern(module, pattern)
+
+
+@contextmanager
+def _rounded_anew(model: nn.Module) -> Iterator[None]:
+    """Every module that is built of no others gives its output moved by up to one rounding, at random."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(0)
+        unit = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generators[output.device])
+        # Models compute norms and rotations in float32 whatever their dtype.
+        rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) / 2
+        exact = output.to(torch.promote_types(output.dtype, torch.float64))
+        return (exact * (1 + rounding * unit)).to(output.dtype)
+
+    hooks = [module.register_forward_hook(move) for module in model.modules() if not any(module.children())]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Whatever a model of an unknown kind raises is said as a refusal."""
+    try:
+        yield
+    except AltoError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, torch.distributed.DistError):
+            raise
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: expected a model that runs on rows laid end to end, found that it fails "
+            f"({type(error).__name__}: {reason}); use another base model"
+        ) from error

@@ -1,0 +1,55 @@
+"""What a model's configuration asks of training that jobs do not get, in sentences.
+
+The frozen base computes as in evaluation while jobs train: random masks over a batch of many jobs, and a loss over
+all tokens of a batch, would make a job depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+__all__ = ["config_notes"]
+
+_RANDOM = re.compile(r"drop|jitter")
+_ELSEWHERE = re.compile(r"^(classifier|summary|cls|encoder)")
+"""Of heads and encoders, which a causal language model does not run."""
+
+
+def config_notes(config: PreTrainedConfig) -> tuple[str, ...]:
+    """On dropout and jitter of the base, and on the loss that balances the load of experts."""
+    text = config.get_text_config(decoder=True)
+    notes = []
+    applied = [f"{name} {value:g}" for name, value in _numbers(text.to_dict()) if value > 0]
+    if applied:
+        notes.append(
+            f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
+            "that none depends on its neighbours (TRL's trainers apply it: they train with model.train())."
+        )
+    # TRL turns it on wherever the configuration has both keys, whatever output_router_logits says.
+    weight = getattr(text, "router_aux_loss_coef", None)
+    if weight and hasattr(text, "output_router_logits"):
+        asked = "as its configuration asks" if text.output_router_logits else "whatever its configuration says"
+        notes.append(
+            f"router_aux_loss_coef {weight:g} of the base model: the loss that balances the load of its experts is not "
+            f"added to a job's loss (TRL's trainers add it, {asked}); routers are frozen."
+        )
+    return tuple(notes)
+
+
+def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Probabilities of dropout and widths of jitter, with those of nested settings."""
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{name}.")
+        elif (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and _RANDOM.search(name)
+            and not _ELSEWHERE.search(str(key))
+        ):
+            yield name, float(value)

@@ -1,0 +1,47 @@
+"""What the solver's process and whoever asks it send each other, as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from alto.records import Schedule
+from alto.scheduler import SchedulingProblem
+
+__all__ = ["ANSWERS", "CALLS", "Answer", "Call", "decoded", "encoded"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
+
+    problem: SchedulingProblem
+    method: str
+    time_limit_s: float
+    hint: Schedule | None
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The schedule; or, by its class and in its words, the error of ALTO's in its place."""
+
+    schedule: Schedule | None = None
+    error: str = ""
+    message: str = ""
+
+
+CALLS, ANSWERS = TypeAdapter(Call), TypeAdapter(Answer)
+
+
+def encoded(codec: TypeAdapter[T], value: T) -> bytes:
+    return json.dumps(codec.dump_python(value)).encode()
+
+
+def decoded(codec: TypeAdapter[T], text: bytes) -> T:
+    return codec.validate_python(json.loads(text))

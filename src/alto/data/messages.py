@@ -1,0 +1,196 @@
+"""Messages as TRL, OpenAI and ShareGPT write them become turns; so do the tools beside them.
+
+Calls of tools take one form, OpenAI's: ``{"type": "function", "function": {"name", "arguments"}}`` with arguments as an
+object, whether the row has them so, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the older
+``function_call``. All other keys of a message stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alto.data.conversation import Message
+from alto.errors import DataFormatError
+
+__all__ = ["read_message", "read_template_options", "read_tools"]
+
+Wrong = Callable[[str, object], DataFormatError]
+"""Makes the error that names the row, from what was expected and what was found."""
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_SHAREGPT_ROLES = {
+    **_ROLES,
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+_RESERVED_OPTIONS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
+"""Arguments of ``apply_chat_template`` that are not the template's own."""
+
+
+def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
+    """One message of a row as a turn."""
+    speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
+    name = message.get(speaker) if isinstance(message, Mapping) else None
+    role = roles.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+    given = {key: value for key, value in message.items() if key not in (speaker, says) and value is not None}
+    # OpenAI's form: a weight of 0 shows a turn without training it.
+    is_context = given.pop("weight", None) == 0
+    if name == "function_call":
+        given["tool_calls"] = _parsed(message.get(says), f"{says} to be the JSON text of a call", wrong)
+        says = ""
+    calls = _calls(given, wrong)
+    extras = {**{key: value for key, value in given.items() if key != "tool_calls"}}
+    if calls:
+        extras["tool_calls"] = calls
+    content = message.get(says)
+    if isinstance(content, list):
+        content = _joined(content, wrong)
+    if content is None and calls:
+        content, extras["content"] = "", None
+    if not isinstance(content, str):
+        raise wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+    written = json.dumps(extras, ensure_ascii=False, default=str) if extras else ""
+    for text in (content, written):
+        _check_whole(text, says or "value", wrong)
+    return Message(role, content, is_context=is_context, extras=written)
+
+
+def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
+    """The tools of a row: JSON schemas, or JSON text of them.
+
+    Args:
+        functions: The older column, of functions that are not wrapped as tools.
+    """
+    tools, functions = (_listed(value, wrong) for value in (tools, functions))
+    if tools and functions:
+        raise wrong("tools or functions, the older name of them, found both", [*tools, *functions])
+    return tools or [{"type": "function", "function": function} for function in functions]
+
+
+def read_template_options(options: Any, wrong: Wrong) -> dict[str, Any]:
+    """What the column ``chat_template_kwargs`` gives to the chat template."""
+    if isinstance(options, str) and options.strip():
+        options = _parsed(options, "chat_template_kwargs to be a JSON object", wrong)
+    if not options:
+        return {}
+    if not isinstance(options, Mapping):
+        raise wrong("chat_template_kwargs to be an object", options)
+    for name in options:
+        if name in _RESERVED_OPTIONS:
+            raise wrong(f"chat_template_kwargs that the chat template itself reads, not {name}", options)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _listed(value: Any, wrong: Wrong) -> list[Any]:
+    if isinstance(value, str):
+        value = _parsed(value, "tools to be a list of JSON schemas, or its JSON text", wrong) if value.strip() else None
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise wrong("tools to be a list of JSON schemas, or its JSON text", value)
+    what = "every tool to be a JSON schema, or its JSON text"
+    tools = [_parsed(tool, what, wrong) if isinstance(tool, str) else tool for tool in value]
+    for tool in tools:
+        if not isinstance(tool, Mapping):
+            raise wrong(what, tool)
+    return tools
+
+
+def _calls(given: dict[str, Any], wrong: Wrong) -> list[dict[str, Any]]:
+    """The calls of a message; ``given`` loses its ``function_call``."""
+    older = given.pop("function_call", None)
+    calls = given.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _parsed(calls, "tool_calls to be a list of calls, or its JSON text", wrong) if calls.strip() else None
+    if older is not None and calls:
+        raise wrong("tool_calls or function_call, the older name of one, found both", [older, calls])
+    if older is not None:
+        calls = [older]
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise wrong("tool_calls to be a list of calls", calls)
+    return [_call(call, wrong) for call in calls]
+
+
+def _call(call: Any, wrong: Wrong) -> dict[str, Any]:
+    expected = "every call to have the name of a function, and arguments that are a JSON object or its text"
+    call = _parsed(call, expected, wrong) if isinstance(call, str) else call
+    if not isinstance(call, Mapping):
+        raise wrong(expected, call)
+    inner = call.get("function")
+    own = {key: value for key, value in call.items() if key not in ("type", "function") and value is not None}
+    if not isinstance(inner, Mapping):
+        inner = {key: own.pop(key) for key in ("name", "arguments") if key in own}
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, expected, wrong) if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(inner.get("name"), str) or not isinstance(arguments, Mapping):
+        raise wrong(expected, call)
+    return {**own, "type": call.get("type") or "function", "function": {**inner, "arguments": arguments}}
+
+
+def _joined(parts: list[Any], wrong: Wrong) -> str:
+    """Parts of text end to end, as chat templates that take parts write them."""
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            what = f"a part of the type {kind}" if isinstance(kind, str) and kind not in _TEXT_PARTS else "another part"
+            raise wrong(f"content of text, not {what}: models of text alone are trained", part)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _parsed(text: Any, expected: str, wrong: Wrong) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise wrong(expected, text) from None
+
+
+def _check_whole(text: str, what: str, wrong: Wrong) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(0, error.start - 20) : error.start + 20]
+        raise wrong(f"{what} to be a text of whole characters", part) from None

@@ -1,0 +1,192 @@
+"""A tokenizer's chat template: turns become text, and what the template does not show of them is found out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from alto.data.conversation import Conversation, ConversationWithTools, Message
+from alto.errors import DataError
+
+__all__ = ["PARALLEL_CALLS", "ChatTemplate", "given_keys", "without_key"]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PARALLEL_CALLS = "calls: parallel"
+"""How :func:`given_keys` names what a turn calls beside the first function."""
+
+_PLAIN_ROLES = ("system", "developer", "user", "assistant")
+
+
+class ChatTemplate:
+    """How ``tokenizer``, which has a chat template, writes conversations.
+
+    The template is given the row's own messages, but for what has one meaning in two forms of which many templates take
+    one alone: ``developer`` becomes ``system`` where the template does not name it; and where it fails, arguments of
+    calls become JSON text, and content that is missing beside calls becomes empty.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def is_marked(self, conversation: Conversation) -> bool:
+        """Whether the template itself says what the assistant writes: ``{% generation %}``."""
+        return _GENERATION.search(self._source(conversation)) is not None
+
+    def text(self, conversation: Conversation, *, open_turn: bool) -> str:
+        """``conversation`` as the template writes it, with the opening of a reply behind it where asked for.
+
+        Raises:
+            DataError: The template refuses the turns, or fails.
+        """
+        return str(
+            self._first(
+                conversation,
+                lambda messages, beside: self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=open_turn, **beside
+                ),
+            )
+        )
+
+    def marked_tokens(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """Token ids of ``conversation``, and for each whether the template says that the assistant writes it.
+
+        Raises:
+            DataError: As :meth:`text`.
+        """
+        found = self._first(
+            conversation,
+            lambda messages, beside: self.tokenizer.apply_chat_template(
+                messages,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+                **beside,
+            ),
+        )
+        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+
+    def _first(self, conversation: Conversation, render: Callable[[list[dict[str, Any]], dict[str, Any]], Any]) -> Any:
+        """What ``render`` gives for the first form of the messages that the template takes."""
+        beside = _beside(conversation)
+        refusal = None
+        for messages in self._forms(conversation):
+            try:
+                return render(messages, beside)
+            except Exception as error:  # a template is a program: it may raise anything
+                refusal = refusal or error
+        roles = ", ".join(message.role for message in conversation)
+        raise DataError(
+            f"expected turns that the model's chat template takes, found {roles} ({refusal}); change the rows, or set "
+            "another chat template on the tokenizer"
+        ) from refusal
+
+    def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
+        """The same messages in the forms that templates take: the row's own first."""
+        own = [self._message(message, conversation) for message in conversation]
+        yield [_given(message) for message in own]
+        has_calls = any(message.get("tool_calls") for message in own)
+        lacks_content = any(message["content"] is None for message in own)
+        if has_calls:
+            yield [_given(_with_text_arguments(message)) for message in own]
+        if lacks_content:
+            yield [_with_content(message) for message in own]
+            yield [_with_content(_with_text_arguments(message)) for message in own]
+
+    def _message(self, message: Message, conversation: Conversation) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and role not in self._source(conversation):
+            role = "system"
+        keys = message.other_keys()
+        is_missing = keys.pop("content", "") is None
+        return {**keys, "role": role, "content": None if is_missing else message.content}
+
+    def _source(self, conversation: Conversation) -> str:
+        return str(self.tokenizer.get_chat_template(None, _beside(conversation).get("tools")))
+
+
+def given_keys(conversation: Conversation) -> dict[str, int]:
+    """What stands in ``conversation`` beside the texts of its turns, each with how often.
+
+    That is keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that many
+    templates do not know, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write the first alone.
+    """
+    counts: dict[str, int] = {f"row: {name}": 1 for name, value in _beside(conversation).items() if value}
+    for message in conversation:
+        named = [key for key, value in message.other_keys().items() if value not in (None, "", [], {})]
+        if message.role not in (*_PLAIN_ROLES, "text"):
+            named.append(f"role: {message.role}")
+        if len(message.other_keys().get("tool_calls", ())) > 1:
+            named.append(PARALLEL_CALLS)
+        for name in named:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def without_key(conversation: Conversation, name: str) -> Conversation:
+    """``conversation`` without what :func:`given_keys` calls ``name``; turns of a role stay, but say something else."""
+    kind, _, of_kind = name.partition(": ")
+    turns: Sequence[Message] = conversation
+    beside = _beside(conversation)
+    if name == PARALLEL_CALLS:
+        turns = [_with_one_call(turn) for turn in conversation]
+    elif kind == "row" and of_kind:
+        del beside[of_kind]
+    elif kind == "role" and of_kind:
+        turns = [_altered(turn) if turn.role == of_kind else turn for turn in conversation]
+    else:
+        turns = [_stripped(turn, name) for turn in conversation]
+    return ConversationWithTools(turns, json.dumps(beside, ensure_ascii=False)) if beside else tuple(turns)
+
+
+def _beside(conversation: Conversation) -> dict[str, Any]:
+    """What the template is given beside the turns."""
+    text = conversation.template_arguments if isinstance(conversation, ConversationWithTools) else ""
+    arguments: dict[str, Any] = json.loads(text) if text else {}
+    return arguments
+
+
+def _with_one_call(turn: Message) -> Message:
+    keys = turn.other_keys()
+    if "tool_calls" in keys:
+        keys["tool_calls"] = keys["tool_calls"][:1]
+    return replace(turn, extras=json.dumps(keys, ensure_ascii=False)) if keys else turn
+
+
+def _altered(turn: Message) -> Message:
+    return replace(turn, content=turn.content + " and more")
+
+
+def _stripped(turn: Message, name: str) -> Message:
+    keys = turn.other_keys()
+    if name not in keys:
+        return turn
+    del keys[name]
+    return replace(turn, extras=json.dumps(keys, ensure_ascii=False) if keys else "")
+
+
+def _given(message: dict[str, Any]) -> dict[str, Any]:
+    """What is null is not given: transformers leaves it out in some versions, and templates write ``None``."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": message["content"] or ""}
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

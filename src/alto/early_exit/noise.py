@@ -1,0 +1,136 @@
+"""Whether one job leads another by more than the noise of the validation rows, and the order that follows from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+__all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered"]
+
+_NORMAL = statistics.NormalDist().inv_cdf(0.975)
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
+"""The 97.5 % quantiles of Student's distribution that the expansion below misses by more than 2 %."""
+
+
+class Scored(Protocol):
+    """Something with a score: an evaluation, or how a job stands; see :class:`alto.records.LossPoint`."""
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def validation_loss(self) -> float: ...
+
+    @property
+    def gain(self) -> float: ...
+
+    @property
+    def gain_rows(self) -> tuple[float, ...]: ...
+
+    @property
+    def loss_scale(self) -> str: ...
+
+    @property
+    def start_loss(self) -> float | None: ...
+
+
+S = TypeVar("S", bound=Scored)
+
+
+def is_within_noise(one: Scored, other: Scored) -> bool:
+    """Whether their scores by the task's metric cannot be told apart.
+
+    Equal scores cannot. Others are compared row by row: the mean difference of the validation rows must lie outside of
+    its own 95 % interval (Student's, two-sided). Where the values of the rows are not known, or one is not finite, any
+    difference counts.
+    """
+    if one.gain == other.gain:
+        return True
+    if not one.gain_rows or len(one.gain_rows) != len(other.gain_rows):
+        return False
+    differences = [a - b for a, b in zip(one.gain_rows, other.gain_rows, strict=True)]
+    if not all(map(math.isfinite, differences)):
+        return False
+    num_rows = len(differences)
+    if num_rows == 1:
+        return True
+    error = statistics.stdev(differences) / math.sqrt(num_rows)
+    return abs(statistics.fmean(differences)) <= _student(num_rows - 1) * error
+
+
+def is_better(one: Scored, other: Scored) -> bool:
+    """Whether evaluation ``one`` of a job is to be preferred to ``other`` of the same job: its score leads by more than
+    noise, or does not trail by more and its validation loss is lower."""
+    if is_within_noise(one, other):
+        return one.validation_loss < other.validation_loss
+    return one.gain > other.gain
+
+
+def ordered(scored: Iterable[S]) -> list[S]:
+    """Best first, whatever order they come in.
+
+    The one with the best score leads; with all that lie within noise of it, it makes a group, inside of which the
+    validation loss decides; where the losses are not on one scale, as a share of what the frozen base gives; and the
+    score where that is not known of all. The best of the rest leads the next group, and so on. Ties go to the lower job
+    id. A loss that is not finite comes last, where only the job id decides.
+    """
+    items = list(scored)
+    rest = sorted(_finite(items), key=_by_gain)
+    order: list[S] = []
+    while rest:
+        group, rest = _parted(rest)
+        order += _ordered_inside(group)
+    return [*order, *sorted((item for item in items if not math.isfinite(item.validation_loss)), key=lambda i: i.job)]
+
+
+def leading_group(scored: Iterable[S]) -> list[S]:
+    """The first group of :func:`ordered`, in its order."""
+    rest = sorted(_finite(scored), key=_by_gain)
+    return _ordered_inside(_parted(rest)[0]) if rest else []
+
+
+def _finite(scored: Iterable[S]) -> list[S]:
+    return [item for item in scored if math.isfinite(item.validation_loss)]
+
+
+def _parted(items: list[S]) -> tuple[list[S], list[S]]:
+    """Those within noise of the first, and the others."""
+    group: list[S] = []
+    rest: list[S] = []
+    for item in items:
+        (group if is_within_noise(item, items[0]) else rest).append(item)
+    return group, rest
+
+
+def _ordered_inside(group: list[S]) -> list[S]:
+    if len({item.loss_scale for item in group}) == 1:
+        return sorted(group, key=_by_loss)
+    if all(item.start_loss is not None and 0 < item.start_loss < math.inf for item in group):
+        return sorted(group, key=_by_share_of_the_base_loss)
+    return sorted(group, key=_by_gain)
+
+
+def _by_share_of_the_base_loss(item: Scored) -> tuple[float, str]:
+    assert item.start_loss is not None
+    return (item.validation_loss / item.start_loss, item.job)
+
+
+def _by_loss(item: Scored) -> tuple[float, str]:
+    return (item.validation_loss, item.job)
+
+
+def _by_gain(item: Scored) -> tuple[float, float, str]:
+    return (-item.gain, item.validation_loss, item.job)
+
+
+def _student(degrees: int) -> float:
+    """The 97.5 % quantile of Student's distribution; above three degrees of freedom by the first terms of Cornish and
+    Fisher, within 2 %."""
+    if degrees in _STUDENT:
+        return _STUDENT[degrees]
+    z = _NORMAL
+    first = (z**3 + z) / (4 * degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return z + first + second

@@ -1,0 +1,92 @@
+"""The packing of an earlier run, for another run of the same task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alto.errors import RunError, SpecError
+from alto.runs import RunDir, read_intact_events
+from alto.spec import Task, read_run_task
+
+__all__ = ["packed_as"]
+
+_SAME_KEYS = (
+    "model",
+    "dataset",
+    "validation_dataset",
+    "method",
+    "max_length",
+    "num_gpus",
+    "dtype",
+    "load_in_4bit",
+    "load_in_8bit",
+    "adapter_dtype",
+)
+_PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
+_UNLIMITED_TOKENS = 2**24
+"""The most that a task may ask for, and more than a step has: stands for "no limit", so that nothing is left open to be
+measured."""
+
+
+def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> Task:
+    """``task`` with every limit of its packing as in ``run``.
+
+    Which jobs share a forward pass decides in which order sums are rounded. So two runs of a task are equal to the last
+    bit where they are packed alike, and only there.
+
+    Args:
+        task: With absolute paths, as :func:`alto.engine.runner.portable` gives it.
+        run: The directory of a run of such a task.
+        device_name: What ``task`` will be trained on.
+        num_ranks: How many processes will train it.
+
+    Raises:
+        RunNotFoundError: There is no run.
+        RunError: It is a run of another model or dataset, of other jobs, or on another device or by another number of
+            processes; or its journal has no packing, or a damaged one.
+    """
+    run_dir = RunDir.open(run)
+    events = read_intact_events(run_dir.journal_file)
+    packing = events[0].get("packing") if events else None
+    if not isinstance(packing, dict):
+        raise RunError(
+            f"packing_from: expected a run whose journal has its packing, found {run_dir.root} without one; name a run "
+            "of this version of ALTO that has begun to train, or set max_slots, max_tokens_per_step, "
+            "max_tokens_per_pass and gradient_checkpointing in the task"
+        )
+    earlier = read_run_task(run_dir.task_file)
+    for key in _SAME_KEYS:
+        _check_same(run_dir, key, getattr(task, key), getattr(earlier, key))
+    _check_same_jobs(run_dir, task, earlier)
+    _check_same(run_dir, "device", device_name, packing.get("device"))
+    _check_same(run_dir, "number of processes", num_ranks, events[0].get("num_ranks", 1))
+    try:
+        limits = {key: packing[key] for key in _PACKING}
+        limits["max_tokens_per_step"] = limits["max_tokens_per_step"] or _UNLIMITED_TOKENS
+        if None in limits.values():
+            raise KeyError(next(key for key in _PACKING if limits[key] is None))
+        return task.replace(**limits)
+    except (KeyError, SpecError) as error:
+        raise RunError(
+            f"packing_from: expected the packing of {run_dir.root} as ALTO writes it into a journal, found another "
+            f"({error!s:.200}); name another run of the task"
+        ) from error
+
+
+def _check_same_jobs(run_dir: RunDir, task: Task, earlier: Task) -> None:
+    wanted, found = ({job.id: job.config for job in each.jobs} for each in (task, earlier))
+    other = next((job for job in [*wanted, *found] if wanted.get(job) != found.get(job)), None)
+    if other is not None:
+        raise RunError(
+            f"packing_from: expected a run with the jobs of this task, found {run_dir.root} with another {other}, and "
+            "jobs that share a pass with others are not rounded as they were; name a run of the same task"
+        )
+
+
+def _check_same(run_dir: RunDir, key: str, wanted: Any, found: Any) -> None:
+    if wanted != found:
+        raise RunError(
+            f"packing_from: expected a run with {key} {wanted!r}, as this task has, found {run_dir.root} with "
+            f"{found!r}; name a run of the same task on the same kind of device"
+        )

@@ -1,0 +1,169 @@
+"""Whether PEFT makes of an adapter's folder what was trained: loaded by PEFT onto the same base and compared."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from alto.backbone import Backbone, is_out_of_memory
+from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.lora import eject
+from alto.records import AdapterCheck
+
+__all__ = ["PeftCheck"]
+
+_NUM_TOKENS = 16
+_PREFIX = "base_model.model."
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Of the logits, in norm. Rounding in 16 bits may hide an adapter; its modules and its numbers are compared exactly."""
+
+_MAX_SHOWN = 2
+
+
+class PeftCheck:
+    """Loads finished adapters into PEFT, on a base on which nobody trains any more.
+
+    Args:
+        backbone: The base the adapters were trained on. It has no adapters afterwards.
+        num_ranks: Over how many ranks it is sharded; where there are several, nothing is checked.
+    """
+
+    def __init__(self, backbone: Backbone, *, num_ranks: int = 1) -> None:
+        self._backbone = backbone
+        self._num_ranks = num_ranks
+
+    def __call__(self, folder: Path) -> AdapterCheck:
+        """Compare what PEFT makes of the adapter in ``folder`` with what ALTO does: the modules that carry an adapter,
+        their matrices and scale, and the logits of a few tokens."""
+        if self._num_ranks > 1:
+            return AdapterCheck(status="unchecked", why=f"the base model is shared out over {self._num_ranks} GPUs")
+        try:
+            with _quiet():
+                import peft
+        except ImportError as error:
+            why = "peft is not installed" if error.name == "peft" else f"peft cannot be imported ({_first_line(error)})"
+            return AdapterCheck(status="unchecked", why=why)
+        version = str(peft.__version__)
+        try:
+            adapter = read_saved_adapter(folder)
+            eject(self._backbone.model)
+            if not self._holds_parameters(folder):
+                why = "the base model is quantised, and its layers are held here in another form than PEFT expects"
+                return AdapterCheck(status="unchecked", why=why, peft=version)
+            ours_TV = self._own_logits(adapter)
+            with _quiet(), _restored(self._backbone.model):
+                faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter)
+        except Exception as error:  # whatever it is: the adapter is there, and the task has its result
+            if is_out_of_memory(error):
+                return AdapterCheck(status="unchecked", why="there was no memory for it", peft=version)
+            why = f"loading it fails with {type(error).__name__}: {_first_line(error)}"
+            return AdapterCheck(status="different", why=why, peft=version)
+        difference = ((theirs_TV - ours_TV).norm() / ours_TV.norm()).item()
+        if not difference <= _TOLERANCES[self._backbone.dtype]:
+            faults.append(f"logits differ by {difference:.1e} (relative)")
+        return AdapterCheck(
+            status="different" if faults else "equal", why="; ".join(faults), difference=difference, peft=version
+        )
+
+    def _holds_parameters(self, folder: Path) -> bool:
+        """Whether all weights that the adapter names as ``target_parameters`` are parameters; those of ALTO's quantised
+        layers are made when they are used."""
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        held = {name for name, _ in self._backbone.model.named_parameters()}
+        return held.issuperset(config.get("target_parameters") or ())
+
+    @torch.no_grad()
+    def _own_logits(self, adapter: SavedAdapter) -> Tensor:
+        backbone = self._backbone
+        with (
+            seated(backbone, [adapter], backbone.path) as served,
+            backbone.own_attention(),
+            served.use(served.schedule([_NUM_TOKENS])),
+        ):
+            return self._logits(backbone.model)
+
+    @torch.no_grad()
+    def _peft_logits(self, load: Callable[..., Any], adapter: SavedAdapter) -> tuple[list[str], Tensor]:
+        """What PEFT has put elsewhere or otherwise, in sentences, and its logits."""
+        with self._backbone.own_attention():
+            model = load(self._backbone.model, str(adapter.folder), torch_device=str(self._backbone.device)).eval()
+            layers = {
+                name.removeprefix(_PREFIX): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")
+            }
+            return _faults(adapter, layers), self._logits(model)
+
+    def _logits(self, model: Callable[..., Any]) -> Tensor:
+        vocabulary = int(self._backbone.model.config.get_text_config().vocab_size)
+        generator = torch.Generator().manual_seed(0)
+        input_ids_1T = torch.randint(0, vocabulary, (1, _NUM_TOKENS), generator=generator).to(self._backbone.device)
+        logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits[0].float()
+        return logits
+
+
+def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
+    absent = [name for name in adapter.weights if name not in layers]
+    others = [name for name in layers if name not in adapter.weights]
+    changed = [name for name in adapter.weights if name in layers and not _is_same(adapter, name, layers[name])]
+    kinds = (
+        (absent, "without the adapter it was trained with"),
+        (others, "with one that was not trained"),
+        (changed, "with other numbers or another scale"),
+    )
+    return [f"{_named(names)} {fault}" for names, fault in kinds if names]
+
+
+def _is_same(adapter: SavedAdapter, name: str, layer: Any) -> bool:
+    (active,) = layer.active_adapters
+    a_KR, b_RN = adapter.weights[name]
+    a_RK, b_NR = (part[active].weight.float().cpu() for part in (layer.lora_A, layer.lora_B))
+    return (
+        torch.equal(a_RK, a_KR.T.cpu())
+        and torch.equal(b_NR, b_RN.T.cpu())
+        and math.isclose(layer.scaling[active], adapter.scale)
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return shown + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PEFT, and bitsandbytes which it imports, warn of; what matters of it is compared."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Every module of ``model`` is in its place again afterwards, however far PEFT came."""
+    modules = dict(model.named_modules())
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            if name and model.get_submodule(name) is not module:
+                model.set_submodule(name, module)
+        if hasattr(model, "peft_config"):
+            del model.peft_config

@@ -1,0 +1,30 @@
+"""Columns of a row of the bank, of which the last block may be in part another row's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_columns", "store_columns"]
+
+
+@triton.jit
+def load_columns(row_P, columns, end, IS_FULL: tl.constexpr):
+    """``row[columns]``, zero from ``end`` on.
+
+    Args:
+        IS_FULL: All of the columns are known to lie before ``end``.
+    """
+    if IS_FULL:
+        return tl.load(row_P + columns)
+    else:
+        return tl.load(row_P + columns, mask=columns < end, other=0.0)
+
+
+@triton.jit
+def store_columns(row_P, columns, values, end, IS_FULL: tl.constexpr):
+    """``row[columns] = values`` before ``end``."""
+    if IS_FULL:
+        tl.store(row_P + columns, values)
+    else:
+        tl.store(row_P + columns, values, mask=columns < end)

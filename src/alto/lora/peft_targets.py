@@ -1,0 +1,83 @@
+"""How an ``adapter_config.json`` names modules so that PEFT puts the adapter on exactly those.
+
+PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. On a mixture whose
+experts transformers 5 keeps as stacked parameters, it first takes names such as ``gate_proj``, alone or at the end of a
+full name, for the experts of the model as transformers 4 had it, and puts adapters on the stacked parameters instead. A
+dense layer or a shared expert of such a name can be reached through ``target_parameters`` alone, which hold full names
+of weights and are not translated. The adapter's tensors keep their names, by which other programs find them.
+Source: PEFT 0.21, ``peft/utils/transformers_weight_conversion.py`` and ``BaseTuner._inject_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, conversion_mapping
+
+from alto.lora.targets import module_names
+
+__all__ = ["ModuleNames", "PeftTargets", "expert_names", "peft_targets"]
+
+_EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen2_moe": {
+        "gate": "gate.weight",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+        "down_proj": "down_proj",
+    },
+}
+"""By kind of mixture: names that PEFT takes for the router and the experts, and the parameter that each has become."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """What PEFT matches names with.
+
+    Attributes:
+        modules: Full names of all modules of the model, linear or not.
+        model_type: As the model's config says.
+    """
+
+    modules: frozenset[str]
+    model_type: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModuleNames:
+        """Those of ``model``, with or without injected adapters."""
+        return cls(modules=frozenset(module_names(model)), model_type=model.config.model_type)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftTargets:
+    """``target_modules`` and ``target_parameters`` of an ``adapter_config.json``."""
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def expert_names(model_type: str) -> Mapping[str, str]:
+    """Names that PEFT takes for experts on models of this type, with the parameter each stands for; none on most."""
+    kinds = {"mixtral": "mixtral"} | conversion_mapping._MODEL_TO_CONVERSION_PATTERN
+    return _EXPERT_NAMES.get(kinds.get(model_type, ""), {})
+
+
+def peft_targets(adapted: Collection[str], model: ModuleNames) -> PeftTargets:
+    """How to name the linear modules ``adapted``, given by their full names, so that PEFT adapts them and no others.
+
+    Modules go by the last part of their names where that means exactly them, by full names otherwise.
+    """
+    translated = expert_names(model.model_type)
+    by_parameter = {name for name in adapted if _leaf(name) in translated}
+    by_name = set(adapted) - by_parameter
+    leaves = set(map(_leaf, by_name))
+    meant = {name for name in model.modules if _leaf(name) in leaves}
+    return PeftTargets(
+        modules=sorted(leaves if meant == by_name else by_name),
+        parameters=sorted(f"{name}.weight" for name in by_parameter),
+    )
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]

@@ -1,0 +1,56 @@
+"""What a user should know of how the winner of a run was chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from alto.records import ExitReason
+from alto.runs.history import JobHistory, RunHistory
+from alto.spec.metric import loss_scale
+
+__all__ = ["choice_notes"]
+
+_MAX_NAMES = 3
+
+
+def choice_notes(history: RunHistory) -> tuple[str, ...]:
+    """Sentences on the winner of a finished run: which others lie within noise of it, and why it won where early exit
+    had ended it as underperforming. Empty where there is nothing to say."""
+    winner = history.best
+    if history.result is None or winner is None:
+        return ()
+    notes = []
+    if tied := [str(other["job"]) for other in history.result.get("within_noise") or ()]:
+        notes.append(_what_rows_cannot_tell(history, winner, tied))
+    if winner.exit_reason == ExitReason.UNDERPERFORMING:
+        notes.append(_why_underperforming(history, winner))
+    return tuple(notes)
+
+
+def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
+    names = ", ".join(tied[:_MAX_NAMES]) + (f" and {len(tied) - _MAX_NAMES} more" if len(tied) > _MAX_NAMES else "")
+    metric, num_rows = history.metric.replace("_", " "), history.settings.get("num_validation", 0)
+    jobs = [history.jobs[job] for job in (winner.job, *tied) if job in history.jobs]
+    if len({loss_scale(job.config) for job in jobs}) == 1:
+        decided = "the lowest validation loss"
+    elif all(job.start is not None and 0 < job.start.validation_loss < math.inf for job in jobs):
+        decided = "the lowest validation loss, as a share of the base's,"
+    else:
+        decided = f"the highest {metric} (losses of different scale)"
+    return f"{metric}: {num_rows} validation rows cannot tell {winner.job} from {names}; {decided} decided."
+
+
+def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
+    evidence = winner.exit_evidence
+    rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
+    dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
+    progress = next(dropped_at, winner.progress)
+    why = "it gave the most right answers" if history.finalists else "no job that went on reached a better one"
+    is_papers = (history.settings.get("early_exit") or {}).get("policy") == "paper"
+    remedy = "A larger select_ratio lets" if is_papers else "Later rungs, or early_exit: {preset: cautious}, let"
+    return (
+        f"{winner.job} was ended as underperforming at {100 * progress:.3g} % of its steps{rank}, and won with its "
+        f"adapter of step {winner.best_step} of {winner.total_steps} all the same: {why}. "
+        f"{remedy} more jobs train for longer."
+    )

@@ -1,0 +1,84 @@
+"""A lock file that one process holds at a time, and that says when it is no longer the file that others would lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+__all__ = ["LockFile"]
+
+_RETRY_S = 0.02
+
+
+class LockFile:
+    """The lock of one folder.
+
+    The kernel gives it back when its process ends, however that ends. It belongs to the file, not to its name: where
+    somebody removes the file, another process makes a new one and locks that. So whoever holds it asks
+    :meth:`is_held` before it writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Whether the lock was had within ``timeout_s``.
+
+        Raises:
+            OSError: The file cannot be opened or made.
+        """
+        assert self._descriptor is None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o644)
+            # The file may have been removed between the two calls: then the lock is of no use.
+            if _lock(self._descriptor) and self.is_held():
+                return True
+            self.release()
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RETRY_S)
+
+    def is_held(self) -> bool:
+        """Whether this object has the lock, of the file that the path still names."""
+        if self._descriptor is None:
+            return False
+        held = os.fstat(self._descriptor)
+        try:
+            named = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+    def release(self) -> None:
+        """Give it back; the file stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_free(self) -> bool:
+        """Whether nobody holds it; makes no file.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            return _lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # some file systems say the second
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""Dropout, jitter and balancing losses of a base that jobs train without are named, each with its number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
+
+import torch
+from architectures import SIZES
+from datasets import Dataset
+from moe_models import build_mixture
+from tiny import load_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    GPTBigCodeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    SeedOssConfig,
+)
+from trl import SFTConfig, SFTTrainer
+
+from alto.backbone import config_notes
+
+IDS = torch.tensor([[3, 5, 8, 13, 21, 34, 55, 2]])
+SMALL: dict[str, Any] = {
+    "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}, ["dropout 0.1"]),
+    "gpt_bigcode": (
+        GPTBigCodeConfig,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        ["resid_pdrop 0.1", "embd_pdrop 0.1", "attn_pdrop 0.1"],
+    ),
+    "seed_oss": (SeedOssConfig, {"head_dim": 8}, ["attention_dropout 0.1", "residual_dropout 0.1"]),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "router_jitter_noise": 0.2}, ["router_jitter_noise 0.2"]),
+}
+
+
+def small(name: str, **changes: Any) -> PreTrainedConfig:
+    config_class, settings, _ = SMALL[name]
+    config: PreTrainedConfig = config_class(**(SIZES | settings | changes))
+    return config
+
+
+@torch.no_grad()
+def is_random(config: PreTrainedConfig) -> bool:
+    """Whether the model in training mode computes otherwise than in evaluation."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    expected = model.eval()(input_ids=IDS, use_cache=False).logits
+    return not torch.allclose(model.train()(input_ids=IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_makes_training_mode_random_is_named(name: str) -> None:
+    named = SMALL[name][2]
+    assert is_random(small(name))
+    first = config_notes(small(name))[0]
+    assert first.startswith(f"{', '.join(named)} of the base model: not applied")
+    off = {key.split()[0]: 0.0 for key in named}
+    assert not is_random(small(name, **off))
+    assert not any("not applied" in note for note in config_notes(small(name, **off)))
+
+
+def test_a_model_without_any_needs_no_note() -> None:
+    assert config_notes(LlamaConfig(**SIZES)) == ()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("weight", [0.0, 0.001])
+def test_the_balancing_loss_is_named_where_trl_adds_it(weight: float, asks: bool, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer()
+    changes = {"vocab_size": len(tokenizer), "router_aux_loss_coef": weight, "output_router_logits": asks}
+    model = build_mixture("mixtral", **changes)
+    notes = config_notes(model.config)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, activation_checkpointing=False
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "1 plus 1?", "completion": " 2"}]),
+        processing_class=tokenizer,
+    )
+    assert bool(notes) == trainer.aux_loss_enabled == (weight > 0)
+    if notes:
+        assert notes[0].startswith("router_aux_loss_coef 0.001 of the base model: the loss that balances")
+        assert ("as its configuration asks" in notes[0]) == asks

@@ -1,0 +1,30 @@
+"""The replay of policies at its smallest scale, and that its gate bites."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import policies
+
+
+def test_the_smallest_scale_passes_its_gate(tmp_path):
+    assert policies.main(["--scale", "smoke", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "policies-smoke.json").read_text(encoding="utf-8"))
+    assert found["gate"] == "passed"
+    assert set(policies.GOALS) <= set(found["figures"])
+    assert len(found["rows"]) == 2 * len(policies.POLICIES)
+
+
+def test_a_recording_that_does_not_know_the_base_fails_the_gate(tmp_path, monkeypatch):
+    read = policies.Recording.read
+
+    def forgetful(path):
+        found = read(path)
+        return replace(found, jobs=(*found.jobs[:-1], replace(found.jobs[-1], start=None)))
+
+    monkeypatch.setattr(policies.Recording, "read", forgetful)
+    assert policies.main(["--scale", "cpu", "--output", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "policies-cpu.json").read_text(encoding="utf-8"))
+    assert found["figures"] == {}
+    assert "the base's validation loss of every job" in " ".join(found["notes"])

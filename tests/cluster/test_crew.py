@@ -1,0 +1,42 @@
+"""The ranks of an executor beside its first: what is said where they cannot be started, or cannot say it themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alto.cluster.attempt import AttemptDir
+from alto.cluster.base import Outcome
+from alto.cluster.crew import Crew
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    return AttemptDir.create(tmp_path, 1)
+
+
+def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir) -> None:
+    attempt.rank_log(1).mkdir()  # where a file has to be
+    command = [sys.executable, "-m", "alto.cluster.worker", str(attempt.root), "--entry", "none:none"]
+    done = subprocess.run(
+        [*command, "--controller", str(os.getpid()), "--grace-s", "60"],
+        env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},
+        start_new_session=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    ending = attempt.ending()
+    assert ending is not None
+    assert (ending.outcome, ending.error) == (Outcome.LOST, "RunWriteError")
+    assert f"expected to write {attempt.rank_log(1)}, found: Is a directory" in ending.reason
+
+
+def test_a_rank_that_can_write_nothing_is_quoted_from_its_own_log(attempt: AttemptDir) -> None:
+    attempt.stderr.write_text("what the first rank said\n", encoding="utf-8")
+    attempt.rank_log(2).write_text("what the third rank said\n", encoding="utf-8")
+    crew = Crew(attempt, "none:none", 3, on_death=lambda _: None)
+    assert crew._ending(2, 83).reason.endswith("its log ends with: what the third rank said")

@@ -1,0 +1,169 @@
+"""Leads within the noise of the validation rows: what counts as one, and the order that follows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import Policy, Race
+from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
+from alto.records import LossPoint, Rung
+
+
+def point(
+    job: str,
+    loss: float,
+    rows: list[float] | tuple[float, ...] = (),
+    gain: float | None = None,
+    scale: str = "",
+    start: float | None = None,
+) -> LossPoint:
+    mean = (sum(rows) / len(rows) if rows else 0.0) if gain is None else gain
+    return LossPoint(
+        job=job,
+        step=1,
+        total_steps=10,
+        train_ema=1.0,
+        validation_loss=loss,
+        gain=mean,
+        gain_rows=tuple(rows),
+        loss_scale=scale,
+        start_loss=start,
+    )
+
+
+def right(num_right: int, num_rows: int, first: int = 0) -> list[float]:
+    """An accuracy row by row, of which ``num_right`` from row ``first`` on are right."""
+    return [float(first <= row < first + num_right) for row in range(num_rows)]
+
+
+@pytest.mark.parametrize(
+    ("case", "one", "other", "within"),
+    [
+        ("one pair of 45", right(31, 45), right(30, 45), True),
+        ("one pair of 45, and many others that differ", right(20, 45), right(19, 45, 22), True),
+        ("every fourth pair of 45", right(34, 45), right(23, 45), False),
+        ("two pairs of 45", right(32, 45), right(30, 45), True),
+        ("six pairs of 45, all one way", right(36, 45), right(30, 45), False),
+        ("the same rows", right(30, 45), right(30, 45), True),
+        ("as many right, of other rows", right(20, 45), right(20, 45, 25), True),
+        ("the same lead on every row", [0.5] * 10, [0.4] * 10, False),
+        ("one row", [1.0], [0.0], True),
+    ],
+)
+def test_what_lies_within_noise(case, one, other, within) -> None:
+    assert is_within_noise(point("a", 1.0, one), point("b", 1.0, other)) is within
+    assert is_within_noise(point("b", 1.0, other), point("a", 1.0, one)) is within
+
+
+def test_without_rows_any_lead_counts() -> None:
+    assert not is_within_noise(point("a", 1.0, gain=0.7), point("b", 1.0, gain=0.69))
+    assert is_within_noise(point("a", 1.0, gain=0.7), point("b", 2.0, gain=0.7))
+    assert not is_within_noise(point("a", 1.0, right(31, 45)), point("b", 1.0, gain=0.6))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_tells_nothing_of_noise(odd) -> None:
+    broken = point("a", 1.0, [odd, 0.5, 0.5], gain=0.4)
+    assert not is_within_noise(broken, point("b", 1.0, [0.5, 0.5, 0.6]))
+    assert not is_within_noise(broken, point("b", 1.0, [odd, 0.5, 0.6], gain=0.5))
+
+
+def test_rows_of_another_weight_than_the_mean_are_compared_with_their_own_mean() -> None:
+    """Sums over the tokens of a row, where the gain is a mean over tokens: 45 and 25 right of 50 in every row."""
+    many, few = ([50 * share + (row % 3) for row in range(100)] for share in (0.9, 0.5))
+    assert not is_within_noise(point("a", 1.0, many, gain=0.9), point("b", 1.0, few, gain=0.5))
+
+
+def test_losses_of_other_scales_decide_nothing_where_the_base_is_not_known() -> None:
+    """An IPO loss begins at 25 and a sigmoid at 0.69: within noise of one another the score decides."""
+    ipo = point("ipo", 18.0, right(35, 45), scale="loss_type=ipo")
+    sigmoid = point("sigmoid", 0.69, right(34, 45), scale="loss_type=sigmoid")
+    assert ordered([sigmoid, ipo]) == [ipo, sigmoid]
+    assert leading_group([sigmoid, ipo]) == [ipo, sigmoid]
+
+
+def test_losses_of_other_scales_are_compared_as_shares_of_the_base_s() -> None:
+    """25 to 20 is a fifth less, 0.69 to 0.4 more than a third; the score of the first leads within noise."""
+    ipo = point("ipo", 20.0, right(35, 45), scale="loss_type=ipo", start=25.0)
+    sigmoid = point("sigmoid", 0.4, right(34, 45), scale="loss_type=sigmoid", start=0.69)
+    learned = point("learned", 5.0, right(34, 45), scale="loss_type=ipo", start=25.0)
+    assert ordered([ipo, sigmoid, learned]) == [learned, sigmoid, ipo]
+
+
+def test_a_chain_of_checkpoints_within_noise_of_the_next_does_not_lead_away_from_the_best() -> None:
+    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 100})
+    for step, num_right in enumerate((36, 33, 30, 27, 24, 21), start=1):
+        race.observe_losses("a", step, [1.0])
+        race.observe("a", step, 1.0 - step / 10, num_right / 40, right(num_right, 40))
+    best = race.best("a")
+    assert is_within_noise(best, race.history("a")[0])
+    assert best.step == max(point.step for point in race.history("a") if is_within_noise(point, race.history("a")[0]))
+    assert best.step < 6
+
+
+def test_the_interval_is_student_s() -> None:
+    """Five rows with differences 1, 1, 1, 1, 0: mean 0.8, error 0.2, so t is 4; with 0, 0, 1, 1, 1 it is 2.45, below
+    the 2.78 of four degrees of freedom, though above the normal 1.96."""
+    nothing = [0.0] * 5
+    assert not is_within_noise(point("a", 1.0, [1, 1, 1, 1, 0]), point("b", 1.0, nothing))
+    assert is_within_noise(point("a", 1.0, [0, 0, 1, 1, 1]), point("b", 1.0, nothing))
+
+
+def test_within_noise_the_loss_decides() -> None:
+    lucky, better = point("lucky", 0.9, right(31, 45)), point("better", 0.6, right(30, 45))
+    clear = point("clear", 0.7, right(42, 45))
+    assert ordered([lucky, better]) == [better, lucky]
+    assert is_better(better, lucky)
+    assert not is_better(lucky, better)
+    assert ordered([lucky, clear, better]) == [clear, better, lucky]
+    assert is_better(clear, better)
+
+
+def test_a_job_keeps_the_checkpoint_with_the_lower_loss_unless_another_leads_by_more_than_noise() -> None:
+    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 40})
+    for step, loss, rows in ((2, 0.9, right(31, 45)), (10, 0.6, right(30, 45)), (20, 0.7, right(31, 45))):
+        done = race.history("a")[-1].step if race.history("a") else 0
+        race.observe_losses("a", done + 1, [1.0] * (step - done))
+        race.observe("a", step, loss, sum(rows) / 45, rows)
+    assert race.best("a").step == 10
+    race.observe_losses("a", 21, [1.0] * 19)
+    race.observe("a", 39, 0.8, 43 / 45, right(43, 45))
+    assert race.best("a").step == 39
+
+
+def test_the_winner_is_not_who_is_lucky_and_the_others_are_named() -> None:
+    race = Race(Policy(), ema_alpha=1.0, total_steps=dict.fromkeys("abc", 1))
+    worth = (("a", 0.9, right(31, 45)), ("b", 0.6, right(30, 45)), ("c", 0.5, right(10, 45)))
+    for job, loss, rows in worth:
+        race.observe_losses(job, 1, [1.0])
+        race.observe(job, 1, loss, sum(rows) / 45, rows)
+    winner = race.winner()
+    assert winner.job == "b"
+    assert [tied.job for tied in race.cannot_be_told_from_the_winner()] == ["a"]
+
+
+def test_a_rung_ranks_within_noise_by_the_loss() -> None:
+    race = Race(Policy(rungs=(Rung(progress=0.5, keep=0.5),)), ema_alpha=1.0, total_steps=dict.fromkeys("ab", 2))
+    for job, loss, rows in (("a", 0.9, right(31, 45)), ("b", 0.6, right(30, 45))):
+        race.observe_losses(job, 1, [1.0])
+        race.observe(job, 1, loss, sum(rows) / 45, rows)
+        assert race.certain_to_be_kept() == frozenset()
+    assert race.select().kept == ("b",)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6)), max_size=7),
+    st.randoms(use_true_random=False),
+)
+def test_an_order_of_all_whatever_order_they_come_in(worth, draw: random.Random) -> None:
+    points = [point(f"job-{number}", loss, rows) for number, (loss, rows) in enumerate(worth)]
+    order = ordered(points)
+    assert sorted(order, key=lambda item: item.job) == points
+    assert ordered(draw.sample(points, len(points))) == order
+    for before, after in itertools.pairwise(order):
+        assert not (after.gain > before.gain and not is_within_noise(before, after))

@@ -1,0 +1,41 @@
+"""What a task's rungs become once the steps of its jobs are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from alto.executor import resolve_rungs
+from alto.spec import Task
+
+
+def rungs_of(num_rows: int = 720, **changes: object) -> list[tuple[float, float]]:
+    settings = {"model": "alto-tiny", "dataset": "rows.jsonl", "num_train_epochs": 1} | changes
+    resolved = resolve_rungs(Task(**settings), num_rows).early_exit
+    assert resolved.preset is None
+    return [(rung.progress, rung.keep) for rung in resolved.selection_rungs]
+
+
+def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:
+    assert [progress for progress, _ in rungs_of()] == [0.025, 0.05, 0.1, 0.2, 0.4]
+
+
+def test_the_longest_rise_of_all_jobs_counts() -> None:
+    """720 rows are 720 steps of batch size 1 and 90 of 8: 18 steps are 2.5 % and a fifth."""
+    found = rungs_of(warmup_steps=18, search_space={"batch_size": [1, 8]})
+    assert found == [(0.2, pytest.approx(0.2 * 0.75**3)), (0.4, 1.0)]
+
+
+def test_a_rise_that_never_ends_leaves_a_last_rung() -> None:
+    assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.9, 0.95]
+
+
+def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
+    assert rungs_of(warmup_ratio=0.1, early_exit={"policy": "paper"}) == [(0.05, 0.25)]
+    assert rungs_of(warmup_ratio=0.1, early_exit={"rungs": [[0.02, 0.5]]}) == [(0.02, 0.5)]
+    assert [at for at, _ in rungs_of(warmup_ratio=0.1, early_exit={"finish_from": 0.08})] == [0.025, 0.05, 0.08]
+
+
+def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
+    asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
+    assert [progress for progress, _ in rungs_of(**asked)] == [0.025, 0.05, 0.1, 0.2]
+    assert rungs_of(**asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)

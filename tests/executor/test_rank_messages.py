@@ -1,0 +1,114 @@
+"""What ranks send one another: values of a type, never objects that could run code; and only to ranks."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import failures_on_ranks
+
+from alto.errors import RankConnectionError
+from alto.executor import Past, Ranks
+from alto.executor.executor import _News
+from alto.executor.ranks import _codec, _decoded, _encoded, prove_connections
+from alto.records import ExitReason, JobResult, TaskResult
+from alto.runs import Action, Command
+
+JOB = JobResult(
+    job="job-000",
+    config={"learning_rate": 0.1 + 0.2, "target_modules": ["q_proj"], "warmup": None},
+    steps=3,
+    total_steps=9,
+    exit_reason=ExitReason.DIVERGING,
+    exit_evidence={"slope": math.inf},
+    best_step=0,
+    best_validation_loss=math.inf,
+    samples_trained=6,
+    samples_budgeted=18,
+)
+RESULT = TaskResult(
+    task="tiny",
+    run_dir="/runs/tiny",
+    adapter_dir="/runs/tiny/best",
+    best_job="job-000",
+    best_validation_loss=5e-324,
+    jobs=(JOB,),
+    duration_s=1 / 3,
+    best_metrics={"reward_accuracy": 0.7},
+)
+COMMAND = Command(id="17-ab", action=Action.CLONE, job="job-000", changes={"lr": 1e-3, "targets": ["a"]}, warm=True)
+PAST = Past(
+    events=[{"seq": 0, "event": "train", "loss": 1 / 3, "nested": [{"x": math.inf}, None, "ü"]}],
+    notes=("The last checkpoint is damaged.",),
+    refusal={"max_tokens_per_pass": 7},
+)
+VALUES: list[tuple[Any, Any]] = [
+    (True, bool),
+    (None, TaskResult | None),
+    (RESULT, TaskResult | None),
+    (PAST, Past),
+    (_News(commands=[COMMAND], is_interrupted=True), _News),
+]
+
+
+@pytest.mark.parametrize(("value", "kind"), VALUES)
+def test_a_value_comes_out_as_it_went_in(value: Any, kind: Any) -> None:
+    codec = _codec(kind)
+    assert _decoded(codec, _encoded(codec, value), kind) == value
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\x80\x04\x95\x00", b"\xff\xfe", b"{}", b'{"is_interrupted": "perhaps"}', b"[" * 100_000]
+)
+def test_what_is_no_value_of_the_type_is_refused(text: bytes) -> None:
+    codec = _codec(TaskResult)
+    with pytest.raises(RankConnectionError, match="from the first rank, found something else"):
+        _decoded(codec, text, TaskResult)
+
+
+def values_of_the_first_rank_reach_all() -> None:
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    for value, kind in VALUES:
+        assert ranks.from_first(value if ranks.is_first else None, kind) == value
+    tensor = torch.tensor([[1 / 3, math.inf], [5e-324, -0.0]], dtype=torch.float64)
+    found = ranks.tensor_from_first(tensor if ranks.is_first else None, (2, 2), torch.float64)
+    assert found is not None
+    assert torch.equal(found, tensor)
+    assert ranks.tensor_from_first(None if ranks.is_first else tensor, (2, 2), torch.float64) is None
+
+
+def connections_are_proven() -> None:
+    prove_connections(dist.get_rank(), dist.get_world_size(), b"the secret")
+
+
+def who_does_not_know_the_secret_is_refused() -> None:
+    """By each of the others, and refuses them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(RankConnectionError, match=f"answers for rank {1 - rank} does not know their secret"):
+        prove_connections(rank, size, b"the secret" if rank == 0 else b"another")
+
+
+def who_proves_nothing_is_refused() -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(RankConnectionError, match="answers for rank 1"):
+            prove_connections(0, 2, b"the secret", timedelta(seconds=1))
+    # Rank 1 says nothing.
+
+
+def test_ranks_send_values_and_prove_who_they_are(tmp_path: Path) -> None:
+    checks = [
+        (check.__name__, check, ())
+        for check in (
+            values_of_the_first_rank_reach_all,
+            connections_are_proven,
+            who_does_not_know_the_secret_is_refused,
+            connections_are_proven,
+            who_proves_nothing_is_refused,
+        )
+    ]
+    assert failures_on_ranks(2, checks, tmp_path) == {}

@@ -1,0 +1,61 @@
+"""Tiny random-weight mixtures of experts of transformers' own classes; most have dense layers or shared experts too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from architectures import SIZES
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe-shared": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": []},
+    ),
+    "qwen3-moe-dense": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**EXPERTS, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0]},
+    ),
+    "deepseek-v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 8,
+        },
+    ),
+}
+
+
+def build_mixture(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A new float32 model; ``changes`` go into its config."""
+    model_class, config_class, extras = MIXTURES[name]
+    torch.manual_seed(seed)
+    model: PreTrainedModel = model_class(config_class(**(SIZES | extras | changes))).eval()
+    return model

@@ -1,0 +1,127 @@
+"""The lock of a run: one process holds it, and knows when the file it holds is not the one that others would lock."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from alto.errors import RunBusyError
+from alto.runs import Answer, Journal, Mailbox, RunDir, read_events
+from alto.runs.lock import LockFile
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr("alto.runs.run_dir.LOCK_TIMEOUT_S", 0.0)
+    return RunDir(tmp_path)
+
+
+def test_one_at_a_time(run: RunDir) -> None:
+    other = RunDir(run.root)
+    assert not other.is_locked()
+    with run.locked():
+        assert other.is_locked()
+        run.check_lock()
+        with pytest.raises(RunBusyError, match="another process does"), other.locked():
+            pass
+    assert not other.is_locked()
+    with other.locked():
+        pass
+
+
+def test_asking_makes_no_file(run: RunDir) -> None:
+    assert not run.is_locked()
+    assert not list(run.root.iterdir())
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _replace(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+@pytest.mark.parametrize("change", [_remove, _replace])
+def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: object) -> None:
+    with run.locked(), Journal(run.journal_file, check=run.check_lock) as journal:
+        journal.append("train")
+        change(run.root / "run.lock")  # type: ignore[operator]
+        other = RunDir(run.root)
+        with other.locked():  # another process can have it, and this one must not write any more
+            other.check_lock()
+            with pytest.raises(RunBusyError, match="found it removed or replaced"):
+                journal.append("train")
+            with pytest.raises(RunBusyError, match="found it removed or replaced"):
+                Mailbox(run).answer("x", Answer(done=True, message=""))
+    assert len(read_events(run.journal_file)) == 1
+    assert not run.control.exists()
+
+
+def test_a_journal_is_cut_by_nobody_who_has_lost_the_lock(run: RunDir) -> None:
+    with Journal(run.journal_file) as journal:
+        journal.append("task_started")
+    with run.locked():
+        _remove(run.root / "run.lock")
+        other = RunDir(run.root)
+        with other.locked(), Journal(run.journal_file, check=other.check_lock) as journal:
+            journal.append("checkpoint")
+            written = run.journal_file.read_bytes()
+            with pytest.raises(RunBusyError, match="found it removed or replaced"):
+                Journal(run.journal_file, past=read_events(run.journal_file)[:1], check=run.check_lock)
+            assert run.journal_file.read_bytes() == written
+            journal.append("train")
+    assert len(read_events(run.journal_file)) == 3
+
+
+@pytest.mark.parametrize("change", [_remove, _replace])
+def test_events_go_into_no_file_but_the_journal(run: RunDir, change: object) -> None:
+    with Journal(run.journal_file) as journal:
+        journal.append("train")
+        change(run.journal_file)  # type: ignore[operator]
+        with pytest.raises(RunBusyError, match=r"journal\.jsonl as this process opened it, found it removed or replac"):
+            journal.append("train")
+
+
+def test_a_file_removed_between_opening_and_locking_is_not_taken_for_the_lock(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = run.root / "run.lock", []
+    real = os.open
+
+    def open_and_lose(name: object, *arguments: object) -> int:
+        descriptor = real(name, *arguments)  # type: ignore[arg-type]
+        if not opened:
+            path.unlink()
+        opened.append(name)
+        return descriptor
+
+    monkeypatch.setattr("alto.runs.lock.os.open", open_and_lose)
+    lock = LockFile(path)
+    assert lock.acquire(5.0)
+    assert len(opened) == 2
+    assert lock.is_held()
+    lock.release()
+
+
+def _hold(path: Path, is_held: object, may_end: object) -> None:
+    assert LockFile(path).acquire(0)
+    is_held.set()  # type: ignore[attr-defined]
+    may_end.wait(60)  # type: ignore[attr-defined]
+    os._exit(9)
+
+
+def test_the_lock_of_a_process_that_ended_is_free(run: RunDir) -> None:
+    context = multiprocessing.get_context("spawn")
+    is_held, may_end = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(run.root / "run.lock", is_held, may_end))
+    process.start()
+    assert is_held.wait(60)
+    assert run.is_locked()
+    may_end.set()
+    process.join()
+    assert not run.is_locked()

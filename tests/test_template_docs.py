@@ -1,0 +1,68 @@
+"""The page of chat templates says what both libraries do, and every difference has a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="the page is written with the extra 'bench'")
+
+import trl
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("make_template_docs", ROOT / "tools" / "make_template_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # trl's own
+        import sys
+
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
+    written = generator.PAGE.read_text(encoding="utf-8")
+    said = re.search(r"against TRL (\S+),", written)
+    assert said is not None
+    if said[1] != trl.__version__:
+        pytest.skip(f"the page was written with trl {said[1]}, installed is {trl.__version__}")
+    assert written == generator.page(), "run python tools/make_template_docs.py"
+
+
+def test_every_reply_is_trained_under_every_template(generator: Any) -> None:
+    """Whatever the letters say: of a row with a reply of words, these words and an end are trained."""
+    for model in generator.TEMPLATES:
+        tokenizer = generator.make_tokenizer(model)
+        for name in ("one turn", "one word", "two turns"):
+            case = generator.CASES[name]
+            rows = generator.of_alto(case, tokenizer)
+            trained = "".join(generator.trained_text(row, tokenizer) for row in rows)
+            for message in case["messages"]:
+                assert (message["content"] in trained) == (message["role"] == "assistant"), (model, name)
+            ends = [token for row in rows for token, on in zip(row.ids, row.mask, strict=True) if on][-2:]
+            assert tokenizer.eos_token_id in ends, (model, name)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ((False, True, False), (False, False, True)),  # trains what TRL does not
+        ((False, True, False), (False, True, True)),  # lacks what stands behind
+    ],
+)
+def test_a_difference_without_a_reason_fails(generator: Any, ours: tuple[bool, ...], theirs: tuple[bool, ...]) -> None:
+    rows = [generator.Masked(ids=(1, 2, 3), mask=ours)]
+    with pytest.raises(ValueError, match="a difference without a reason"):
+        generator.compared(rows, generator.Masked(ids=(1, 2, 3), mask=theirs), 9)
