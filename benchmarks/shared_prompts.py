@@ -27,7 +27,7 @@ from alto import Task
 from alto.backbone import load_backbone
 from alto.data import EncodedDataset, TaskData, encode_pairs, read_task_rows
 from alto.executor import JobRun, Trainer, plan_jobs
-from alto.executor.passes import Passes
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.references import find_references
 from alto.lora import linear_modules
@@ -129,14 +129,16 @@ class _Way:
                 per_device_train_batch_size=BATCH_SIZE,
                 search_space={"learning_rate": [1e-4 * (job + 1) for job in range(NUM_JOBS)]},
             )
-            talks = read_task_rows(task)
+            conversations = read_task_rows(task)
         train, validation = (
             encode_pairs(split, backbone.tokenizer, size.max_length, what, share_prompts=share_prompts)
-            for what, split in (("training", talks.train), ("validation", talks.validation))
+            for what, split in (("training", conversations.train), ("validation", conversations.validation))
         )
         self.tokens_per_pair = _tokens_per_pair(train)
-        passes = Passes(MAX_TOKENS, lambda event: None, can_retry=True)
-        data = find_references(task, backbone, TaskData(train=train, validation=validation), passes, Ranks()).data
+        micro_batches = MicroBatches(MAX_TOKENS, lambda event: None, can_retry=True)
+        data = find_references(
+            task, backbone, TaskData(train=train, validation=validation), micro_batches, Ranks()
+        ).data
         self._runs: list[JobRun] = [replace(run, slot=slot) for slot, run in enumerate(plan_jobs(task, backbone, data))]
         self._trainer = Trainer(
             backbone,
@@ -149,7 +151,7 @@ class _Way:
             objective=find_objective(task.method),
         )
         for slot, run in enumerate(self._runs):
-            self._trainer.seat_fresh(run, slot)
+            self._trainer.admit_fresh(run, slot)
 
     def step(self) -> tuple[list[float], float]:
         """Losses of all jobs, and seconds."""

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from oracle import SoloJob, StepFacts, flat
-from seated_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task
+from resident_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.backbone.sharding import find_roots, shard
 from alto.data import TaskData
 from alto.errors import TaskInterruptedError
-from alto.executor import Executor, JobRun, Past, Ranks, Trainer, plan_jobs, recover
-from alto.executor.passes import Passes
+from alto.executor import Executor, JobRun, Ranks, ResumeState, Trainer, plan_jobs, recover
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.references import find_references
 from alto.lora import linear_modules
 from alto.objectives import find_objective
@@ -54,17 +54,17 @@ class Seats:
     """Jobs dealt out over the banks of all ranks, or in the same places of all."""
 
     def __init__(
-        self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_spread: bool = False, data: TaskData = DATA
+        self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_data_parallel: bool = False, data: TaskData = DATA
     ) -> None:
         backbone = Backbone(model, None, "unused")  # type: ignore[arg-type]
         objective = find_objective(task.method)
-        if objective.asks_base:
-            passes = Passes(task.max_tokens_per_pass or 300, lambda event: None, can_retry=ranks.is_alone)
-            data = find_references(task, backbone, data, passes, ranks).data
+        if objective.needs_reference:
+            micro_batches = MicroBatches(task.max_tokens_per_pass or 300, lambda event: None, can_retry=ranks.is_alone)
+            data = find_references(task, backbone, data, micro_batches, ranks).data
         self.data = data
         self.ranks = ranks
         self.runs = plan_jobs(task, backbone, data)
-        per_rank = len(self.runs) if is_spread else -(-len(self.runs) // ranks.size)
+        per_rank = len(self.runs) if is_data_parallel else -(-len(self.runs) // ranks.size)
         self.trainer = Trainer(
             backbone,
             data,
@@ -77,10 +77,10 @@ class Seats:
             ranks=ranks,
         )
         for index, run in enumerate(self.runs):
-            run.is_spread = is_spread
-            run.slot = index if is_spread else (index % ranks.size) * per_rank + index // ranks.size
+            run.is_data_parallel = is_data_parallel
+            run.slot = index if is_data_parallel else (index % ranks.size) * per_rank + index // ranks.size
             if (place := self.trainer.place(run)) is not None:
-                self.trainer.seat_fresh(run, place)
+                self.trainer.admit_fresh(run, place)
 
     @property
     def training(self) -> list[JobRun]:
@@ -113,8 +113,8 @@ class Seats:
 def steps_are_those_of_peft_alone(name: str) -> None:
     """From equal state; once job by job, once with jobs that are spread over all ranks."""
     base, ranks = make_model(name), joined()
-    for is_spread, configs in ((False, STABLE), (True, STABLE[2:4])):
-        seats = Seats(sharded(name, ranks), make_task(configs), ranks, is_spread=is_spread)
+    for is_data_parallel, configs in ((False, STABLE), (True, STABLE[2:4])):
+        seats = Seats(sharded(name, ranks), make_task(configs), ranks, is_data_parallel=is_data_parallel)
         checked = 0
         for step in range(10):
             states = {
@@ -130,17 +130,17 @@ def steps_are_those_of_peft_alone(name: str) -> None:
                     alone.load(*states[run.id])
                     assert_same_step(found[run.id], alone.train_step())
                     checked += 1
-        assert checked >= 2 * len(configs) / (1 if is_spread else ranks.size)
+        assert checked >= 2 * len(configs) / (1 if is_data_parallel else ranks.size)
 
 
 def steps_on_pairs_are_those_of_one_process(folder: str) -> None:
     """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found."""
     ranks = joined()
     os.environ["ALTO_CACHE"] = folder
-    for is_spread, configs in ((False, PREFERENCES), (True, PREFERENCES[:2])):
+    for is_data_parallel, configs in ((False, PREFERENCES), (True, PREFERENCES[:2])):
         task = make_task(configs, method="dpo", max_tokens_per_pass=150)
         alone = Bank(make_model("llama"), task, data=PAIRS)
-        seats = Seats(sharded("llama", ranks), task, ranks, is_spread=is_spread, data=PAIRS)
+        seats = Seats(sharded("llama", ranks), task, ranks, is_data_parallel=is_data_parallel, data=PAIRS)
         for split in ("train", "validation"):
             found, expected = (getattr(data, split).references for data in (seats.data, alone.data))
             assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
@@ -203,7 +203,7 @@ def train(
 ) -> None:
     """The task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for so many turns."""
     run_dir, ranks = run_dir or RunDir.open(folder), joined()
-    past = ranks.from_first(recover(run_dir) if ranks.is_first else Past(), Past)
+    past = ranks.broadcast(recover(run_dir) if ranks.is_first else ResumeState(), ResumeState)
     task = load_task(run_dir.task_file)
     backbone = Backbone(sharded("qwen3", ranks), None, "unused")  # type: ignore[arg-type]
     turns = itertools.count()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from architectures import VOCABULARY
 from live_memory import peak_bytes
-from seated_jobs import make_dataset, make_task
+from resident_jobs import make_dataset, make_task
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ from wire import WireCounter
 from alto.backbone import load_backbone, load_network
 from alto.backbone.quantised import QuantisedLinear
 from alto.backbone.sharding import held_bytes
-from alto.data import EncodedDataset, TaskData, idle_batch
+from alto.data import EncodedDataset, TaskData, dummy_batch
 from alto.executor import JobRun, Trainer, plan_jobs
 from alto.executor.ranks import Ranks
 from alto.kernels import TokenSchedule
@@ -173,7 +173,7 @@ class Adapted:
         """The same of a pass without rows."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([], [], [])):
-            losses = job_losses(find_objective("sft"), self.backbone, idle_batch())
+            losses = job_losses(find_objective("sft"), self.backbone, dummy_batch())
             losses.sum().backward()
         return losses.detach(), self.bank.grads_ZP.clone()
 
@@ -210,7 +210,7 @@ def trainer_of(folder: str, ranks: Ranks, **settings: Any) -> tuple[Trainer, lis
         run.slot = slot
         place = trainer.place(run)
         if place is not None:
-            trainer.seat_fresh(run, place)
+            trainer.admit_fresh(run, place)
     return trainer, runs
 
 

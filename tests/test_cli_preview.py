@@ -101,7 +101,9 @@ def test_what_is_marked_of_a_pair_is_what_is_trained(tmp_path: Path) -> None:
         "chosen": [("user", "q"), ("assistant", "x"), ("user", "r"), ("assistant", "so so")],
         "rejected": [("user", "q"), ("assistant", "x"), ("user", "r"), ("assistant", "so not")],
     }
-    row = {side: [{"role": role, "content": text} for role, text in talk] for side, talk in pair.items()}
+    row = {
+        side: [{"role": role, "content": text} for role, text in conversation] for side, conversation in pair.items()
+    }
     path = tmp_path / "pairs.jsonl"
     path.write_text((json.dumps(row) + "\n") * 12, encoding="utf-8")
     facts = json.loads(invoke(path, "--set", "method=orpo", "--json").stdout)

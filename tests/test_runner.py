@@ -35,7 +35,7 @@ def test_a_run_whose_lock_file_is_removed_ends_before_it_writes_on(tmp_path: Pat
     events = read_events(run / "journal.jsonl")
     assert events[-1]["event"] == "eval"
     assert not (run / "report.html").exists()
-    assert TaskRunner().go_on(RunDir.open(run), trust_remote_code=False).best_job
+    assert TaskRunner().resume(RunDir.open(run), trust_remote_code=False).best_job
 
 
 def test_no_turn_begins_after_the_lock_was_lost(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from alto.early_exit.nonfinite import judge_point
 from alto.early_exit.underperformance import select
 from alto.records import ExitDecision, ExitReason, LossPoint, Standing
 from alto.runs import queue_dir, run_dir
-from alto.scheduler import ParkReason, SeatReason
+from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
@@ -221,7 +221,7 @@ EVIDENCE: Mapping[str, str] = {
     "num_kept": "places that were given",
     "cutoff_loss": "validation loss of the last job kept",
     "gain": "value of the `metric` that the task chooses by",
-    "cutoff_gain": "that of the last job kept",
+    "cutoff_score": "that of the last job kept",
 }
 """Numbers in the ``evidence`` of a ``job_exited``."""
 
@@ -300,7 +300,7 @@ names the base as the task does: load that base with the same quantisation to us
 
 
 def packing_section() -> str:
-    reasons, leaving = (", ".join(f"`{reason}`" for reason in kind) for kind in (SeatReason, ParkReason))
+    reasons, leaving = (", ".join(f"`{reason}`" for reason in kind) for kind in (AdmitReason, ParkReason))
     return f"""## Packing
 
 Which jobs train together. At most `max_slots` jobs are resident, and together they have at most `max_tokens_per_step`
@@ -503,7 +503,7 @@ def exits() -> list[tuple[str, ExitDecision]]:
     rising, turning = _curve([1.0, 2.0, 3.0, 4.0]), _curve([3.0, 2.0, 1.0, 2.0, 3.0])
     apart = _curve([2.0, 2.0], train=1.0)
     standings = [Standing(job=f"job-{number}", step=1, validation_loss=float(number)) for number in range(2)]
-    gaining = [dataclasses.replace(standing, gain=-standing.validation_loss) for standing in standings]
+    gaining = [dataclasses.replace(standing, score=-standing.validation_loss) for standing in standings]
     decisions = [
         ("both losses rise", Divergence().judge(rising)),
         ("a training loss is not finite", judge_step_loss("job", 1, float("nan"))),

@@ -45,7 +45,7 @@ class AdapterParallel:
         for run in self.runs(1):
             place = self._trainer.place(run)
             if place is not None:
-                self._trainer.seat_fresh(run, place)
+                self._trainer.admit_fresh(run, place)
 
     def runs(self, batch_size: int) -> list[JobRun]:
         """The jobs, seated in the slots of all ranks, before their first step."""
@@ -63,7 +63,7 @@ class AdapterParallel:
         bank, runs = self._trainer.bank, self.runs(batch_size)
         places = {job: place for job, run in enumerate(runs) if (place := self._trainer.place(run)) is not None}
         for job, place in places.items():
-            self._trainer.seat_warm(runs[job], place, weights[job])
+            self._trainer.admit_warm(runs[job], place, weights[job])
         losses = self._trainer.backward(runs)
         found = {}
         for job, place in places.items():

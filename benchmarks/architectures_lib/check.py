@@ -141,7 +141,7 @@ def _train_together(folder: Path, data: TaskData) -> list[_Step]:
     generator = torch.Generator().manual_seed(5)
     for slot, run in enumerate(runs):
         run.slot = slot
-        trainer.seat_fresh(run, slot)
+        trainer.admit_fresh(run, slot)
         weights = {
             name: (a, torch.randn(b.shape, generator=generator) * 0.1)
             for name, (a, b) in trainer.bank.read(slot).items()

@@ -45,8 +45,8 @@ class Judge:
     def worth(self, adapter_dir: str) -> Worth:
         """What the adapter in ``adapter_dir`` is worth."""
         model = PeftModel.from_pretrained(copy.deepcopy(self._base), adapter_dir).eval()
-        gains_Q2 = reply_log_probs(model, self._pairs, self._pad_id) - self._references_Q2
-        margins_Q = gains_Q2[:, 0] - gains_Q2[:, 1]
+        log_ratios_Q2 = reply_log_probs(model, self._pairs, self._pad_id) - self._references_Q2
+        margins_Q = log_ratios_Q2[:, 0] - log_ratios_Q2[:, 1]
         return Worth(
             loss=float(-F.logsigmoid(self._beta * margins_Q).mean()),
             accuracy=float((margins_Q > 0).double().mean()),

@@ -120,7 +120,7 @@ def _measure_layers(plan: Plan, model: ModelPlan, gates: _Gates, piece: Piece, f
                 launches = _attempt(piece, batch_size, name, lambda step=steps[name]: count_launches(step))
                 if launches is not None:
                     row["launches"] = launches / CUT_LAYERS
-                row["passes"] = workload.passes(batch_size) if name != "sequential" else len(workload.ranks)
+                row["passes"] = workload.micro_batches(batch_size) if name != "sequential" else len(workload.ranks)
             piece.rows.append(row)
         flush()
 

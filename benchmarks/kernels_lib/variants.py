@@ -222,7 +222,7 @@ class Ours:
             optims={run.config.optim for run in self.runs(1)},
         )
         for slot, run in enumerate(self.runs(1)):
-            self._trainer.seat_fresh(run, slot)
+            self._trainer.admit_fresh(run, slot)
 
     def runs(self, batch_size: int) -> list[JobRun]:
         """The jobs, seated, before their first step."""
@@ -242,7 +242,7 @@ class Ours:
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
         bank, runs = self._trainer.bank, self.runs(batch_size)
         for slot, (run, adapter) in enumerate(zip(runs, weights, strict=True)):
-            self._trainer.seat_warm(run, slot, adapter)
+            self._trainer.admit_warm(run, slot, adapter)
         facts = []
         for slot, loss in enumerate(self.backward(batch_size)):
             gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, slot)}

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from alto import Task
-from alto.data import DataOrder, EncodedDataset, JobRows, TaskData, TokenBatch, collate, split_into_passes
+from alto.data import DataOrder, EncodedDataset, JobRows, TaskData, TokenBatch, collate, split_into_micro_batches
 from alto.spec import Job
 from kernels_lib.lengths import RowLength
 
@@ -41,10 +41,10 @@ class Workload:
     def batches(self, batch_size: int, device: torch.device) -> Iterator[TokenBatch]:
         """The passes of a step that batches all jobs."""
         work = [JobRows(slot, rows) for slot, rows in enumerate(self.rows(batch_size))]
-        for jobs in split_into_passes(self.data.train, work, self.max_tokens_per_pass):
+        for jobs in split_into_micro_batches(self.data.train, work, self.max_tokens_per_pass):
             yield collate(self.data.train, jobs, device)
 
-    def passes(self, batch_size: int) -> int:
+    def micro_batches(self, batch_size: int) -> int:
         """How many they are."""
         return sum(1 for _ in self.batches(batch_size, torch.device("cpu")))
 

@@ -75,12 +75,12 @@ def find_peak(subject: Subject, num_jobs: int, batch_size: int) -> dict[str, Any
     reset_peak(backbone.device)
     for slot, run in enumerate(runs):
         run.slot = slot
-        trainer.seat_fresh(run, slot)
+        trainer.admit_fresh(run, slot)
     for _ in range(STEPS):
         trainer.step(runs)
         for run in runs:
             run.step += 1
-    return {"peak_bytes": peak_bytes(backbone.device), "num_tokens": trainer.passes.largest}
+    return {"peak_bytes": peak_bytes(backbone.device), "num_tokens": trainer.micro_batches.largest}
 
 
 def find_duration(subject: Subject) -> dict[str, Any]:

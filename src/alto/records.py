@@ -34,9 +34,9 @@ __all__ = [
     "Prediction",
     "PreviewExample",
     "Rung",
+    "RungResult",
     "Schedule",
     "Segments",
-    "Selection",
     "SimulationOutcome",
     "Standing",
     "StartValue",
@@ -78,8 +78,8 @@ class LossPoint:
         total_steps: Optimizer steps of the job if nothing ends it early.
         train_ema: Exponentially smoothed training loss after ``step`` steps.
         validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
-        gain: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
-        gain_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
+        score: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
+        score_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
             a mean only.
         loss_scale: Names what decides the scale of the loss; losses of other scales cannot be compared as they are.
         start_loss: What validation gave before the first step; None where it is not known.
@@ -90,8 +90,8 @@ class LossPoint:
     total_steps: int
     train_ema: float
     validation_loss: float
-    gain: float = 0.0
-    gain_rows: tuple[float, ...] = ()
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
     loss_scale: str = ""
     start_loss: float | None = None
 
@@ -101,9 +101,9 @@ class LossPoint:
         return self.step / self.total_steps
 
     @property
-    def score(self) -> tuple[float, float]:
-        """Orders evaluations, the least first: by gain, and where gains are equal by validation loss."""
-        return (-self.gain, self.validation_loss)
+    def sort_key(self) -> tuple[float, float]:
+        """Orders evaluations, the least first: by score, and where scores are equal by validation loss."""
+        return (-self.score, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +111,12 @@ class StartValue:
     """What a job's validation gives before its first step, where the adapter changes nothing: that of the frozen base.
 
     Attributes:
-        validation_loss, gain, gain_rows: As in :class:`LossPoint`.
+        validation_loss, score, score_rows: As in :class:`LossPoint`.
     """
 
     validation_loss: float
-    gain: float = 0.0
-    gain_rows: tuple[float, ...] = ()
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class Standing:
         step: Steps the job has done.
         validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
             checkpoint when it has ended. NaN or infinity ranks last.
-        gain, gain_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
+        score, score_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
         is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
@@ -166,15 +166,15 @@ class Standing:
     job: str
     step: int
     validation_loss: float
-    gain: float = 0.0
-    gain_rows: tuple[float, ...] = ()
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
     loss_scale: str = ""
     start_loss: float | None = None
     is_training: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class RungResult:
     """The outcome of a rung: who keeps a place, and a verdict for every training job that does not.
 
     ``kept`` is ordered best first and may hold jobs that have already ended.
@@ -298,8 +298,8 @@ class PreviewExample:
 
     Attributes:
         num_tokens: After it was cut.
-        segments: Its text; of a pair, what both talks begin with.
-        chosen, rejected: How the talks of a pair go on; nothing elsewhere.
+        segments: Its text; of a pair, what both conversations begin with.
+        chosen, rejected: How the conversations of a pair go on; nothing elsewhere.
     """
 
     num_tokens: int
@@ -331,7 +331,7 @@ class DataPreview:
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
-        row_tokens: Tokens of the training rows after cutting, of a pair those of either talk: smallest, median,
+        row_tokens: Tokens of the training rows after cutting, of a pair those of either conversation: smallest, median,
             largest.
         notes: What a user should know about the data and the model, in sentences.
         examples: The first training rows.

@@ -175,7 +175,7 @@ def test_dropout_that_a_layer_applies_itself_stays_off_when_it_is_recomputed(bui
 def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
     tiny_model: ModelFactory, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, results, passes = packed(), [], []
+    batch, results, micro_batches = packed(), [], []
     for checkpointing in (False, True):
         # A dropout of the base's own, which has to stay asleep; Phi-3 has one as a module of each layer.
         dropout: dict[str, Any] = {"resid_pdrop": 0.5} if architecture == "phi3" else {"attention_dropout": 0.5}
@@ -201,9 +201,9 @@ def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
                 backbone.hidden_states(batch.ids, batch.positions, batch.lengths), batch.targets
             )
             losses.sum().backward()
-        passes.append(runs)
+        micro_batches.append(runs)
         results.append((losses.detach(), bank.grads_ZP.clone()))
-    assert passes == [1, 2], "the layer was not recomputed, so nothing was shown"
+    assert micro_batches == [1, 2], "the layer was not recomputed, so nothing was shown"
     assert results[0][1].any(1).all()
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
 

@@ -175,7 +175,7 @@ def test_any_rows(rows: list[dict[str, Any]], form: str, roles: dict[str, str], 
     try:
         layout = find_layout(raw, form, roles, is_paired=is_paired)
         for row in raw:
-            assert to_pair(row, layout).talks if layout.is_paired else to_conversation(row, layout)
+            assert to_pair(row, layout).conversations if layout.is_paired else to_conversation(row, layout)
     except AltoError:
         return
 
@@ -198,8 +198,12 @@ def test_any_talks_are_a_pair_or_refused(prompt: Any, replies: list[Any]) -> Non
         pair = to_pair(row, find_layout([row], "auto", {}))
     except AltoError:
         return
-    both = zip(*pair.talks, strict=False)
+    both = zip(*pair.conversations, strict=False)
     shared = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1] and not turns[0].is_trained, both))
     assert shared > 0
-    assert [talk[shared].role for talk in pair.talks] == ["assistant", "assistant"]
-    assert all(turn.is_trained == (turn.role == "assistant") for talk in pair.talks for turn in talk[shared:])
+    assert [conversation[shared].role for conversation in pair.conversations] == ["assistant", "assistant"]
+    assert all(
+        turn.is_trained == (turn.role == "assistant")
+        for conversation in pair.conversations
+        for turn in conversation[shared:]
+    )

@@ -183,7 +183,7 @@ def test_the_systems_see_the_same_tokens(tmp_path):
     def said(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
-    talks = [
+    conversations = [
         {
             "prompt": said("user", row["prompt"]),
             "chosen": said("assistant", row["chosen"]),
@@ -195,7 +195,7 @@ def test_the_systems_see_the_same_tokens(tmp_path):
         SimpleNamespace(_tokenizer=tokenizer),
         SimpleNamespace(dataset_num_proc=None, max_length=64, truncation_mode="keep_start"),
     )
-    theirs = DPOTrainer._prepare_dataset(trainer, Dataset.from_list(talks), tokenizer, arguments, "train")
+    theirs = DPOTrainer._prepare_dataset(trainer, Dataset.from_list(conversations), tokenizer, arguments, "train")
     assert ours == theirs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).to_list()
 
     size = dataclasses.replace(dpo.SIZES["smoke"], max_length=64)

@@ -13,7 +13,7 @@ from clusters import Started, is_alive, wait_for
 from tiny import make_task, save_model
 
 from alto.cluster import ExecutorEnded, Outcome, Told
-from alto.cluster.crew import GRACE_S
+from alto.cluster.rank_processes import GRACE_S
 from alto.early_exit import audit
 from alto.early_exit.journal import curves_of
 from alto.runs import RunDir, read_events

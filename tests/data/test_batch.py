@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.data import EncodedDataset, JobRows, collate, idle_batch, share_rows, split_into_passes
+from alto.data import EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
 
 
 def dataset_of(*lengths: int) -> EncodedDataset:
@@ -53,17 +53,17 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
     dataset = dataset_of(*lengths)
     one_job = st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6)
     jobs = [JobRows(slot, tuple(rows)) for slot, rows in enumerate(data.draw(st.lists(one_job, max_size=5)))]
-    passes = list(split_into_passes(dataset, jobs, max_tokens, split_jobs=split_jobs))
+    micro_batches = list(split_into_micro_batches(dataset, jobs, max_tokens, split_jobs=split_jobs))
 
-    assert [(part.slot, row) for parts in passes for part in parts for row in part.rows] == [
+    assert [(part.slot, row) for parts in micro_batches for part in parts for row in part.rows] == [
         (job.slot, row) for job in jobs for row in job.rows
     ]
-    for parts in passes:
+    for parts in micro_batches:
         assert len({part.slot for part in parts}) == len(parts)
         tokens = sum(lengths[row] for part in parts for row in part.rows)
         assert tokens <= max_tokens or (len(parts) == 1 and len(parts[0].rows) == 1)
     for job in jobs:
-        own = [part for parts in passes for part in parts if part.slot == job.slot]
+        own = [part for parts in micro_batches for part in parts if part.slot == job.slot]
         is_whole = sum(lengths[row] for row in job.rows) <= max_tokens
         assert own == [job] or split_jobs or not is_whole
         done = 0
@@ -77,16 +77,16 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
 def test_passes_are_as_few_as_order_allows() -> None:
     dataset = dataset_of(4, 4, 4)
     jobs = [JobRows(slot, (slot,)) for slot in range(3)]
-    assert list(split_into_passes(dataset, jobs, 8)) == [jobs[:2], jobs[2:]]
-    assert list(split_into_passes(dataset, jobs, 12)) == [jobs]
+    assert list(split_into_micro_batches(dataset, jobs, 8)) == [jobs[:2], jobs[2:]]
+    assert list(split_into_micro_batches(dataset, jobs, 12)) == [jobs]
     large = JobRows(0, (0, 1, 2))
     parts = [JobRows(0, (0, 1), 0, 6), JobRows(0, (2,), 8, 6)]
-    assert list(split_into_passes(dataset, [large], 8)) == [[part] for part in parts]
+    assert list(split_into_micro_batches(dataset, [large], 8)) == [[part] for part in parts]
     small = JobRows(1, (0,))
     after_small = [[small, JobRows(0, (0,), 0, 6)], [JobRows(0, (1, 2), 4, 6)]]
-    assert list(split_into_passes(dataset, [small, large], 8)) == after_small
-    assert list(split_into_passes(dataset, [large], 12)) == [[large]]
-    assert list(split_into_passes(dataset, [large], 8, split_jobs=True)) == [[part] for part in parts]
+    assert list(split_into_micro_batches(dataset, [small, large], 8)) == after_small
+    assert list(split_into_micro_batches(dataset, [large], 12)) == [[large]]
+    assert list(split_into_micro_batches(dataset, [large], 8, split_jobs=True)) == [[part] for part in parts]
 
 
 @given(lengths_strategy, st.integers(1, 6), st.data())
@@ -125,12 +125,12 @@ def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> N
     dataset = dataset_of(4, 4, 4, 4)
     _, share = share_rows(dataset, JobRows(0, (0, 1, 2, 3)), 2)
     assert share == JobRows(0, (2, 3), 8, 8)
-    assert list(split_into_passes(dataset, [share], 8)) == [[share]]
-    assert list(split_into_passes(dataset, [share], 4)) == [[JobRows(0, (2,), 8, 8)], [JobRows(0, (3,), 12, 8)]]
+    assert list(split_into_micro_batches(dataset, [share], 8)) == [[share]]
+    assert list(split_into_micro_batches(dataset, [share], 4)) == [[JobRows(0, (2,), 8, 8)], [JobRows(0, (3,), 12, 8)]]
 
 
 def test_an_idle_batch_is_one_token_of_nobody() -> None:
-    batch = idle_batch()
+    batch = dummy_batch()
     assert (batch.slots, batch.job_tokens, batch.job_first_tokens) == ((), (), ())
     assert batch.sequence_lengths == (1,)
     assert batch.input_ids_T.shape == batch.position_ids_T.shape == (1,)

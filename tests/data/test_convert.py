@@ -31,18 +31,18 @@ def convert(row: dict[str, Any]) -> Pair:
     return to_pair(raw, find_layout([raw], "auto", {}, is_paired=True))
 
 
-def talk(*turns: str) -> Conversation:
+def conversation(*turns: str) -> Conversation:
     """Turns such as ``u:hello``; ``c`` is the assistant speaking without being trained."""
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
     return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
-QUESTION = Pair(chosen=talk("u:q", "a:good"), rejected=talk("u:q", "a:bad"))
+QUESTION = Pair(chosen=conversation("u:q", "a:good"), rejected=conversation("u:q", "a:bad"))
 SECOND = Pair(
-    chosen=talk("u:q", "c:x", "u:and?", "a:good"),
-    rejected=talk("u:q", "c:x", "u:and?", "a:bad"),
+    chosen=conversation("u:q", "c:x", "u:and?", "a:good"),
+    rejected=conversation("u:q", "c:x", "u:and?", "a:bad"),
 )
-TOLD = Pair(chosen=talk("s:s", "u:q", "a:good"), rejected=talk("s:s", "u:q", "a:bad"))
+TOLD = Pair(chosen=conversation("s:s", "u:q", "a:good"), rejected=conversation("s:s", "u:q", "a:bad"))
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,20 @@ def test_every_way_to_write_a_pair_comes_to_the_same(row: dict[str, Any], expect
 
 def test_an_input_goes_below_its_instruction() -> None:
     pair = convert({"instruction": "Sum up.", "input": "A text.", "chosen": "good", "rejected": "bad"})
-    assert [talk[0].content for talk in pair.talks] == ["Sum up.\n\nA text."] * 2
+    assert [conversation[0].content for conversation in pair.conversations] == ["Sum up.\n\nA text."] * 2
 
 
 def test_talks_of_unlike_length_part_at_their_first_difference() -> None:
     pair = convert({"chosen": [user("q"), reply("a"), user("r"), reply("b")], "rejected": [user("q"), reply("c")]})
-    assert [[turn.is_trained for turn in talk] for talk in pair.talks] == [[False, True, False, True], [False, True]]
+    assert [[turn.is_trained for turn in conversation] for conversation in pair.conversations] == [
+        [False, True, False, True],
+        [False, True],
+    ]
 
 
 def test_the_same_reply_twice_is_still_a_pair() -> None:
     pair = convert({"prompt": "q", "chosen": "same", "rejected": "same"})
-    assert pair.chosen == pair.rejected == talk("u:q", "a:same")
+    assert pair.chosen == pair.rejected == conversation("u:q", "a:same")
 
 
 @pytest.mark.parametrize(

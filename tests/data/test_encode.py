@@ -36,7 +36,7 @@ def tokenizer(shipped: Any) -> Any:
     shipped.chat_template = template
 
 
-def talk(*turns: str) -> Conversation:
+def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return tuple(Message(roles[turn[0]], turn[2:]) for turn in turns)
 
@@ -63,35 +63,35 @@ def runs_of(row: EncodedRow, tokenizer: Any) -> list[str]:
 
 
 def test_template_trains_the_reply_and_its_end_only(tokenizer: Any) -> None:
-    conversation = talk("s:be brief", "u:two and two?", "a:It is four.")
-    assert trained_runs(conversation, tokenizer) == ["It is four.<|end|>"]
+    turns = conversation("s:be brief", "u:two and two?", "a:It is four.")
+    assert trained_runs(turns, tokenizer) == ["It is four.<|end|>"]
     whole = "<|system|>be brief<|end|><|user|>two and two?<|end|><|assistant|>It is four.<|end|>"
-    assert tokenizer.decode(encode_one(conversation, tokenizer).input_ids) == whole
+    assert tokenizer.decode(encode_one(turns, tokenizer).input_ids) == whole
 
 
 def test_every_turn_of_the_assistant_is_trained(tokenizer: Any) -> None:
-    conversation = talk("u:one", "a:first", "u:two", "a:second", "u:left out")
-    assert trained_runs(conversation, tokenizer) == ["first<|end|>", "second<|end|>"]
-    assert "left out" not in tokenizer.decode(encode_one(conversation, tokenizer).input_ids)
+    turns = conversation("u:one", "a:first", "u:two", "a:second", "u:left out")
+    assert trained_runs(turns, tokenizer) == ["first<|end|>", "second<|end|>"]
+    assert "left out" not in tokenizer.decode(encode_one(turns, tokenizer).input_ids)
 
 
 def test_same_words_in_a_user_turn_are_not_trained(tokenizer: Any) -> None:
-    assert trained_runs(talk("u:yes", "a:yes"), tokenizer) == ["yes<|end|>"]
+    assert trained_runs(conversation("u:yes", "a:yes"), tokenizer) == ["yes<|end|>"]
 
 
 def test_a_row_that_begins_with_the_assistant(tokenizer: Any) -> None:
-    assert trained_runs(talk("a:hello", "u:hi", "a:well?"), tokenizer) == ["hello<|end|>", "well?<|end|>"]
+    assert trained_runs(conversation("a:hello", "u:hi", "a:well?"), tokenizer) == ["hello<|end|>", "well?<|end|>"]
 
 
 def test_eos_ends_a_row_exactly_once(tokenizer: Any) -> None:
-    row = encode_one(talk("u:one", "a:two"), tokenizer)
+    row = encode_one(conversation("u:one", "a:two"), tokenizer)
     assert row.input_ids[-1] == EOS
     assert row.input_ids[-2] != EOS
 
 
 def test_eos_is_added_to_a_template_without_one(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    row = encode_one(talk("u:one", "a:two"), tokenizer)
+    row = encode_one(conversation("u:one", "a:two"), tokenizer)
     assert row.input_ids.count(EOS) == 1
     assert row.input_ids[-1] == EOS
     assert row.is_trained[-1]
@@ -102,7 +102,7 @@ def test_eos_is_not_added_behind_a_template_that_ends_turns_with_a_newline(token
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    row = encode_one(talk("u:one", "a:two"), tokenizer)
+    row = encode_one(conversation("u:one", "a:two"), tokenizer)
     assert row.input_ids.count(EOS) == 2
     assert tokenizer.decode(row.input_ids).endswith("two<|end|>\n")
 
@@ -123,8 +123,10 @@ QWEN3_LIKE = (
 
 def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_every_reply(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3_LIKE
-    conversation = talk("u:one", "a:<think>hm</think>first", "u:two", "a:second", "u:three", "a:<think>so</think>third")
-    rows = encode_conversation(conversation, tokenizer)
+    turns = conversation(
+        "u:one", "a:<think>hm</think>first", "u:two", "a:second", "u:three", "a:<think>so</think>third"
+    )
+    rows = encode_conversation(turns, tokenizer)
     assert [tokenizer.decode(row.input_ids) for row in rows] == [
         "<|user|>one<|end|>\n<|assistant|><think>hm</think>first<|end|>\n",
         "<|user|>one<|end|>\n<|assistant|>first<|end|>\n<|user|>two<|end|>\n"
@@ -141,9 +143,9 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_every_reply(toke
 
 def test_every_row_starts_with_what_the_model_is_shown_when_it_writes_the_reply(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3_LIKE
-    conversation = talk("u:one", "a:<think>hm</think>first", "u:two", "a:second")
-    for row, position in zip(encode_conversation(conversation, tokenizer), (1, 3), strict=True):
-        messages = [{"role": turn.role, "content": turn.content} for turn in conversation[:position]]
+    turns = conversation("u:one", "a:<think>hm</think>first", "u:two", "a:second")
+    for row, position in zip(encode_conversation(turns, tokenizer), (1, 3), strict=True):
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns[:position]]
         shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         start = row.is_trained.index(True)
         assert tokenizer.decode(row.input_ids[:start]) == shown
@@ -151,7 +153,9 @@ def test_every_row_starts_with_what_the_model_is_shown_when_it_writes_the_reply(
 
 def test_rows_of_single_turns_stay_whole_under_such_a_template(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3_LIKE
-    dataset = encode_dataset([talk("u:one", "a:x"), talk("u:1", "a:2", "u:3", "a:4")], tokenizer, 100, "training")
+    dataset = encode_dataset(
+        [conversation("u:one", "a:x"), conversation("u:1", "a:2", "u:3", "a:4")], tokenizer, 100, "training"
+    )
     assert (len(dataset), dataset.num_unrolled) == (3, 1)
 
 
@@ -161,14 +165,18 @@ def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokeni
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     )
     with pytest.raises(DataError, match=r"found that it rewrites it; set another chat template"):
-        encode_conversation(talk("u:one", "a:first", "u:two", "a:second"), tokenizer)
+        encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
 
 
 def test_a_reply_that_is_context_is_shown_and_not_trained(tokenizer: Any) -> None:
-    conversation = (*talk("u:one"), Message("assistant", "first", is_context=True), *talk("u:two", "a:second"))
-    assert trained_runs(conversation, tokenizer) == ["second<|end|>"]
-    assert "first<|end|>" in tokenizer.decode(encode_one(conversation, tokenizer).input_ids)
-    assert encode_conversation(conversation[:3], tokenizer) == []
+    turns = (
+        *conversation("u:one"),
+        Message("assistant", "first", is_context=True),
+        *conversation("u:two", "a:second"),
+    )
+    assert trained_runs(turns, tokenizer) == ["second<|end|>"]
+    assert "first<|end|>" in tokenizer.decode(encode_one(turns, tokenizer).input_ids)
+    assert encode_conversation(turns[:3], tokenizer) == []
 
 
 def test_plain_text_is_trained_whole_and_ends(tokenizer: Any) -> None:
@@ -178,7 +186,7 @@ def test_plain_text_is_trained_whole_and_ends(tokenizer: Any) -> None:
 def test_a_template_that_refuses_the_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"found user, assistant \(roles must alternate\); change the rows"):
-        encode_one(talk("u:one", "a:first"), tokenizer)
+        encode_one(conversation("u:one", "a:first"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +195,11 @@ def test_a_template_that_refuses_the_turns(tokenizer: Any) -> None:
 def test_a_template_that_fails_is_named(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(DataError, match="expected turns that the model's chat template takes"):
-        encode_one(talk("u:one", "a:first"), tokenizer)
+        encode_one(conversation("u:one", "a:first"), tokenizer)
 
 
 def test_without_a_template_turns_are_plain_text_and_eos() -> None:
-    row = encode_one(talk("s:S", "u:one", "a:two", "u:?", "a:!", "u:x"), Letters())
+    row = encode_one(conversation("s:S", "u:one", "a:two", "u:?", "a:!", "u:x"), Letters())
     assert row.input_ids == (0, *map(ord, "S\none\ntwo?\n!"), EOS)
     trained = [chr(token) for token, on in zip(row.input_ids, row.is_trained, strict=True) if on]
     assert trained == [*"two", "!", chr(EOS)]
@@ -200,18 +208,18 @@ def test_without_a_template_turns_are_plain_text_and_eos() -> None:
 def test_a_tokenizer_without_eos_adds_none() -> None:
     tokenizer = Letters()
     tokenizer.eos_token_id = None
-    assert encode_one(talk("u:q", "a:r"), tokenizer).input_ids == (0, *map(ord, "q\nr"))
+    assert encode_one(conversation("u:q", "a:r"), tokenizer).input_ids == (0, *map(ord, "q\nr"))
 
 
 def test_targets_are_the_next_trained_token() -> None:
-    dataset = encode_dataset([talk("u:q", "a:rs")], Letters(), 100, "training")
+    dataset = encode_dataset([conversation("u:q", "a:rs")], Letters(), 100, "training")
     assert dataset.input_ids[0].tolist() == [0, *map(ord, "q\nrs"), EOS]
     assert dataset.targets[0].tolist() == [-100, -100, ord("r"), ord("s"), EOS, -100]
     assert (len(dataset), dataset.num_tokens, dataset.num_trained_tokens) == (1, 6, 3)
 
 
 def test_rows_are_cut_and_rows_without_a_trained_token_left_out() -> None:
-    rows = [talk("u:q", "a:rs"), talk("u:q", "a:" + "r" * 20), talk("u:" + "q" * 20, "a:r")]
+    rows = [conversation("u:q", "a:rs"), conversation("u:q", "a:" + "r" * 20), conversation("u:" + "q" * 20, "a:r")]
     dataset = encode_dataset(rows, Letters(), 8, "training")
     assert [ids.numel() for ids in dataset.input_ids] == [6, 8]
     assert dataset.targets[1].tolist() == [-100, -100, *[ord("r")] * 5, -100]
@@ -219,33 +227,35 @@ def test_rows_are_cut_and_rows_without_a_trained_token_left_out() -> None:
 
 
 def test_a_row_of_exactly_max_length_is_not_cut() -> None:
-    assert encode_dataset([talk("u:q", "a:rs")], Letters(), 6, "training").num_truncated == 0
+    assert encode_dataset([conversation("u:q", "a:rs")], Letters(), 6, "training").num_truncated == 0
 
 
 def test_rows_in_which_nothing_is_to_be_trained_are_left_out_and_counted_apart() -> None:
-    shown_only = (*talk("u:q"), Message("assistant", "r", is_context=True))
-    dataset = encode_dataset([talk("u:q", "a:rs"), shown_only, talk("u:" + "q" * 20, "a:r")], Letters(), 8, "training")
+    shown_only = (*conversation("u:q"), Message("assistant", "r", is_context=True))
+    dataset = encode_dataset(
+        [conversation("u:q", "a:rs"), shown_only, conversation("u:" + "q" * 20, "a:r")], Letters(), 8, "training"
+    )
     assert (len(dataset), dataset.num_skipped, dataset.num_masked) == (1, 2, 1)
 
 
 def test_no_whole_row_is_an_error_unless_rows_are_plain_text() -> None:
     with pytest.raises(DataError, match=r"fit into max_length 5, found all 2 longer.*raise max_length"):
-        encode_dataset([talk("u:q", "a:rs"), talk("u:q", "a:rst")], Letters(), 5, "training")
+        encode_dataset([conversation("u:q", "a:rs"), conversation("u:q", "a:rst")], Letters(), 5, "training")
     books = encode_dataset([(Message("text", "a long book"),)], Letters(), 5, "training")
     assert (books.num_truncated, books.targets[0].tolist()) == (1, [*map(ord, "a lo"), -100])
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    rows = [talk("u:" + "q" * 20, "a:r")] * 3
+    rows = [conversation("u:" + "q" * 20, "a:r")] * 3
     with pytest.raises(DataError, match=r"in the validation data, found none of 3 .* max_length 8; raise max_length"):
         encode_dataset(rows, Letters(), 8, "validation")
     tokenizer = Letters()
     tokenizer.eos_token_id = None
     with pytest.raises(DataError, match="check that completions are not empty"):
-        encode_dataset([talk("u:q", "a:")], tokenizer, 8, "training")
+        encode_dataset([conversation("u:q", "a:")], tokenizer, 8, "training")
 
 
 def test_long_rows_bring_no_warning_of_the_tokenizer(shipped: Any, caplog: pytest.LogCaptureFixture) -> None:
     shipped.deprecation_warnings.clear()
-    encode_dataset([talk("u:q", "a:" + "word " * 3000), talk("u:q", "a:r")], shipped, 64, "training")
+    encode_dataset([conversation("u:q", "a:" + "word " * 3000), conversation("u:q", "a:r")], shipped, 64, "training")
     assert caplog.text == ""

@@ -42,7 +42,11 @@ def turns(*pairs: tuple[str, str]) -> Conversation:
 
 TOKENIZER = load_tokenizer()
 
-TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+CONVERSATION = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "a"},
+]
 GPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]
 SUA = turns(("system", "s"), ("user", "u"), ("assistant", "a"))
 UA = SUA[1:]
@@ -52,12 +56,12 @@ PAIR = {"prompt": "u", "completion": "a"}
 @pytest.mark.parametrize(
     ("row", "form", "expected"),
     [
-        ({"messages": TALK}, "messages", SUA),
-        ({"messages": TALK[2:]}, "messages", SUA[2:]),
-        ({"messages": TALK[1:] * 2, "id": 7, "source": "x"}, "messages", UA * 2),
-        ({"messages": TALK[1:], "system": "s"}, "messages", SUA),
-        ({"messages": TALK, "prompt": "u", "prompt_id": "7"}, "messages", SUA),
-        ({"conversations": TALK}, "messages", SUA),
+        ({"messages": CONVERSATION}, "messages", SUA),
+        ({"messages": CONVERSATION[2:]}, "messages", SUA[2:]),
+        ({"messages": CONVERSATION[1:] * 2, "id": 7, "source": "x"}, "messages", UA * 2),
+        ({"messages": CONVERSATION[1:], "system": "s"}, "messages", SUA),
+        ({"messages": CONVERSATION, "prompt": "u", "prompt_id": "7"}, "messages", SUA),
+        ({"conversations": CONVERSATION}, "messages", SUA),
         ({"conversations": GPT, "domain": "math", "difficulty": 3}, "sharegpt", SUA),
         ({"conversations": [{"from": "user", "value": "u"}, {"from": "assistant", "value": "a"}]}, "sharegpt", UA),
         ({"conversations": GPT[1:], "system": "s"}, "sharegpt", SUA),
@@ -67,7 +71,7 @@ PAIR = {"prompt": "u", "completion": "a"}
         ({"system": "s", "prompt": "u", "response": "a", "answer": "7"}, "prompt_completion", SUA),
         ({"system": None, **PAIR}, "prompt_completion", UA),
         ({"system": "", **PAIR, "text": "u a"}, "prompt_completion", UA),
-        ({"prompt": TALK[:2], "completion": TALK[2:]}, "prompt_completion", SUA),
+        ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]}, "prompt_completion", SUA),
         ({"prompt": "é 漢", "completion": ""}, "prompt_completion", turns(("user", "é 漢"), ("assistant", ""))),
         ({"instruction": "u", "output": "a"}, "alpaca", UA),
         ({"instruction": "u", "input": "", "output": "a", "text": "### …"}, "alpaca", UA),
@@ -81,7 +85,7 @@ def test_every_form_is_told_by_its_columns(row: dict[str, Any], form: str, expec
 
 
 def test_only_the_completion_of_messages_is_trained() -> None:
-    _, [row] = convert({"prompt": [*TALK, TALK[1]], "completion": TALK[2:]})
+    _, [row] = convert({"prompt": [*CONVERSATION, CONVERSATION[1]], "completion": CONVERSATION[2:]})
     assert [(turn.role, turn.is_trained) for turn in row if turn.role == "assistant"] == [
         ("assistant", False),
         ("assistant", True),
@@ -89,7 +93,7 @@ def test_only_the_completion_of_messages_is_trained() -> None:
 
 
 def test_a_message_of_weight_zero_is_context() -> None:
-    _, [row] = convert({"messages": [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[1:]]})
+    _, [row] = convert({"messages": [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}, *CONVERSATION[1:]]})
     assert [turn.is_trained for turn in row] == [False, False, False, False, True]
 
 
@@ -111,7 +115,7 @@ def test_columns_win_over_what_would_be_told() -> None:
     ("row", "candidates", "remedy"),
     [
         (
-            {"messages": TALK, **PAIR},
+            {"messages": CONVERSATION, **PAIR},
             "messages (messages) and prompt_completion (prompt, completion)",
             "dataset_format: messages or prompt_completion",
         ),
@@ -134,18 +138,18 @@ def test_two_forms_that_fit_are_both_named(row: dict[str, Any], candidates: str,
 
 
 def test_naming_the_form_ends_the_doubt() -> None:
-    row = {"messages": TALK, **PAIR}
+    row = {"messages": CONVERSATION, **PAIR}
     assert convert(row, form="messages") == ("messages", [SUA])
     assert convert(row, form="prompt_completion") == ("prompt_completion", [UA])
     assert convert({"conversations": GPT}, form="sharegpt")[0] == "sharegpt"
 
 
 def test_later_rows_settle_what_the_first_leaves_open() -> None:
-    assert convert({"messages": TALK, **PAIR}, PAIR)[0] == "prompt_completion"
+    assert convert({"messages": CONVERSATION, **PAIR}, PAIR)[0] == "prompt_completion"
 
 
 def test_mixed_forms_are_an_error_that_names_both() -> None:
-    said = refusal(PAIR, PAIR, {"messages": TALK})
+    said = refusal(PAIR, PAIR, {"messages": CONVERSATION})
     assert said.startswith(
         "rows.jsonl:3: expected rows of one form, found messages (messages) here and prompt_completion "
         "(prompt, completion) at rows.jsonl:1"
@@ -153,20 +157,24 @@ def test_mixed_forms_are_an_error_that_names_both() -> None:
 
 
 PAIRED = {"chosen": "a", "rejected": "b"}
-OPENAI = {"input": {"messages": TALK[:2]}, "preferred_output": TALK[2:], "non_preferred_output": TALK[2:]}
+OPENAI = {
+    "input": {"messages": CONVERSATION[:2]},
+    "preferred_output": CONVERSATION[2:],
+    "non_preferred_output": CONVERSATION[2:],
+}
 
 
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
         ({"prompt": "u", **PAIRED, "score_chosen": 8.0}, {"prompt": "prompt"}),
-        ({"chosen": TALK, "rejected": TALK}, {}),
+        ({"chosen": CONVERSATION, "rejected": CONVERSATION}, {}),
         ({"question": "u", **PAIRED, "system": "s"}, {"prompt": "question", "system": "system"}),
         ({"instruction": "u", "input": "", **PAIRED}, {"prompt": "instruction", "input": "input"}),
         ({"instruction": "u", **PAIRED}, {"prompt": "instruction"}),
         ({"input": "u", **PAIRED, "system": "s"}, {"prompt": "input", "system": "system"}),
         ({"prompt": "u", "input": "x", **PAIRED}, {"prompt": "prompt"}),
-        ({"chosen": TALK, "rejected": TALK, "prompt": "u", "question": "u"}, {"prompt": "prompt"}),
+        ({"chosen": CONVERSATION, "rejected": CONVERSATION, "prompt": "u", "question": "u"}, {"prompt": "prompt"}),
     ],
 )
 def test_columns_of_pairs_and_their_prompts(row: dict[str, Any], columns: dict[str, str]) -> None:
@@ -195,7 +203,7 @@ def test_a_named_column_is_not_taken_for_another_role_too() -> None:
 
 @pytest.mark.parametrize(("is_paired", "form"), [(True, "preference"), (False, "messages")])
 def test_where_both_kinds_fit_the_kind_that_is_meant_is_taken(is_paired: bool, form: str) -> None:
-    both = RawRow("r:1", {"prompt": "u", "messages": TALK, "chosen": TALK, "rejected": TALK})
+    both = RawRow("r:1", {"prompt": "u", "messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION})
     assert find_layout([both], "auto", {}, is_paired=is_paired).form == form
 
 
@@ -205,7 +213,7 @@ def test_the_other_kind_is_found_where_it_alone_fits() -> None:
 
 
 def test_two_kinds_that_fit_are_both_named_where_neither_is_meant() -> None:
-    said = refusal({"messages": TALK, "chosen": TALK, "rejected": TALK})
+    said = refusal({"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION})
     assert "found those of messages (messages) and preference (chosen, rejected)" in said
     assert said.endswith("name one with dataset_format: messages or preference")
 
@@ -219,7 +227,7 @@ def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> N
     assert said.endswith("{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns")
 
 
-@pytest.mark.parametrize("chosen", ["a", TALK[2:], TALK[1:]])
+@pytest.mark.parametrize("chosen", ["a", CONVERSATION[2:], CONVERSATION[1:]])
 def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
     row = {"prompt": "u", "prompt_id": "1", "chosen": chosen, "rejected": "b"}
     assert convert(row, columns={"completion": "chosen"})[1] == [UA]
@@ -237,7 +245,7 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
         ({"question": "p", "answer": float("nan")}, "expected answer to be a text, found nan"),
         ({"system": {"a": 1}, **PAIR}, "expected system to be a text, found {'a': 1}"),
         ({"prompt": "\ud800", "completion": "c"}, r"a text of whole characters, found '\ud800'"),
-        ({"prompt": "p", "completion": TALK[:2]}, "expected completion to hold an assistant message"),
+        ({"prompt": "p", "completion": CONVERSATION[:2]}, "expected completion to hold an assistant message"),
         ({"prompt": [], "completion": "c"}, "expected prompt to be a list with at least one message, found []"),
         ({"instruction": "i", "output": ["o"]}, "expected output to be a text, found ['o']"),
         ({"instruction": "i", "output": "o", "history": [["q"]]}, "history to be a list of [question, reply]"),
@@ -253,8 +261,11 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
         ),
         ({"messages": [{"role": "bot", "content": "u"}]}, "'bot'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "content of text, not another part"),
-        ({"messages": TALK[:2]}, "expected at least one assistant message to train on, found none; add it"),
-        ({"conversations": [*GPT, *TALK]}, "a from (system, developer, user, assistant, tool, function, human, gpt"),
+        ({"messages": CONVERSATION[:2]}, "expected at least one assistant message to train on, found none; add it"),
+        (
+            {"conversations": [*GPT, *CONVERSATION]},
+            "a from (system, developer, user, assistant, tool, function, human, gpt",
+        ),
         ({"conversations": [{"from": "bing", "value": "u"}]}, "'bing'"),
     ],
 )

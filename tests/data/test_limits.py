@@ -20,7 +20,7 @@ TOKENIZER = load_tokenizer()
 POSITIONS = 128
 
 
-def talk(question: str, reply: str) -> Conversation:
+def conversation(question: str, reply: str) -> Conversation:
     return (Message("user", question), Message("assistant", reply))
 
 
@@ -75,7 +75,7 @@ def test_rows_longer_than_the_models_positions_are_cut_and_counted(tmp_path: Pat
 
 
 def test_max_length_below_the_positions_is_what_cuts() -> None:
-    rows = [talk("q", "r"), talk("q", "seven " * 50)]
+    rows = [conversation("q", "r"), conversation("q", "seven " * 50)]
     dataset = encode_dataset(rows, TOKENIZER, 20, "training", limits=ModelLimits(max_positions=POSITIONS))
     assert max(dataset.sequence_lengths) == 20
 
@@ -87,8 +87,8 @@ def test_no_row_within_the_positions_is_refused_by_them() -> None:
         match=r"to fit into the model's 12 positions, which are fewer than max_length 100, found all 2 longer.*; "
         "shorten the rows, or use a base model with more positions",
     ):
-        encode_dataset([talk("q", "seven " * 50)] * 2, TOKENIZER, 100, "training", limits=limits)
-    pair = Pair(chosen=talk("question " * 40, "a"), rejected=talk("question " * 40, "b"))
+        encode_dataset([conversation("q", "seven " * 50)] * 2, TOKENIZER, 100, "training", limits=limits)
+    pair = Pair(chosen=conversation("question " * 40, "a"), rejected=conversation("question " * 40, "b"))
     with pytest.raises(DataError, match=r"found none of 1 with two different replies in the model's 12 positions"):
         encode_pairs([pair], TOKENIZER, 100, "training", limits=limits)
 
@@ -110,6 +110,6 @@ def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path)
     for attempt in (Engine().preview, TaskRunner()._prepare):
         with pytest.raises(ModelError, match=expected):
             attempt(task)
-    pair = Pair(chosen=talk("q", "a <|new|> one"), rejected=talk("q", "b"))
+    pair = Pair(chosen=conversation("q", "a <|new|> one"), rejected=conversation("q", "b"))
     with pytest.raises(ModelError, match=r"found .*'<\|new\|>'\) in pair 1 of the training data"):
         encode_pairs([pair], tokenizer, 100, "training", limits=ModelLimits(vocab_size=size))

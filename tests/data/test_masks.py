@@ -98,7 +98,7 @@ def tokenizer(shipped: Any) -> Iterator[Any]:
     shipped.chat_template = template
 
 
-def talk(*turns: str) -> Conversation:
+def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
     return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
@@ -130,15 +130,17 @@ def completion_of_trl(conversation: Conversation, tokenizer: Any) -> tuple[list[
 def test_a_reply_of_one_word_that_merges_with_the_blank_before_it_is_trained() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    [row] = encode_conversation(talk("u:Is it?", "a:Yes"), tokenizer)
+    [row] = encode_conversation(conversation("u:Is it?", "a:Yes"), tokenizer)
     assert trained_runs(row, tokenizer) == [" Yes<|end|>"]
-    assert (list(row.input_ids), list(row.is_trained)) == completion_of_trl(talk("u:Is it?", "a:Yes"), tokenizer)
+    assert (list(row.input_ids), list(row.is_trained)) == completion_of_trl(
+        conversation("u:Is it?", "a:Yes"), tokenizer
+    )
 
 
 def test_so_is_each_one_of_several() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    [row] = encode_conversation(talk("u:Is it?", "a:Yes", "u:And now?", "a:Yes"), tokenizer)
+    [row] = encode_conversation(conversation("u:Is it?", "a:Yes", "u:And now?", "a:Yes"), tokenizer)
     assert trained_runs(row, tokenizer) == [" Yes<|end|>", " Yes<|end|>"]
 
 
@@ -156,12 +158,12 @@ def test_a_prompt_and_its_completion_are_masked_as_trl_does(make: Any, template:
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(question=texts, earlier=texts, again=texts, reply=texts)
     def check(question: str, earlier: str, again: str, reply: str) -> None:
-        for conversation in (
-            talk(f"u:{question}", f"a:{reply}"),
-            talk(f"u:{question}", f"c:{earlier}", f"u:{again}", f"a:{reply}"),
+        for turns in (
+            conversation(f"u:{question}", f"a:{reply}"),
+            conversation(f"u:{question}", f"c:{earlier}", f"u:{again}", f"a:{reply}"),
         ):
-            [row] = encode_conversation(conversation, tokenizer)
-            ids, mask = completion_of_trl(conversation, tokenizer)
+            [row] = encode_conversation(turns, tokenizer)
+            ids, mask = completion_of_trl(turns, tokenizer)
             if row.input_ids[-1] == tokenizer.eos_token_id and ids[-1] != tokenizer.eos_token_id:
                 ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]  # ALTO ends every row
             assert (list(row.input_ids), list(row.is_trained)) == (ids, mask)
@@ -173,7 +175,7 @@ def test_an_end_that_the_next_turn_writes_is_trained_in_every_turn() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = ENDLESS
     [row] = encode_conversation(
-        talk("u:one", "a:first", "u:two", "a:second", "u:x", "c:shown", "u:y", "a:z"), tokenizer
+        conversation("u:one", "a:first", "u:two", "a:second", "u:x", "c:shown", "u:y", "a:z"), tokenizer
     )
     assert trained_runs(row, tokenizer) == ["first<|user|>", "second<|user|>", "z<|end|>"]
 
@@ -183,14 +185,14 @@ def test_an_end_that_is_no_token_of_its_own_is_not_trained() -> None:
     tokenizer.chat_template = ENDLESS.replace("<|{{ m.role }}|>", "{{ m.role }}:").replace(
         "<|assistant|>", "assistant:"
     )
-    [row] = encode_conversation(talk("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
     assert trained_runs(row, tokenizer) == ["first", "second<|end|>"]
 
 
 def test_an_opening_that_a_finished_reply_does_not_have_is_left_out() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = PREFILLED
-    [row] = encode_conversation(talk("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
     assert trained_runs(row, tokenizer) == ["first<|end|>", "second<|end|>"]
     assert "<think>" not in tokenizer.decode(row.input_ids)
 
@@ -198,25 +200,25 @@ def test_an_opening_that_a_finished_reply_does_not_have_is_left_out() -> None:
 def test_an_eos_behind_the_last_turn_makes_no_row_for_every_reply() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = LAST_EOS
-    dataset = encode_dataset([talk("u:one", "a:first", "u:two", "a:second")], tokenizer, 100, "training")
+    dataset = encode_dataset([conversation("u:one", "a:first", "u:two", "a:second")], tokenizer, 100, "training")
     assert (len(dataset), dataset.num_unrolled) == (1, 0)
-    [row] = encode_conversation(talk("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
     assert trained_runs(row, tokenizer) == ["first<|user|>\n", "second<|user|>\n<|end|>"]
 
 
 def marked(*turns: str) -> Conversation:
     return tuple(
         Message(turn.role, turn.content, turn.is_context, '{"mood": "glad"}' if turn.role == "assistant" else "")
-        for turn in talk(*turns)
+        for turn in conversation(*turns)
     )
 
 
 def test_marks_of_the_template_say_what_is_trained_as_in_trl(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED
-    conversation = marked("u:one", "a:first", "u:two", "a:second")
-    [row] = encode_conversation(conversation, tokenizer)
+    turns = marked("u:one", "a:first", "u:two", "a:second")
+    [row] = encode_conversation(turns, tokenizer)
     assert trained_runs(row, tokenizer)[:2] == ["(glad)first<|end|>", "(glad)second<|end|>"]
-    found = _tokenize(tokenizer, plain(conversation), return_assistant_tokens_mask=True)
+    found = _tokenize(tokenizer, plain(turns), return_assistant_tokens_mask=True)
     ids, mask = found["input_ids"], list(map(bool, found["assistant_masks"]))
     assert (list(row.input_ids[: len(ids)]), list(row.is_trained[: len(ids)])) == (ids, mask)
 

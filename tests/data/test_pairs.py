@@ -103,8 +103,8 @@ def test_both_talks_are_those_of_a_conversation_cut_as_one(
     except DataError:
         return
     assert whole(shared) == whole(apart)
-    for (ids, targets), talk in zip(whole(shared), one.talks, strict=True):
-        [row] = encode_conversation(talk, tokenizer)
+    for (ids, targets), conversation in zip(whole(shared), one.conversations, strict=True):
+        [row] = encode_conversation(conversation, tokenizer)
         assert ids == list(row.input_ids[:max_length])
         trained = [token if on else IGNORED for token, on in zip(row.input_ids, row.is_trained, strict=True)]
         assert targets == [*trained[1:max_length], IGNORED]
@@ -158,7 +158,7 @@ def test_no_pair_left_is_an_error() -> None:
         encode(pair("q", "same", "same"), pair("q" * 40, "a", "b"), max_length=20)
 
 
-def talk(*turns: str) -> Conversation:
+def conversation(*turns: str) -> Conversation:
     roles = {"u": "user", "a": "assistant", "c": "assistant"}
     return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
@@ -179,20 +179,22 @@ def rewriting() -> Any:
 
 
 def test_several_replies_behind_the_prompt_are_all_trained() -> None:
-    long = Pair(chosen=talk("u:q", "a:x", "u:r", "a:y"), rejected=talk("u:q", "a:z"))
+    long = Pair(chosen=conversation("u:q", "a:x", "u:r", "a:y"), rejected=conversation("u:q", "a:z"))
     trained = [[chr(token) for token in targets if token > EOS] for _, targets in whole(encode(long))]
     assert trained == [["x", "y"], ["z"]]
 
 
 def test_several_replies_that_the_template_rewrites_are_refused(rewriting: Any) -> None:
-    long = Pair(chosen=talk("u:question", "a:x", "u:r", "a:y"), rejected=talk("u:question", "a:z"))
+    long = Pair(chosen=conversation("u:question", "a:x", "u:r", "a:y"), rejected=conversation("u:question", "a:z"))
     with pytest.raises(DataError, match=r"found 2 in the one that begins 'question', and the model's chat template"):
         encode(long, tokenizer=rewriting)
 
 
 def test_replies_of_the_prompt_may_be_rewritten(rewriting: Any) -> None:
-    before = talk("u:one", "c:x", "u:two")
-    dataset = encode(Pair(chosen=(*before, *talk("a:y")), rejected=(*before, *talk("a:z"))), tokenizer=rewriting)
+    before = conversation("u:one", "c:x", "u:two")
+    dataset = encode(
+        Pair(chosen=(*before, *conversation("a:y")), rejected=(*before, *conversation("a:z"))), tokenizer=rewriting
+    )
     assert [rewriting.decode(ids) for ids, _ in whole(dataset)] == [
         f"<|user|>one<|end|><|assistant|>x<|end|><|user|>two<|end|><|assistant|>(hm){reply}<|end|>" for reply in "yz"
     ]

@@ -88,16 +88,16 @@ def openthoughts(count: int) -> list[dict[str, Any]]:
 
 
 def ultrafeedback(count: int) -> list[dict[str, Any]]:
-    def talk(n: int, reply: str) -> list[dict[str, str]]:
+    def conversation(n: int, reply: str) -> list[dict[str, str]]:
         return [{"content": f"q{n}", "role": "user"}, {"content": reply, "role": "assistant"}]
 
     return [
         {
             "prompt": f"q{n}",
             "prompt_id": f"{n:064x}",
-            "chosen": talk(n, "good"),
-            "rejected": talk(n, "bad"),
-            "messages": talk(n, "good"),
+            "chosen": conversation(n, "good"),
+            "rejected": conversation(n, "bad"),
+            "messages": conversation(n, "good"),
             "score_chosen": 8.5,
             "score_rejected": 2.0,
         }
@@ -159,7 +159,10 @@ def test_ultrafeedback_is_talk_or_pairs_as_the_method_asks(hub: Hub) -> None:
     assert read_task_rows(make("ultrafeedback")).layout.form == "messages"
     pairs = read_task_rows(make("ultrafeedback", method="dpo"))
     assert (len(pairs.train), len(pairs.validation), pairs.layout.form) == (9, 1, "preference")
-    assert [[turn.content for turn in talk][1:] for talk in pairs.train[0].talks] == [["good"], ["bad"]]
+    assert [[turn.content for turn in conversation][1:] for conversation in pairs.train[0].conversations] == [
+        ["good"],
+        ["bad"],
+    ]
     assert len(read_heldout_rows(make("ultrafeedback", method="dpo"), None).rows) == 4
     chosen = make("ultrafeedback", columns={"completion": "chosen"})
     assert [turn.content for turn in read_task_rows(chosen).train[0]][1:] == ["good"]
@@ -170,8 +173,8 @@ def test_pairs_of_the_hub_bring_their_own_splits(hub: Hub) -> None:
     rows = [{name: row[name] for name in columns} for row in ultrafeedback(10)]
     hub("trl-lib/ultrafeedback_binarized", train=rows, test=rows[:3])
     task = make("trl-lib/ultrafeedback_binarized", method="dpo")
-    talks = [talk for row in read_heldout_rows(task, None).rows for talk in row.talks]
-    assert prompts(talks) == ["q0", "q0", "q1", "q1", "q2", "q2"]
+    conversations = [conversation for row in read_heldout_rows(task, None).rows for conversation in row.conversations]
+    assert prompts(conversations) == ["q0", "q0", "q1", "q1", "q2", "q2"]
 
 
 def test_a_file_wins_over_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

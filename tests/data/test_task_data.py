@@ -108,9 +108,9 @@ def test_rows_unrolled_into_replies_are_noted(tmp_path: Path) -> None:
         "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
-    talk = json.dumps({"messages": turns}) + "\n"
+    conversation = json.dumps({"messages": turns}) + "\n"
     path = tmp_path / "rows.jsonl"
-    path.write_text(talk * 12, encoding="utf-8")
+    path.write_text(conversation * 12, encoding="utf-8")
     task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
     data = encode(task, tokenizer)
     assert data.counts()["train_unrolled_rows"] == 12

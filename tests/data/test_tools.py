@@ -247,8 +247,8 @@ def test_pairs_take_tools_and_calls(qwen: Any) -> None:
         {"prompt": [ASKED], "chosen": [calling(OSLO)], "rejected": [calling(ROME)], "tools": [WEATHER]},
     )
     pair = to_pair(raw, find_layout([raw], "auto", {}, is_paired=True))
-    for talk, city in zip(pair.talks, ("Oslo", "Rome"), strict=True):
-        [row] = encode_conversation(talk, qwen)
+    for conversation, city in zip(pair.conversations, ("Oslo", "Rome"), strict=True):
+        [row] = encode_conversation(conversation, qwen)
         assert city in trained(row, qwen)
         assert "# Tools" in shown(row, qwen)
     openai = RawRow(

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from alto.early_exit import Race, Recording, audit, exits_of, policy_from, race_of, replay
+from alto.early_exit import Recording, Selection, audit, exits_of, policy_from, replay, selection_of
 from alto.errors import RunError
 from alto.records import ExitReason
 from alto.spec.early_exit import EarlyExit
@@ -27,30 +27,30 @@ def journal_of_a_live_run(recording: Recording, settings: EarlyExit) -> list[dic
     early_exit = settings.resolved().model_dump()
     write("task_started", task="t", num_train=100, num_validation=10, early_exit=early_exit, jobs=entries)
     tapes = {job.job: job for job in recording.jobs}
-    race = Race(
+    selection = Selection(
         policy_from(settings),
         ema_alpha=settings.ema_alpha,
         total_steps={job.job: job.total_steps for job in recording.jobs},
     )
-    while race.training:
-        for job in reversed(race.training):
-            while race.is_training(job) and not race.is_waiting(job):
-                done = race.history(job)[-1].step if race.history(job) else 0
+    while selection.training:
+        for job in reversed(selection.training):
+            while selection.is_training(job) and not selection.is_waiting(job):
+                done = selection.history(job)[-1].step if selection.history(job) else 0
                 due = [step for step, _ in tapes[job].evaluations if step > done]
                 losses = tapes[job].train_losses[done : due[0] if due else None]
                 write("train", job=job, first_step=done + 1, losses=losses)
-                verdict = race.observe_losses(job, done + 1, losses)
+                verdict = selection.observe_losses(job, done + 1, losses)
                 if verdict is None:
                     loss = dict(tapes[job].evaluations)[due[0]]
                     write("eval", job=job, step=due[0], validation_loss=loss)
-                    verdict = race.observe(job, due[0], loss)
+                    verdict = selection.observe(job, due[0], loss)
                 if verdict is not None:
                     write("job_exited", job=job, step=verdict.step, reason=verdict.reason)
-        while race.rung_ready():
-            index = race.rungs_held
-            selection = race.select()
-            write("warmup_ended", rung=index, kept=selection.kept)
-            for decision in selection.dropped:
+        while selection.rung_ready():
+            index = selection.rungs_held
+            rung_result = selection.select()
+            write("warmup_ended", rung=index, kept=rung_result.kept)
+            for decision in rung_result.dropped:
                 write("job_exited", job=decision.job, step=decision.step, reason=decision.reason)
     return events
 
@@ -73,7 +73,7 @@ def test_live_run_replay_and_audit_agree(recording, settings) -> None:
     assert exits_of(events) == replayed.exits
     assert replayed.exits["breaks"][0] is ExitReason.DIVERGING
     assert audit(events) == ()
-    assert race_of(events).winner().job == replayed.winner
+    assert selection_of(events).winner().job == replayed.winner
 
 
 def test_the_audit_notices_other_exits(recording) -> None:
@@ -92,13 +92,13 @@ def test_exits_from_outside_are_taken_over(recording) -> None:
     started = events[0]
     stopped = [started, {"event": "job_exited", "job": "job-0", "step": 0, "reason": "stopped", "evidence": {}}]
     assert audit(stopped) == ()
-    assert not race_of(stopped).is_training("job-0")
+    assert not selection_of(stopped).is_training("job-0")
 
 
 def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     held = next(index for index, event in enumerate(events) if event["event"] == "warmup_ended")
-    before, after = race_of(events[:held]), race_of(events[: held + 1])
+    before, after = selection_of(events[:held]), selection_of(events[: held + 1])
     assert before.rung_ready()
     assert (before.rungs_held, after.rungs_held) == (0, 1)
     assert set(after.training) == set(events[held]["kept"])
@@ -107,10 +107,10 @@ def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
 def test_impossible_journals_are_refused(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     with pytest.raises(RunError, match="begins with task_started"):
-        race_of(events[1:])
+        selection_of(events[1:])
     without_losses = [events[0], *events[2:]]
     with pytest.raises(RunError, match=r"Journal, event 2 \(eval\): Early exit: expected an evaluation"):
-        race_of(without_losses)
+        selection_of(without_losses)
 
 
 def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
@@ -137,8 +137,8 @@ def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
     write("warmup_ended", rung=0, kept=["a", "c"])
     write("job_exited", job="b", step=2, reason="underperforming")
     assert audit(events) == ()
-    race = race_of(events)
-    assert race.training == ("a", "c")
+    selection = selection_of(events)
+    assert selection.training == ("a", "c")
     assert exits_of(events) == {"b": (ExitReason.UNDERPERFORMING, 2)}
     without_clone = [event for event in events if event.get("job") != "c"]
     assert exits_of(without_clone) == {"b": (ExitReason.UNDERPERFORMING, 2)}

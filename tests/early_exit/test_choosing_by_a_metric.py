@@ -10,22 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Policy, Race, RecordedJob, Recording, audit, policy_from, race_of, replay, underperformance
+from alto.early_exit import (
+    Policy,
+    RecordedJob,
+    Recording,
+    Selection,
+    audit,
+    policy_from,
+    replay,
+    selection_of,
+    underperformance,
+)
 from alto.errors import RunError
-from alto.records import ExitReason, Rung, Selection, Standing
+from alto.records import ExitReason, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import gain_of
+from alto.spec.metric import score_of
 
 HALF = Rung(progress=0.1, keep=0.5)
-LEAST = gain_of("x", {"x": math.nan})
+LEAST = score_of("x", {"x": math.nan})
 
 
-def select(rung: Rung, standings: list[Standing]) -> Selection:
+def select(rung: Rung, standings: list[Standing]) -> RungResult:
     return underperformance.select(math.ceil(rung.keep * len(standings)), standings)
 
 
-def standing(job: str, gain: float, loss: float, *, is_training: bool = True) -> Standing:
-    return Standing(job=job, step=5, validation_loss=loss, gain=gain, is_training=is_training)
+def standing(job: str, score: float, loss: float, *, is_training: bool = True) -> Standing:
+    return Standing(job=job, step=5, validation_loss=loss, score=score, is_training=is_training)
 
 
 @pytest.mark.parametrize(
@@ -49,46 +59,46 @@ def test_evidence_tells_the_gains_that_decided() -> None:
     assert (verdict.job, verdict.reason) == ("a", ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
         "rank": 2.0, "validation_loss": 0.1, "gain": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
-        "cutoff_gain": 0.7,
+        "cutoff_score": 0.7,
     }  # fmt: skip
 
 
-def train_to(race: Race, job: str, step: int, loss: float, gain: float) -> None:
-    done = race.history(job)[-1].step if race.history(job) else 0
-    race.observe_losses(job, done + 1, [1.0] * (step - done))
-    race.observe(job, step, loss, gain)
+def train_to(selection: Selection, job: str, step: int, loss: float, score: float) -> None:
+    done = selection.history(job)[-1].step if selection.history(job) else 0
+    selection.observe_losses(job, done + 1, [1.0] * (step - done))
+    selection.observe(job, step, loss, score)
 
 
 def test_a_race_from_start_to_end() -> None:
-    race = Race(Policy(rungs=(HALF,)), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10))
-    for job, loss, gain in (("a", 0.5, 0.5), ("b", 0.6, 0.7), ("c", 0.7, 0.7), ("d", 0.1, 0.6)):
-        train_to(race, job, 1, loss, gain)
-    assert race.select().kept == ("b", "c")
-    train_to(race, "b", 5, 0.4, 0.65)
-    assert race.best("b").step == 1, "the loss fell, and it is right less often"
-    train_to(race, "b", 10, 0.55, 0.7)
-    assert race.best("b").step == 10, "as often right, with a lower loss"
-    train_to(race, "c", 10, 0.55, 0.7)
-    assert race.winner() == race.best("b"), "of equals the first job"
-    assert race.training == ()
+    selection = Selection(Policy(rungs=(HALF,)), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10))
+    for job, loss, score in (("a", 0.5, 0.5), ("b", 0.6, 0.7), ("c", 0.7, 0.7), ("d", 0.1, 0.6)):
+        train_to(selection, job, 1, loss, score)
+    assert selection.select().kept == ("b", "c")
+    train_to(selection, "b", 5, 0.4, 0.65)
+    assert selection.best("b").step == 1, "the loss fell, and it is right less often"
+    train_to(selection, "b", 10, 0.55, 0.7)
+    assert selection.best("b").step == 10, "as often right, with a lower loss"
+    train_to(selection, "c", 10, 0.55, 0.7)
+    assert selection.winner() == selection.best("b"), "of equals the first job"
+    assert selection.training == ()
 
 
 def test_the_last_evaluation_of_equals_does_not_replace_the_first() -> None:
-    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 10})
+    selection = Selection(Policy(), ema_alpha=1.0, total_steps={"a": 10})
     for step in (2, 4, 6):
-        train_to(race, "a", step, 0.5, 0.7)
-    assert race.best("a").step == 2
+        train_to(selection, "a", step, 0.5, 0.7)
+    assert selection.best("a").step == 2
 
 
 def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> None:
-    race = Race(
+    selection = Selection(
         Policy(rungs=(HALF, Rung(progress=0.5, keep=0.5))), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10)
     )
-    train_to(race, "a", 1, 1e-9, 1.0)
-    train_to(race, "b", 1, 0.1, 0.9)
-    assert race.certain_to_be_kept() == frozenset()
-    train_to(race, "c", 1, 0.2, 0.8)
-    assert race.certain_to_be_kept() == frozenset("a")
+    train_to(selection, "a", 1, 1e-9, 1.0)
+    train_to(selection, "b", 1, 0.1, 0.9)
+    assert selection.certain_to_be_kept() == frozenset()
+    train_to(selection, "c", 1, 0.2, 0.8)
+    assert selection.certain_to_be_kept() == frozenset("a")
 
 
 @given(
@@ -98,7 +108,7 @@ def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> No
     st.randoms(use_true_random=False),
 )
 def test_the_order_of_telling_does_not_matter(worth: dict[str, tuple[float, float]], draw: random.Random) -> None:
-    standings = [standing(job, gain, loss) for job, (gain, loss) in worth.items()]
+    standings = [standing(job, score, loss) for job, (score, loss) in worth.items()]
     shuffled = draw.sample(standings, len(standings))
     assert select(HALF, shuffled) == select(HALF, standings)
 
@@ -149,26 +159,26 @@ def test_a_journal_tells_the_race_again(
     metric: dict[str, str], winner: tuple[str, int], best_steps: dict[str, int]
 ) -> None:
     events = journal(metric, EVALUATIONS)
-    race = race_of(events)
-    assert (race.winner().job, race.winner().step) == winner
-    assert {job: race.best(job).step for job in race.jobs} == best_steps
+    selection = selection_of(events)
+    assert (selection.winner().job, selection.winner().step) == winner
+    assert {job: selection.best(job).step for job in selection.jobs} == best_steps
     assert audit(events) == ()
 
 
 def test_a_journal_from_before_there_were_metrics_is_read() -> None:
     events = journal({}, {"a": [(5, 0.5, {}), (10, 0.6, {})]})
-    assert race_of(events).best("a").step == 5
-    assert Recording.from_journal(events).jobs[0].gains == ()
+    assert selection_of(events).best("a").step == 5
+    assert Recording.from_journal(events).jobs[0].scores == ()
 
 
 def test_an_evaluation_without_the_metric_is_another_version_s() -> None:
     with pytest.raises(RunError, match=r"event 2.*reward_accuracy"):
-        race_of(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]}))
+        selection_of(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]}))
 
 
 def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
     recording = Recording.from_journal(journal(BY_ACCURACY, EVALUATIONS))
-    assert recording.jobs[1].gains == (0.8, LEAST)
+    assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
     everything = replay(recording, Policy(), 0.1)
@@ -188,11 +198,11 @@ def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_dec
     started, *others = journal(BY_ACCURACY, found)
     events = [started, {"seq": 1, "event": "base_evaluated", "values": [base]}, *others]
     recording = Recording.from_journal(events)
-    assert recording.jobs[0].gain_rows == (tuple(rows["a"]),)
-    assert recording.jobs[0].start.gain_rows == (0.5,) * 45
+    assert recording.jobs[0].score_rows == (tuple(rows["a"]),)
+    assert recording.jobs[0].start.score_rows == (0.5,) * 45
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
-    assert replay(recording, Policy(), 0.1).winner == race_of(events).winner().job == "b"
+    assert replay(recording, Policy(), 0.1).winner == selection_of(events).winner().job == "b"
 
 
 def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:
@@ -205,5 +215,5 @@ def test_every_evaluation_has_a_gain_or_none_has() -> None:
     with pytest.raises(RunError, match="a gain for each of 2 evaluations or none at all, found 1"):
         RecordedJob(
             job="a", config={}, total_steps=2, rows_per_step=1, train_losses=(1.0, 1.0),
-            evaluations=((1, 1.0), (2, 1.0)), gains=(0.5,),
+            evaluations=((1, 1.0), (2, 1.0)), scores=(0.5,),
         )  # fmt: skip

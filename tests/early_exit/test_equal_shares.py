@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from alto.early_exit import Policy, Race, audit, point_at_share, race_of
+from alto.early_exit import Policy, Selection, audit, point_at_share, selection_of
 from alto.early_exit.noise import is_within_noise
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, StartValue
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import LEAST_GAIN
+from alto.spec.metric import LEAST_SCORE
 
 NAN = math.nan
-START = StartValue(validation_loss=4.0, gain=0.5)
+START = StartValue(validation_loss=4.0, score=0.5)
 
 
 def points(*evaluations: tuple[int, float, float]) -> list[LossPoint]:
     return [
-        LossPoint(job="a", step=step, total_steps=100, train_ema=1.0, validation_loss=loss, gain=gain)
-        for step, loss, gain in evaluations
+        LossPoint(job="a", step=step, total_steps=100, train_ema=1.0, validation_loss=loss, score=score)
+        for step, loss, score in evaluations
     ]
 
 
@@ -47,79 +47,79 @@ def test_the_value_at_a_share(case, evaluations, progress, total_steps, start, e
     if expected is None:
         assert found is None
         return
-    assert (found.validation_loss, found.gain) == pytest.approx(expected)
+    assert (found.validation_loss, found.score) == pytest.approx(expected)
 
 
 def test_validation_rows_are_interpolated_as_their_mean_is() -> None:
     """36 of 48 right in both; one job is seen at the rung, the other at 2.7 times its share, from half right before."""
     rows = tuple(float(row < 36) for row in range(48))
-    start = StartValue(validation_loss=4.0, gain=0.5, gain_rows=(0.5,) * 48)
+    start = StartValue(validation_loss=4.0, score=0.5, score_rows=(0.5,) * 48)
     (exact,) = points((3, 1.0, 0.75))
     (late,) = points((1, 0.9, 0.75))
-    exact, late = replace(exact, gain_rows=rows), replace(late, gain_rows=rows)
+    exact, late = replace(exact, score_rows=rows), replace(late, score_rows=rows)
     there = point_at_share([exact], Rung(progress=0.03, keep=0.5), 100, start)
     before = point_at_share([late], Rung(progress=0.025, keep=0.5), 15, start)
-    assert (there.gain, there.gain_rows) == (0.75, rows)
-    assert before.gain == pytest.approx(0.5 + 0.375 * 0.25)
-    assert sum(before.gain_rows) / 48 == pytest.approx(before.gain)
+    assert (there.score, there.score_rows) == (0.75, rows)
+    assert before.score == pytest.approx(0.5 + 0.375 * 0.25)
+    assert sum(before.score_rows) / 48 == pytest.approx(before.score)
     assert not is_within_noise(there, before)
 
 
 def test_a_side_without_rows_makes_the_rows_unknown() -> None:
     (late,) = points((1, 0.9, 0.75))
-    found = point_at_share([replace(late, gain_rows=(1.0, 0.5))], Rung(progress=0.025, keep=0.5), 10, START)
-    assert (found.gain, found.gain_rows) == (pytest.approx(0.5625), ())
+    found = point_at_share([replace(late, score_rows=(1.0, 0.5))], Rung(progress=0.025, keep=0.5), 10, START)
+    assert (found.score, found.score_rows) == (pytest.approx(0.5625), ())
 
 
 def test_a_score_that_was_not_finite_is_not_interpolated() -> None:
-    start = StartValue(validation_loss=4.0, gain=LEAST_GAIN)
+    start = StartValue(validation_loss=4.0, score=LEAST_SCORE)
     found = point_at_share(points((1, 2.0, 0.7)), Rung(progress=0.025, keep=0.5), 10, start)
-    assert (found.validation_loss, found.gain) == (3.5, 0.7)
+    assert (found.validation_loss, found.score) == (3.5, 0.7)
 
 
 def test_a_job_that_finishes_at_its_first_step_is_compared_at_the_share_too() -> None:
     """3.0 after its only step is 3.975 after 2.5 % of it, more than the 3.9 of a job seen there."""
     rungs = (Rung(progress=0.025, keep=0.5),)
-    race = Race(Policy(rungs=rungs), ema_alpha=1.0, total_steps={"long": 40, "short": 1})
+    selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps={"long": 40, "short": 1})
     for job, loss in (("long", 3.9), ("short", 3.0)):
-        race.observe_base(job, StartValue(validation_loss=4.0))
-        race.observe_losses(job, 1, [4.0])
-        race.observe(job, 1, loss)
-    assert race.select().kept == ("long",)
-    assert race.training == ("long",)
+        selection.observe_base(job, StartValue(validation_loss=4.0))
+        selection.observe_losses(job, 1, [4.0])
+        selection.observe(job, 1, loss)
+    assert selection.select().kept == ("long",)
+    assert selection.training == ("long",)
 
 
 def test_at_the_finish_a_job_that_has_ended_takes_no_place_of_one_that_trains() -> None:
     rungs = (Rung(progress=0.4, keep=1.0, max_kept=1),)
-    race = Race(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys("abc", 10))
+    selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys("abc", 10))
     for job, loss in (("a", 0.5), ("b", 0.51), ("c", 0.6)):
-        race.observe_losses(job, 1, [1.0] * 2)
-        race.observe(job, 2, loss)
-    race.end(ExitDecision(job="a", step=2, reason=ExitReason.OVERFITTING, evidence={}))
+        selection.observe_losses(job, 1, [1.0] * 2)
+        selection.observe(job, 2, loss)
+    selection.end(ExitDecision(job="a", step=2, reason=ExitReason.OVERFITTING, evidence={}))
     for job, loss in (("b", 0.51), ("c", 0.6)):
-        race.observe_losses(job, 3, [1.0] * 2)
-        race.observe(job, 4, loss)
-    selection = race.select()
-    assert selection.kept == ("a", "b")
-    assert [decision.job for decision in selection.dropped] == ["c"]
-    assert selection.dropped[0].evidence["rank"] == 3
-    assert race.training == ("b",)
+        selection.observe_losses(job, 3, [1.0] * 2)
+        selection.observe(job, 4, loss)
+    rung_result = selection.select()
+    assert rung_result.kept == ("a", "b")
+    assert [decision.job for decision in rung_result.dropped] == ["c"]
+    assert rung_result.dropped[0].evidence["rank"] == 3
+    assert selection.training == ("b",)
 
 
-def race_to_first_step(*, equal_shares: bool) -> Race:
+def race_to_first_step(*, equal_shares: bool) -> Selection:
     """The job with the larger batch is first evaluated at twice the rung's share; it learns less per sample."""
-    race = Race(
+    selection = Selection(
         Policy(rungs=(Rung(progress=0.05, keep=0.5),), equal_shares=equal_shares),
         ema_alpha=1.0,
         total_steps={"large-batch": 10, "small-batch": 40},
     )
-    for job in race.jobs:
-        race.observe_base(job, StartValue(validation_loss=4.0))
-    race.observe_losses("large-batch", 1, [4.0])
-    race.observe("large-batch", 1, 3.0)  # at 10 %: 0.5 at 5 %
-    race.observe_losses("small-batch", 1, [4.0] * 2)
-    race.observe("small-batch", 2, 3.3)  # at 5 %: 0.7
-    return race
+    for job in selection.jobs:
+        selection.observe_base(job, StartValue(validation_loss=4.0))
+    selection.observe_losses("large-batch", 1, [4.0])
+    selection.observe("large-batch", 1, 3.0)  # at 10 %: 0.5 at 5 %
+    selection.observe_losses("small-batch", 1, [4.0] * 2)
+    selection.observe("small-batch", 2, 3.3)  # at 5 %: 0.7
+    return selection
 
 
 def test_a_large_batch_is_not_favoured() -> None:
@@ -135,28 +135,28 @@ def test_the_evidence_of_a_verdict_is_the_value_at_the_share() -> None:
 
 
 def test_the_base_is_evaluated_before_a_job() -> None:
-    race = race_to_first_step(equal_shares=True)
+    selection = race_to_first_step(equal_shares=True)
     with pytest.raises(RunError, match="the base's validation before the first of large-batch"):
-        race.observe_base("large-batch", START)
+        selection.observe_base("large-batch", START)
 
 
 @pytest.mark.parametrize(("equal_shares", "num_kept"), [(True, 3), (False, 2)])
 def test_places_are_counted_from_all_jobs_that_were_ranked(equal_shares: bool, num_kept: int) -> None:
     """Of ten jobs half go on, and of those three fifths: 3 of 10, though two of the five have diverged in between."""
     rungs = (Rung(progress=0.1, keep=0.5), Rung(progress=0.2, keep=0.6))
-    race = Race(
+    selection = Selection(
         Policy(rungs=rungs, equal_shares=equal_shares), ema_alpha=1.0, total_steps=dict.fromkeys("abcdefghij", 10)
     )
-    for loss, job in enumerate(race.jobs):
-        race.observe_losses(job, 1, [1.0])
-        race.observe(job, 1, float(loss))
-    assert race.select().kept == tuple("abcde")
+    for loss, job in enumerate(selection.jobs):
+        selection.observe_losses(job, 1, [1.0])
+        selection.observe(job, 1, float(loss))
+    assert selection.select().kept == tuple("abcde")
     for job in "ab":
-        race.observe_losses(job, 2, [NAN])
-    for loss, job in enumerate(race.training):
-        race.observe_losses(job, 2, [1.0])
-        race.observe(job, 2, float(loss))
-    assert len(race.select().kept) == num_kept
+        selection.observe_losses(job, 2, [NAN])
+    for loss, job in enumerate(selection.training):
+        selection.observe_losses(job, 2, [1.0])
+        selection.observe(job, 2, float(loss))
+    assert len(selection.select().kept) == num_kept
 
 
 def journal(**settings: object) -> list[dict]:
@@ -178,8 +178,8 @@ def journal(**settings: object) -> list[dict]:
 
 def test_a_journal_says_what_the_base_gave() -> None:
     settings = EarlyExit(rungs=[(0.05, 0.5)]).resolved().model_dump(mode="json")
-    race = race_of(journal(**settings))
-    assert race.training == ("small-batch",)
+    selection = selection_of(journal(**settings))
+    assert selection.training == ("small-batch",)
     exited = {"event": "job_exited", "job": "large-batch", "step": 1, "reason": "underperforming"}
     assert audit([*journal(**settings), exited]) == ()
 
@@ -187,4 +187,4 @@ def test_a_journal_says_what_the_base_gave() -> None:
 def test_a_journal_of_version_0_1_is_decided_as_it_was() -> None:
     of_0_1 = {"enabled": True, "policy": "alto", "select": True, "rungs": [[0.05, 0.5]], "window": 2}
     events = [event for event in journal(**of_0_1) if event["event"] != "base_evaluated"]
-    assert race_of(events).training == ("large-batch",)
+    assert selection_of(events).training == ("large-batch",)

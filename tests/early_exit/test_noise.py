@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Policy, Race
+from alto.early_exit import Policy, Selection
 from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
 from alto.records import LossPoint, Rung
 
@@ -18,19 +18,19 @@ def point(
     job: str,
     loss: float,
     rows: list[float] | tuple[float, ...] = (),
-    gain: float | None = None,
+    score: float | None = None,
     scale: str = "",
     start: float | None = None,
 ) -> LossPoint:
-    mean = (sum(rows) / len(rows) if rows else 0.0) if gain is None else gain
+    mean = (sum(rows) / len(rows) if rows else 0.0) if score is None else score
     return LossPoint(
         job=job,
         step=1,
         total_steps=10,
         train_ema=1.0,
         validation_loss=loss,
-        gain=mean,
-        gain_rows=tuple(rows),
+        score=mean,
+        score_rows=tuple(rows),
         loss_scale=scale,
         start_loss=start,
     )
@@ -61,22 +61,22 @@ def test_what_lies_within_noise(case, one, other, within) -> None:
 
 
 def test_without_rows_any_lead_counts() -> None:
-    assert not is_within_noise(point("a", 1.0, gain=0.7), point("b", 1.0, gain=0.69))
-    assert is_within_noise(point("a", 1.0, gain=0.7), point("b", 2.0, gain=0.7))
-    assert not is_within_noise(point("a", 1.0, right(31, 45)), point("b", 1.0, gain=0.6))
+    assert not is_within_noise(point("a", 1.0, score=0.7), point("b", 1.0, score=0.69))
+    assert is_within_noise(point("a", 1.0, score=0.7), point("b", 2.0, score=0.7))
+    assert not is_within_noise(point("a", 1.0, right(31, 45)), point("b", 1.0, score=0.6))
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_tells_nothing_of_noise(odd) -> None:
-    broken = point("a", 1.0, [odd, 0.5, 0.5], gain=0.4)
+    broken = point("a", 1.0, [odd, 0.5, 0.5], score=0.4)
     assert not is_within_noise(broken, point("b", 1.0, [0.5, 0.5, 0.6]))
-    assert not is_within_noise(broken, point("b", 1.0, [odd, 0.5, 0.6], gain=0.5))
+    assert not is_within_noise(broken, point("b", 1.0, [odd, 0.5, 0.6], score=0.5))
 
 
 def test_rows_of_another_weight_than_the_mean_are_compared_with_their_own_mean() -> None:
     """Sums over the tokens of a row, where the gain is a mean over tokens: 45 and 25 right of 50 in every row."""
     many, few = ([50 * share + (row % 3) for row in range(100)] for share in (0.9, 0.5))
-    assert not is_within_noise(point("a", 1.0, many, gain=0.9), point("b", 1.0, few, gain=0.5))
+    assert not is_within_noise(point("a", 1.0, many, score=0.9), point("b", 1.0, few, score=0.5))
 
 
 def test_losses_of_other_scales_decide_nothing_where_the_base_is_not_known() -> None:
@@ -96,13 +96,15 @@ def test_losses_of_other_scales_are_compared_as_shares_of_the_base_s() -> None:
 
 
 def test_a_chain_of_checkpoints_within_noise_of_the_next_does_not_lead_away_from_the_best() -> None:
-    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 100})
+    selection = Selection(Policy(), ema_alpha=1.0, total_steps={"a": 100})
     for step, num_right in enumerate((36, 33, 30, 27, 24, 21), start=1):
-        race.observe_losses("a", step, [1.0])
-        race.observe("a", step, 1.0 - step / 10, num_right / 40, right(num_right, 40))
-    best = race.best("a")
-    assert is_within_noise(best, race.history("a")[0])
-    assert best.step == max(point.step for point in race.history("a") if is_within_noise(point, race.history("a")[0]))
+        selection.observe_losses("a", step, [1.0])
+        selection.observe("a", step, 1.0 - step / 10, num_right / 40, right(num_right, 40))
+    best = selection.best("a")
+    assert is_within_noise(best, selection.history("a")[0])
+    assert best.step == max(
+        point.step for point in selection.history("a") if is_within_noise(point, selection.history("a")[0])
+    )
     assert best.step < 6
 
 
@@ -125,35 +127,37 @@ def test_within_noise_the_loss_decides() -> None:
 
 
 def test_a_job_keeps_the_checkpoint_with_the_lower_loss_unless_another_leads_by_more_than_noise() -> None:
-    race = Race(Policy(), ema_alpha=1.0, total_steps={"a": 40})
+    selection = Selection(Policy(), ema_alpha=1.0, total_steps={"a": 40})
     for step, loss, rows in ((2, 0.9, right(31, 45)), (10, 0.6, right(30, 45)), (20, 0.7, right(31, 45))):
-        done = race.history("a")[-1].step if race.history("a") else 0
-        race.observe_losses("a", done + 1, [1.0] * (step - done))
-        race.observe("a", step, loss, sum(rows) / 45, rows)
-    assert race.best("a").step == 10
-    race.observe_losses("a", 21, [1.0] * 19)
-    race.observe("a", 39, 0.8, 43 / 45, right(43, 45))
-    assert race.best("a").step == 39
+        done = selection.history("a")[-1].step if selection.history("a") else 0
+        selection.observe_losses("a", done + 1, [1.0] * (step - done))
+        selection.observe("a", step, loss, sum(rows) / 45, rows)
+    assert selection.best("a").step == 10
+    selection.observe_losses("a", 21, [1.0] * 19)
+    selection.observe("a", 39, 0.8, 43 / 45, right(43, 45))
+    assert selection.best("a").step == 39
 
 
 def test_the_winner_is_not_who_is_lucky_and_the_others_are_named() -> None:
-    race = Race(Policy(), ema_alpha=1.0, total_steps=dict.fromkeys("abc", 1))
+    selection = Selection(Policy(), ema_alpha=1.0, total_steps=dict.fromkeys("abc", 1))
     worth = (("a", 0.9, right(31, 45)), ("b", 0.6, right(30, 45)), ("c", 0.5, right(10, 45)))
     for job, loss, rows in worth:
-        race.observe_losses(job, 1, [1.0])
-        race.observe(job, 1, loss, sum(rows) / 45, rows)
-    winner = race.winner()
+        selection.observe_losses(job, 1, [1.0])
+        selection.observe(job, 1, loss, sum(rows) / 45, rows)
+    winner = selection.winner()
     assert winner.job == "b"
-    assert [tied.job for tied in race.cannot_be_told_from_the_winner()] == ["a"]
+    assert [tied.job for tied in selection.within_noise_of_winner()] == ["a"]
 
 
 def test_a_rung_ranks_within_noise_by_the_loss() -> None:
-    race = Race(Policy(rungs=(Rung(progress=0.5, keep=0.5),)), ema_alpha=1.0, total_steps=dict.fromkeys("ab", 2))
+    selection = Selection(
+        Policy(rungs=(Rung(progress=0.5, keep=0.5),)), ema_alpha=1.0, total_steps=dict.fromkeys("ab", 2)
+    )
     for job, loss, rows in (("a", 0.9, right(31, 45)), ("b", 0.6, right(30, 45))):
-        race.observe_losses(job, 1, [1.0])
-        race.observe(job, 1, loss, sum(rows) / 45, rows)
-        assert race.certain_to_be_kept() == frozenset()
-    assert race.select().kept == ("b",)
+        selection.observe_losses(job, 1, [1.0])
+        selection.observe(job, 1, loss, sum(rows) / 45, rows)
+        assert selection.certain_to_be_kept() == frozenset()
+    assert selection.select().kept == ("b",)
 
 
 @given(
@@ -166,4 +170,4 @@ def test_an_order_of_all_whatever_order_they_come_in(worth, draw: random.Random)
     assert sorted(order, key=lambda item: item.job) == points
     assert ordered(draw.sample(points, len(points))) == order
     for before, after in itertools.pairwise(order):
-        assert not (after.gain > before.gain and not is_within_noise(before, after))
+        assert not (after.score > before.score and not is_within_noise(before, after))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from alto.early_exit import OverfittingUpturn, Policy, Race
-from alto.records import ExitDecision, ExitReason, Rung, Selection
+from alto.early_exit import OverfittingUpturn, Policy, Selection
+from alto.records import ExitDecision, ExitReason, Rung, RungResult
 
 TOTAL_STEPS = 12
 Traces = dict[str, list[tuple[float, float]]]
@@ -18,7 +18,7 @@ Failures = dict[str, tuple[int, str]]
 
 
 @st.composite
-def races(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
+def selections(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     """A policy with rungs that coincide or not, and jobs that fall, turn up, tie, break or fail at any step."""
     progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
     shares, least = st.sampled_from([0.2, 0.5, 0.75, 1.0]), draw(st.sampled_from([1, 2, 4]))
@@ -37,57 +37,57 @@ def races(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     return Policy(rules=rules, rungs=rungs, equal_shares=draw(st.booleans())), traces, failures
 
 
-def fail(race: Race, job: str, num_steps: int) -> None:
-    race.end(ExitDecision(job=job, step=num_steps, reason=ExitReason.FAILED))
+def fail(selection: Selection, job: str, num_steps: int) -> None:
+    selection.end(ExitDecision(job=job, step=num_steps, reason=ExitReason.FAILED))
 
 
 def run(
     policy: Policy, traces: Traces, failures: Failures, shuffler: random.Random, *, ahead: bool
-) -> tuple[Race, list[Selection]]:
+) -> tuple[Selection, list[RungResult]]:
     """Train a step of any job that may at a time, each step evaluated; ``ahead`` lets the certain ones train, too."""
-    race = Race(policy, ema_alpha=1.0, total_steps=dict.fromkeys(traces, TOTAL_STEPS))
+    selection = Selection(policy, ema_alpha=1.0, total_steps=dict.fromkeys(traces, TOTAL_STEPS))
     selections = []
     while True:
-        while race.rung_ready():
-            selections.append(race.select())
-        if not race.training:
-            return race, selections
-        certain = race.certain_to_be_kept() if ahead else frozenset()
-        job = shuffler.choice([job for job in race.training if not race.is_waiting(job) or job in certain])
-        step = race.history(job)[-1].step + 1 if race.history(job) else 1
+        while selection.rung_ready():
+            selections.append(selection.select())
+        if not selection.training:
+            return selection, selections
+        certain = selection.certain_to_be_kept() if ahead else frozenset()
+        job = shuffler.choice([job for job in selection.training if not selection.is_waiting(job) or job in certain])
+        step = selection.history(job)[-1].step + 1 if selection.history(job) else 1
         train_loss, validation_loss = traces[job][step - 1]
         if failures.get(job) == (step, "training"):
-            fail(race, job, step - 1)
-        elif race.observe_losses(job, step, [train_loss]) is None:
+            fail(selection, job, step - 1)
+        elif selection.observe_losses(job, step, [train_loss]) is None:
             if failures.get(job) == (step, "evaluation"):
-                fail(race, job, step)
+                fail(selection, job, step)
             else:
-                race.observe(job, step, validation_loss)
+                selection.observe(job, step, validation_loss)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(races(), st.randoms(use_true_random=False))
+@given(selections(), st.randoms(use_true_random=False))
 def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces, Failures], shuffler: random.Random) -> None:
     policy, traces, failures = case
-    race, selections = run(policy, traces, failures, shuffler, ahead=False)
+    selection, selections = run(policy, traces, failures, shuffler, ahead=False)
     ahead, selections_ahead = run(policy, traces, failures, shuffler, ahead=True)
     assert selections_ahead == selections
     for job in traces:
-        assert repr(ahead.decision_on(job)) == repr(race.decision_on(job))  # repr, because nan is not nan
-        assert repr(ahead.history(job)) == repr(race.history(job))
-    assert ahead.winner() == race.winner()
+        assert repr(ahead.decision_on(job)) == repr(selection.decision_on(job))  # repr, because nan is not nan
+        assert repr(ahead.history(job)) == repr(selection.history(job))
+    assert ahead.winner() == selection.winner()
 
 
 HALF_THEN_HALF = Policy(rungs=(Rung(progress=0.25, keep=0.5), Rung(progress=0.5, keep=0.5)))
 
 
-def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Race:
+def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Selection:
     """Jobs of twelve steps, of which those with a loss have reached the first rung at step 3."""
-    race = Race(policy, ema_alpha=1.0, total_steps=dict.fromkeys("abcdef", 12))
+    selection = Selection(policy, ema_alpha=1.0, total_steps=dict.fromkeys("abcdef", 12))
     for job, loss in losses.items():
-        race.observe_losses(job, 1, [1.0] * 3)
-        race.observe(job, 3, loss)
-    return race
+        selection.observe_losses(job, 1, [1.0] * 3)
+        selection.observe(job, 3, loss)
+    return selection
 
 
 @pytest.mark.parametrize(
@@ -104,76 +104,76 @@ def test_a_place_is_certain_if_all_who_are_to_come_could_be_better(losses: dict[
     assert waiting(losses).certain_to_be_kept() == set(certain)
 
 
-def run_ahead(race: Race, job: str, losses: dict[int, float]) -> ExitDecision | None:
+def run_ahead(selection: Selection, job: str, losses: dict[int, float]) -> ExitDecision | None:
     verdict = None
     for step, loss in losses.items():
-        race.observe_losses(job, step, [1.0])
-        verdict = race.observe(job, step, loss)
+        selection.observe_losses(job, step, [1.0])
+        verdict = selection.observe(job, step, loss)
     return verdict
 
 
 def test_a_job_runs_ahead_to_the_next_rung_and_waits_there() -> None:
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    assert "a" in race.certain_to_be_kept()
-    assert race.furthest_stop("a") == 6
-    run_ahead(race, "a", {4: 0.9, 5: 0.8, 6: 0.7})
-    assert race.certain_to_be_kept() == {"b"}
-    race.observe_losses("f", 1, [math.nan])
-    assert race.select().kept == ("a", "b", "c")
-    assert race.is_waiting("a")
-    assert race.standings()[0].validation_loss == 0.7
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert "a" in selection.certain_to_be_kept()
+    assert selection.furthest_stop("a") == 6
+    run_ahead(selection, "a", {4: 0.9, 5: 0.8, 6: 0.7})
+    assert selection.certain_to_be_kept() == {"b"}
+    selection.observe_losses("f", 1, [math.nan])
+    assert selection.select().kept == ("a", "b", "c")
+    assert selection.is_waiting("a")
+    assert selection.standings()[0].validation_loss == 0.7
 
 
 def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> None:
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    assert run_ahead(race, "a", {4: 99.0}) is None
-    assert race.observe_losses("b", 4, [math.nan]).reason is ExitReason.DIVERGING
-    race.observe_losses("f", 1, [1.0] * 3)
-    race.observe("f", 3, 1.5)
-    assert race.select().kept == ("a", "f", "b")
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    assert run_ahead(selection, "a", {4: 99.0}) is None
+    assert selection.observe_losses("b", 4, [math.nan]).reason is ExitReason.DIVERGING
+    selection.observe_losses("f", 1, [1.0] * 3)
+    selection.observe("f", 3, 1.5)
+    assert selection.select().kept == ("a", "f", "b")
 
 
 def test_a_job_that_fails_in_the_step_after_the_rung_stands_there() -> None:
     """It has as many steps as at the rung, and was evaluated there: had it waited, it would have been kept."""
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    fail(race, "a", 3)
-    fail(race, "f", 2)
-    assert race.select().kept == ("a", "b", "c")
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    fail(selection, "a", 3)
+    fail(selection, "f", 2)
+    assert selection.select().kept == ("a", "b", "c")
 
 
 def test_a_job_that_cannot_be_evaluated_at_the_rung_does_not_stand_there() -> None:
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    race.observe_losses("f", 1, [1.0] * 3)
-    fail(race, "f", 3)
-    assert race.select().kept == ("a", "b", "c")
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    selection.observe_losses("f", 1, [1.0] * 3)
+    fail(selection, "f", 3)
+    assert selection.select().kept == ("a", "b", "c")
 
 
 def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    run_ahead(race, "a", {4: 0.9})
-    race.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))
-    assert "a" not in {standing.job for standing in race.standings()}
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
+    run_ahead(selection, "a", {4: 0.9})
+    selection.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))
+    assert "a" not in {standing.job for standing in selection.standings()}
 
 
 def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:
-    race = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}, Policy(rungs=HALF_THEN_HALF.rungs[:1]))
-    run_ahead(race, "a", dict.fromkeys(range(4, 13), 1.0))
+    selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}, Policy(rungs=HALF_THEN_HALF.rungs[:1]))
+    run_ahead(selection, "a", dict.fromkeys(range(4, 13), 1.0))
     for job in "bcde":
-        race.end(ExitDecision(job=job, step=3, reason=ExitReason.STOPPED))
-    race.observe_losses("f", 1, [math.nan])
-    assert race.training == ()
-    assert race.rung_ready()
-    assert race.select().kept == ("a",)
-    assert not race.rung_ready()
+        selection.end(ExitDecision(job=job, step=3, reason=ExitReason.STOPPED))
+    selection.observe_losses("f", 1, [math.nan])
+    assert selection.training == ()
+    assert selection.rung_ready()
+    assert selection.select().kept == ("a",)
+    assert not selection.rung_ready()
 
 
 def test_at_the_finish_no_job_is_certain_of_the_place_while_others_are_to_come() -> None:
-    race = Race(
+    selection = Selection(
         Policy(rungs=(Rung(progress=0.5, keep=1.0, max_kept=1),)), ema_alpha=1.0, total_steps=dict.fromkeys("ab", 10)
     )
-    race.observe_losses("a", 1, [1.0] * 5)
-    race.observe("a", 5, 0.1)
-    assert race.certain_to_be_kept() == frozenset()
-    race.observe_losses("b", 1, [1.0] * 5)
-    race.observe("b", 5, 0.2)
-    assert race.select().kept == ("a",)
+    selection.observe_losses("a", 1, [1.0] * 5)
+    selection.observe("a", 5, 0.1)
+    assert selection.certain_to_be_kept() == frozenset()
+    selection.observe_losses("b", 1, [1.0] * 5)
+    selection.observe("b", 5, 0.2)
+    assert selection.select().kept == ("a",)

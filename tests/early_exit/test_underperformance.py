@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import underperformance
-from alto.records import ExitReason, Rung, Selection, Standing
+from alto.records import ExitReason, Rung, RungResult, Standing
 from alto.spec.rungs import ceil_share
 
 INF, NAN = math.inf, math.nan
@@ -20,12 +20,12 @@ def standings(losses: dict[str, float], ended: str = "") -> list[Standing]:
     ]
 
 
-def select(rung: Rung, ranked: list[Standing]) -> Selection:
+def select(rung: Rung, ranked: list[Standing]) -> RungResult:
     return underperformance.select(ceil_share(rung.keep, len(ranked)), ranked)
 
 
-def dropped(selection) -> list[str]:
-    return [decision.job for decision in selection.dropped]
+def dropped(rung_result) -> list[str]:
+    return [decision.job for decision in rung_result.dropped]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def dropped(selection) -> list[str]:
     ],
 )
 def test_who_is_kept(case, losses, ended, keep, kept, out) -> None:
-    selection = select(Rung(progress=0.05, keep=keep), standings(losses, ended))
-    assert list(selection.kept) == kept
-    assert dropped(selection) == out
+    rung_result = select(Rung(progress=0.05, keep=keep), standings(losses, ended))
+    assert list(rung_result.kept) == kept
+    assert dropped(rung_result) == out
 
 
 def test_evidence() -> None:
-    selection = select(Rung(progress=0.05, keep=0.5), standings({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}))
-    verdict = selection.dropped[1]
+    rung_result = select(Rung(progress=0.05, keep=0.5), standings({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}))
+    verdict = rung_result.dropped[1]
     assert (verdict.job, verdict.step, verdict.reason) == ("d", 5, ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
         "rank": 4.0,
@@ -78,15 +78,15 @@ def test_exactly_the_share_is_kept_whatever_the_order(
     losses: dict[str, float], percent: int, draw: random.Random
 ) -> None:
     rung, everybody = Rung(progress=0.05, keep=percent / 100), standings(losses)
-    selection = select(rung, everybody)
+    rung_result = select(rung, everybody)
     finite = sum(math.isfinite(loss) for loss in losses.values())
-    assert len(selection.kept) == min(ceil_share(percent / 100, len(losses)), finite)
-    assert sorted([*selection.kept, *dropped(selection)]) == sorted(losses)
-    worst = max((losses[job] for job in selection.kept), default=-INF)
-    assert all(not losses[job] < worst for job in dropped(selection))
+    assert len(rung_result.kept) == min(ceil_share(percent / 100, len(losses)), finite)
+    assert sorted([*rung_result.kept, *dropped(rung_result)]) == sorted(losses)
+    worst = max((losses[job] for job in rung_result.kept), default=-INF)
+    assert all(not losses[job] < worst for job in dropped(rung_result))
     shuffled = draw.sample(everybody, len(everybody))
     again = select(rung, shuffled)
-    assert (again.kept, dropped(again)) == (selection.kept, dropped(selection))
+    assert (again.kept, dropped(again)) == (rung_result.kept, dropped(rung_result))
 
 
 @given(losses_of_jobs, st.integers(1, 100))

@@ -230,9 +230,11 @@ def test_several_adapters_are_measured_as_each_alone(adapter: SavedAdapter, rows
 @pytest.fixture(scope="module")
 def pairs(rows: HeldoutRows) -> HeldoutRows:
     """What was learned against another answer."""
-    talks = [row for row in rows.rows if not isinstance(row, Pair)]
-    rejected = [(*talk[:-1], Message("assistant", "I do not know.")) for talk in talks]
-    pairs = [Pair(chosen=talk, rejected=other) for talk, other in zip(talks, rejected, strict=True)]
+    conversations = [row for row in rows.rows if not isinstance(row, Pair)]
+    rejected = [(*conversation[:-1], Message("assistant", "I do not know.")) for conversation in conversations]
+    pairs = [
+        Pair(chosen=conversation, rejected=other) for conversation, other in zip(conversations, rejected, strict=True)
+    ]
     return HeldoutRows(name="pairs", rows=pairs, max_length=1024)
 
 
@@ -246,7 +248,10 @@ def test_the_preference_is_what_replies_have_gained_on_the_base(
     expected = []
     for model in (network, PeftModel.from_pretrained(load_network("alto-tiny"), adapter.folder).eval()):
         expected.append(
-            [[log_prob(model, tokenizer, talk) for talk in (row.chosen, row.rejected)] for row in pairs.rows]
+            [
+                [log_prob(model, tokenizer, conversation) for conversation in (row.chosen, row.rejected)]
+                for row in pairs.rows
+            ]
         )
     base_Q2, adapted_Q2 = torch.tensor(expected, dtype=torch.float64)
     margin = ((adapted_Q2 - base_Q2) @ torch.tensor([1.0, -1.0], dtype=torch.float64)).mean()
@@ -257,10 +262,10 @@ def test_the_preference_is_what_replies_have_gained_on_the_base(
 
 
 @torch.no_grad()
-def log_prob(model: Any, tokenizer: Any, talk: Any) -> float:
+def log_prob(model: Any, tokenizer: Any, conversation: Any) -> float:
     """Of the last reply and its end, by the model's own forward pass."""
-    prompt = encode_prompt(talk[:-1], tokenizer)
-    (row,) = encode_conversation(talk, tokenizer)
+    prompt = encode_prompt(conversation[:-1], tokenizer)
+    (row,) = encode_conversation(conversation, tokenizer)
     ids = torch.tensor([row.input_ids])
     losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
     return -float(losses[len(prompt) - 1 :].double().sum())

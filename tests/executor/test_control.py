@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny import make_task, read_journal, run_task
 
-from alto.early_exit import audit, race_of
+from alto.early_exit import audit, selection_of
 from alto.early_exit.journal import curves_of
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskResult
@@ -127,8 +127,8 @@ def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Pat
     assert list(found.validation.values()) == pytest.approx(list(expected.validation.values()), rel=1e-5)
     assert read_history(commanded.run_dir.root).jobs["job-003"].origin == "job-000"
     assert audit(events) == ()
-    race = race_of(events)
-    assert race.start_of("job-003") == race.start_of("job-000") is not None
+    selection = selection_of(events)
+    assert selection.start_of("job-003") == selection.start_of("job-000") is not None
 
 
 def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
     start = read_adapter(commanded.run_dir.job("job-003", "start"))
     assert any(bool(b.any()) for _, b in start.values())
     assert read_history(commanded.run_dir.root).jobs["job-003"].step == 15
-    assert race_of(events).start_of("job-003") is None, "it does not begin at the base"
+    assert selection_of(events).start_of("job-003") is None, "it does not begin at the base"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tiny import load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
-from alto.early_exit import Recording, audit, policy_from, race_of, replay
+from alto.early_exit import Recording, audit, policy_from, replay, selection_of
 from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import JobRun, Trainer, plan_jobs
@@ -111,10 +111,10 @@ def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
             case "eval":
                 job, step = event["job"], event["step"]
                 reached[job].add(step)
-                race = race_of(narrow.events[: event["seq"]])
-                if step > race.next_stop(job):
-                    assert job in race.certain_to_be_kept(), "trained past a rung"
-                    assert step <= race.furthest_stop(job)
+                selection = selection_of(narrow.events[: event["seq"]])
+                if step > selection.next_stop(job):
+                    assert job in selection.certain_to_be_kept(), "trained past a rung"
+                    assert step <= selection.furthest_stop(job)
                     ran_ahead.add(job)
             case "job_exited" | "job_completed":
                 ended.add(event["job"])
@@ -317,7 +317,7 @@ def evaluate(task: Task, job: JobRun, folder: Path) -> float:
         max_tokens_per_pass=64,
         optims={job.config.optim},
     )
-    trainer.seat_warm(job, 0, read_adapter(folder))
+    trainer.admit_warm(job, 0, read_adapter(folder))
     job.slot = 0
     return trainer.evaluate([job])[0].loss
 

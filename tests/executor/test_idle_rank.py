@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from seated_jobs import DATA, PAIRS, STABLE, make_model, make_task, with_references
+from resident_jobs import DATA, PAIRS, STABLE, make_model, make_task, with_references
 from torch import Tensor
 
 from alto.backbone import Backbone
@@ -28,7 +28,7 @@ class Unheard(Ranks):
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Nothing comes from the other."""
 
 
@@ -55,7 +55,7 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
     task, model = make_task(STABLE[2:4], **settings), make_model("llama")
     backbone = Backbone(model, None, "unused")
     objective = find_objective(task.method)
-    data = with_references(backbone, data) if objective.asks_base else data
+    data = with_references(backbone, data) if objective.needs_reference else data
     busy, idle = plan_jobs(task, backbone, data)
     one = Trainer(
         backbone,
@@ -69,7 +69,7 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
         ranks=Unheard(),
     )
     busy.slot, idle.slot = 0, 1  # of the two, one sits here, and takes no part in the step
-    one.seat_fresh(idle, 0)
+    one.admit_fresh(idle, 0)
     before = one.bank.params_ZP.clone()
 
     losses = one.step([busy])

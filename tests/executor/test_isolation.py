@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from oracle import SoloJob, flat, relative_distance
-from seated_jobs import (
+from resident_jobs import (
     DATA,
     MODELS,
     STABLE,
@@ -210,7 +210,7 @@ def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(tmp_path: Path) -
 
         store.save(before.id, "last", before.step, fill)
         after.step = before.step
-        back.trainer.seat_again(after, after.slot, *read_state(store.folder(after.id, "last")))
+        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
     for _ in range(3):
         expected, found = stays.step(), back.step()
         for run in stays.runs:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import SoloPairs, as_trl_has_it, flat, make_dpo_trainer, padded_batch, reference_model, relative_distance
 from preference_pairs import make_pairs
-from seated_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
+from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone

@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import SoloJob, StepFacts, flat, relative_distance
 from peft import PeftModel
-from seated_jobs import DATA, STABLE, Bank, assert_same_step, make_model, make_task
+from resident_jobs import DATA, STABLE, Bank, assert_same_step, make_model, make_task
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from alto.backbone import load_network

@@ -15,14 +15,14 @@ from tiny import load_tokenizer, random_llama, read_journal
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, Span, TaskData
-from alto.early_exit import audit, race_of
+from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Executor, plan_jobs, recover
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Journal, Mailbox, Observer, RunDir, read_history, task_result
 from alto.spec import EarlyExit, Task, load_task
-from alto.spec.metric import gain_of
+from alto.spec.metric import score_of
 
 METRICS = {"reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "kl"}
 SPACE = {"lr": [1e-3, 1e-2], "beta": [0.05, 0.5]}
@@ -187,11 +187,11 @@ def test_rungs_rank_by_the_metric_and_the_journal_tells_why(undisturbed: RunDir)
     events = read_journal(undisturbed.root)
     assert len(of(events, "warmup_ended")) == 2
     (dropped,) = [event for event in of(events, "job_exited") if event["reason"] == ExitReason.UNDERPERFORMING]
-    assert {"gain", "cutoff_gain", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
+    assert {"gain", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
     assert audit(events) == ()
-    winner = race_of(events).winner()
+    winner = selection_of(events).winner()
     assert winner is not None
-    assert winner.gain == gain_of("reward_accuracy", result_of(undisturbed).best_metrics)
+    assert winner.score == score_of("reward_accuracy", result_of(undisturbed).best_metrics)
 
 
 @pytest.mark.parametrize("step", [2, 8])

@@ -31,10 +31,10 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
-    return subject_of(make_task(tmp_path, search_space={"r": [2, 8], "per_device_train_batch_size": [1, 4]}))
+    return target_of(make_task(tmp_path, search_space={"r": [2, 8], "per_device_train_batch_size": [1, 4]}))
 
 
-def subject_of(task: Task) -> Subject:
+def target_of(task: Task) -> Subject:
     backbone, data = load_tiny(task)
     return Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
 
@@ -61,7 +61,7 @@ def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     answers = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(12)]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8")
-    subject = subject_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
+    subject = target_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
     seen = []
 
     def watched(objective: Any, backbone: Any, batch: Any, configs: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert len(tasks) == 1
     assert not plan(subject, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
-    assert not plan(subject_of(changed)).is_cached
+    assert not plan(target_of(changed)).is_cached
     assert cache.load("profiles", json.loads("{}")) is None
 
 
@@ -198,7 +198,7 @@ def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pyte
 def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_where_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    subject = subject_of(make_task(tmp_path, gradient_checkpointing="auto"))
+    subject = target_of(make_task(tmp_path, gradient_checkpointing="auto"))
     tasks = measured_at_once(monkeypatch)
     assert plan(subject).gradient_checkpointing is False
 
@@ -231,7 +231,7 @@ def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight
 def test_limits_that_the_task_sets_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tasks = measured_at_once(monkeypatch)
     task = make_task(tmp_path, max_slots=2, max_tokens_per_step=100, max_tokens_per_pass=50)
-    assert pack(subject_of(task)) == (task, None)
+    assert pack(target_of(task)) == (task, None)
     assert tasks == []
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import failures_on_ranks
 
 from alto.errors import RankConnectionError
-from alto.executor import Past, Ranks
-from alto.executor.executor import _News
+from alto.executor import Ranks, ResumeState
+from alto.executor.executor import ControlInputs
 from alto.executor.ranks import _codec, _decoded, _encoded, prove_connections
 from alto.records import ExitReason, JobResult, TaskResult
 from alto.runs import Action, Command
@@ -42,7 +42,7 @@ RESULT = TaskResult(
     best_metrics={"reward_accuracy": 0.7},
 )
 COMMAND = Command(id="17-ab", action=Action.CLONE, job="job-000", changes={"lr": 1e-3, "targets": ["a"]}, warm=True)
-PAST = Past(
+PAST = ResumeState(
     events=[{"seq": 0, "event": "train", "loss": 1 / 3, "nested": [{"x": math.inf}, None, "ü"]}],
     notes=("The last checkpoint is damaged.",),
     refusal={"max_tokens_per_pass": 7},
@@ -51,8 +51,8 @@ VALUES: list[tuple[Any, Any]] = [
     (True, bool),
     (None, TaskResult | None),
     (RESULT, TaskResult | None),
-    (PAST, Past),
-    (_News(commands=[COMMAND], is_interrupted=True), _News),
+    (PAST, ResumeState),
+    (ControlInputs(commands=[COMMAND], is_interrupted=True), ControlInputs),
 ]
 
 
@@ -74,12 +74,12 @@ def test_what_is_no_value_of_the_type_is_refused(text: bytes) -> None:
 def values_of_the_first_rank_reach_all() -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     for value, kind in VALUES:
-        assert ranks.from_first(value if ranks.is_first else None, kind) == value
+        assert ranks.broadcast(value if ranks.is_first else None, kind) == value
     tensor = torch.tensor([[1 / 3, math.inf], [5e-324, -0.0]], dtype=torch.float64)
-    found = ranks.tensor_from_first(tensor if ranks.is_first else None, (2, 2), torch.float64)
+    found = ranks.broadcast_tensor(tensor if ranks.is_first else None, (2, 2), torch.float64)
     assert found is not None
     assert torch.equal(found, tensor)
-    assert ranks.tensor_from_first(None if ranks.is_first else tensor, (2, 2), torch.float64) is None
+    assert ranks.broadcast_tensor(None if ranks.is_first else tensor, (2, 2), torch.float64) is None
 
 
 def connections_are_proven() -> None:

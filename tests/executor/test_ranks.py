@@ -18,7 +18,7 @@ from rank_jobs import (
     train,
 )
 from ranks import failures_on_ranks
-from seated_jobs import DATA, STABLE, Bank, make_model, make_task
+from resident_jobs import DATA, STABLE, Bank, make_model, make_task
 
 from alto.lora import read_adapter
 from alto.runs import RunDir, read_events, read_history

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from preference_pairs import make_pairs
-from seated_jobs import PAIRS, Bank, make_model, make_task, with_references
+from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
 from alto.executor import Executor, plan_jobs, recover, references
 from alto.executor.memory_errors import MemoryEvent
-from alto.executor.passes import Passes
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.references import References, find_references
 from alto.runs import Event, Journal, RunDir, read_events
@@ -82,11 +82,13 @@ def find(
     *,
     path: str = "a-model",
     dtype: torch.dtype = torch.float32,
-    passes: Passes | None = None,
+    micro_batches: MicroBatches | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> References:
     backbone = Backbone(make_model("llama").to(dtype), None, path)
-    return find_references(task, backbone, data, passes or Passes(100, lambda event: None), Ranks(), on_turn)
+    return find_references(
+        task, backbone, data, micro_batches or MicroBatches(100, lambda event: None), Ranks(), on_turn
+    )
 
 
 def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
@@ -160,12 +162,12 @@ def test_a_broken_file_is_as_good_as_none(base: Base, tmp_path: Path, content: b
 
 def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
     events: list[MemoryEvent] = []
-    passes = Passes(400, events.append)
+    micro_batches = MicroBatches(400, events.append)
     base.max_tokens = 150
-    found = find(passes=passes).data.train.references
+    found = find(micro_batches=micro_batches).data.train.references
     assert [event.phase for event in events] == ["evaluation"] * len(events)
     assert events
-    assert passes.max_tokens <= 200
+    assert micro_batches.max_tokens <= 200
     expected = with_references(Backbone(make_model("llama"), None, "unused"), PAIRS).train.references
     assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-6)
 
@@ -181,7 +183,7 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
     with torch.no_grad():
         backbone.model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(ModelError, match="found others in 28 of 28 pairs"):
-        find_references(TASK, backbone, PAIRS, Passes(100, lambda event: None), Ranks())
+        find_references(TASK, backbone, PAIRS, MicroBatches(100, lambda event: None), Ranks())
 
 
 def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] | None = None) -> list[Event]:

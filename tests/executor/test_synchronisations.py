@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from seated_jobs import DATA, PAIRS, Bank, make_model, make_task
+from resident_jobs import DATA, PAIRS, Bank, make_model, make_task
 from synchronisations import CountsWaiting
 
 from alto.lora.eight_bit import EightBitAdamW

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from seated_jobs import Bank, make_model, make_task
+from resident_jobs import Bank, make_model, make_task
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -83,11 +83,11 @@ class Jobs(Bank):
 
     def go_back(self, state: State) -> None:
         """To a state that was read, memory enough for everything."""
-        self.trainer.passes.max_tokens = PLENTY
+        self.trainer.micro_batches.max_tokens = PLENTY
         self.memory_events.clear()
         for run, (weights, optimizer) in zip(self.runs, state, strict=True):
             run.step = optimizer.step
-            self.trainer.seat_again(run, run.slot, weights, optimizer)
+            self.trainer.readmit(run, run.slot, weights, optimizer)
 
 
 def adamw(num_jobs: int) -> Jobs:
@@ -140,7 +140,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_is_taken_once(num_jobs: int) ->
         if event.phase == "update":
             assert event.max_tokens_per_pass == PLENTY
         else:
-            assert event.num_tokens // 2 == event.max_tokens_per_pass == jobs.trainer.passes.max_tokens
+            assert event.num_tokens // 2 == event.max_tokens_per_pass == jobs.trainer.micro_batches.max_tokens
     assert phases == {"forward", "backward", "update"}
 
 
@@ -204,16 +204,16 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
     jobs = adamw(num_jobs)
     jobs.train()
     expected = jobs.validation_losses()
-    jobs.trainer.passes.max_tokens = SEVERAL_PASSES
+    jobs.trainer.micro_batches.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
         jobs.validation_losses()
     for place in places(enough.num_asked, 5):
-        jobs.trainer.passes.max_tokens = SEVERAL_PASSES
+        jobs.trainer.micro_batches.max_tokens = SEVERAL_PASSES
         jobs.memory_events.clear()
         with ShortOfMemory(place):
             assert jobs.validation_losses() == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert [event.phase for event in jobs.memory_events] == ["evaluation"]
-        assert jobs.trainer.passes.max_tokens < SEVERAL_PASSES
+        assert jobs.trainer.micro_batches.max_tokens < SEVERAL_PASSES
 
 
 @pytest.mark.parametrize("max_tokens", [SEVERAL_PASSES, 1])
@@ -224,7 +224,7 @@ def test_a_job_larger_than_a_pass_is_trained_in_several(max_tokens: int) -> None
     assert parts.train(3) == pytest.approx(whole.train(3), rel=LOSS_TOLERANCE)
     assert_same_change(parts.state(), whole.state(), before)
     longest = 40
-    assert parts.trainer.passes.largest <= max(max_tokens, longest)
+    assert parts.trainer.micro_batches.largest <= max(max_tokens, longest)
 
 
 def test_other_errors_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:

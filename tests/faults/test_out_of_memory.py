@@ -80,7 +80,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def small_device(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TokenBatch], bool]) -> None:
     """Nothing else of a pass fits into memory."""
-    for name in ("job_losses", "pass_terms"):
+    for name in ("job_losses", "micro_batch_terms"):
         op = getattr(trainer, name)
 
         def limited(objective: Any, backbone: Any, batch: TokenBatch, configs: Any, op: Any = op) -> Any:

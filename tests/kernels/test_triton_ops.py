@@ -102,7 +102,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: f
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> Pass:
+def micro_batches(draw: st.DrawFn) -> Pass:
     num_slots, num_members = draw(st.integers(1, 3)), draw(st.integers(1, 4))
 
     def each(of: Sequence[object], number: int) -> list[Any]:
@@ -128,7 +128,7 @@ def passes(draw: st.DrawFn) -> Pass:
 
 @TRITON
 @settings(max_examples=8, deadline=None)
-@given(drawn=passes())
+@given(drawn=micro_batches())
 def test_any_lengths_ranks_and_members(ops: ModuleType, drawn: Pass) -> None:
     assert_close(drawn.run(ops), drawn.run(REFERENCE))
 

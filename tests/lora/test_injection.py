@@ -13,7 +13,16 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.kernels import TokenSchedule
-from alto.lora import AdapterBank, AdapterShape, BankLayout, MultiLoraLinear, PassContext, eject, inject, linear_modules
+from alto.lora import (
+    AdapterBank,
+    AdapterShape,
+    BankLayout,
+    ForwardContext,
+    MultiLoraLinear,
+    eject,
+    inject,
+    linear_modules,
+)
 
 IDS = torch.tensor([3, 5, 8, 13, 21])
 ModelFactory = Callable[..., PreTrainedModel]
@@ -31,7 +40,7 @@ def make_bank(model: PreTrainedModel, max_rank: int, every: int = 1) -> AdapterB
 
 
 @torch.no_grad()
-def hidden(backbone: Backbone, context: PassContext | None = None) -> Tensor:
+def hidden(backbone: Backbone, context: ForwardContext | None = None) -> Tensor:
     if context is None:
         return backbone.hidden_states(IDS, torch.arange(5), [5])
     with context.use(TokenSchedule.build([0], [5], [1.0])):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.kernels import DropoutKey, TokenSchedule
-from alto.lora import AdapterBank, AdapterShape, BankLayout, PassContext, TargetModule, find_targets, inject
+from alto.lora import AdapterBank, AdapterShape, BankLayout, ForwardContext, TargetModule, find_targets, inject
 from alto.lora import linear_modules as all_modules
 
 # PEFT asks transformers for a property under its old name.
@@ -25,7 +25,7 @@ ModelFactory = Callable[..., PreTrainedModel]
 
 def seated(
     model: PreTrainedModel, adapters: list[tuple[int, tuple[TargetModule, ...]]]
-) -> tuple[Backbone, AdapterBank, PassContext]:
+) -> tuple[Backbone, AdapterBank, ForwardContext]:
     """A backbone with one adapter per slot (rank, targets); ``B`` random instead of zero."""
     targeted = {module for _, targets in adapters for module in targets}
     modules = tuple(module for module in all_modules(model) if module in targeted)
@@ -83,7 +83,7 @@ def test_outside_a_pass_the_model_is_the_base(tiny_model: ModelFactory) -> None:
 
 
 def test_a_pass_ends_when_its_body_raises() -> None:
-    context, schedule = PassContext(), TokenSchedule.build([0], [1], [1.0])
+    context, schedule = ForwardContext(), TokenSchedule.build([0], [1], [1.0])
     with pytest.raises(ZeroDivisionError), context.use(schedule):
         _ = 1 / 0
     with context.use(schedule):

@@ -15,7 +15,7 @@ from alto.lora import (
     AdapterBank,
     AdapterShape,
     BankLayout,
-    PassContext,
+    ForwardContext,
     TargetModule,
     find_shared_inputs,
     inject,
@@ -76,7 +76,7 @@ class Pair:
         bases = [nn.Linear(6, 5).requires_grad_(False), nn.Linear(6, 4).requires_grad_(False)]
         modules = tuple(TargetModule(name=name, in_features=6, out_features=n) for name, n in (("q", 5), ("k", 4)))
         bank = AdapterBank(BankLayout(modules=modules, max_rank=3, shared_inputs=(("q", "k"),)), 1)
-        self.context, self.calls, self.bank = PassContext(), Calls(), bank
+        self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
         shared = SharedInput(bases, bank, bank.operands(0, 0), self.context, self.calls)
         self.layers = [MultiLoraLinear(base, shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))

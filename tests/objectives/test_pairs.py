@@ -19,7 +19,7 @@ from alto.data import EncodedDataset, JobRows, TokenBatch, collate
 from alto.errors import DataError
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
-from alto.objectives import Objective, Terms, find_objective, job_losses, pass_terms, reference_log_probs
+from alto.objectives import Objective, Terms, find_objective, job_losses, micro_batch_terms, reference_log_probs
 from alto.spec import JobConfig
 from alto.spec.method import LOSS_TYPES
 
@@ -60,17 +60,17 @@ def log_sigmoid(x: Tensor) -> Tensor:
 def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings: JobConfig) -> Tensor:
     """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it."""
     beta, noise = settings.beta, settings.label_smoothing
-    gains = chosen.sum() - references[0], rejected.sum() - references[1]
-    per_token = gains[0] / len(chosen) - gains[1] / len(rejected)
-    right, wrong = (-log_sigmoid(sign * beta * (gains[0] - gains[1])) for sign in (1, -1))
+    scores = chosen.sum() - references[0], rejected.sum() - references[1]
+    per_token = scores[0] / len(chosen) - scores[1] / len(rejected)
+    right, wrong = (-log_sigmoid(sign * beta * (scores[0] - scores[1])) for sign in (1, -1))
     return {
         "sigmoid": lambda: (1 - noise) * right + noise * wrong,
         "sigmoid_norm": lambda: -log_sigmoid(beta * per_token),
         "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
-        "hinge": lambda: (1 - beta * (gains[0] - gains[1])).clamp(min=0),
+        "hinge": lambda: (1 - beta * (scores[0] - scores[1])).clamp(min=0),
         "robust": lambda: ((1 - noise) * right - noise * wrong) / (1 - 2 * noise),
-        "apo_zero": lambda: 1 - torch.sigmoid(beta * gains[0]) + torch.sigmoid(beta * gains[1]),
-        "apo_down": lambda: torch.sigmoid(beta * gains[0]) + 1 - torch.sigmoid(beta * (gains[0] - gains[1])),
+        "apo_zero": lambda: 1 - torch.sigmoid(beta * scores[0]) + torch.sigmoid(beta * scores[1]),
+        "apo_down": lambda: torch.sigmoid(beta * scores[0]) + 1 - torch.sigmoid(beta * (scores[0] - scores[1])),
     }[settings.loss_type]()
 
 
@@ -118,7 +118,7 @@ def reduced(
     losses_J = job_losses(objective, backbone, batch, configs)
     (gradient_S,) = torch.autograd.grad(losses_J.sum(), losses_S)
     with torch.no_grad():
-        return (losses_J.detach(), gradient_S), pass_terms(objective, backbone, batch, configs)
+        return (losses_J.detach(), gradient_S), micro_batch_terms(objective, backbone, batch, configs)
 
 
 COMPANY = [JobRows(slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
@@ -158,15 +158,15 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
 def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:
     batch = collate(DATA, JOBS[:1])
     losses_S = draw_losses(batch)
-    terms = pass_terms(DPO, GivenLosses(losses_S), batch, [config("sigmoid", beta=0.5)])
+    terms = micro_batch_terms(DPO, GivenLosses(losses_S), batch, [config("sigmoid", beta=0.5)])
     log_probs = -torch.stack([part.double().sum() for part in losses_S.split(batch.sequence_targets)]).view(-1, 2)
-    gains = log_probs - DATA.references[list(JOBS[0].rows)]
+    scores = log_probs - DATA.references[list(JOBS[0].rows)]
     expected = {
-        "reward_accuracy": float((gains[:, 0] > gains[:, 1]).double().mean()),
-        "reward_margin": 0.5 * float((gains[:, 0] - gains[:, 1]).mean()),
-        "chosen_reward": 0.5 * float(gains[:, 0].mean()),
-        "rejected_reward": 0.5 * float(gains[:, 1].mean()),
-        "kl": float(gains.mean()),
+        "reward_accuracy": float((scores[:, 0] > scores[:, 1]).double().mean()),
+        "reward_margin": 0.5 * float((scores[:, 0] - scores[:, 1]).mean()),
+        "chosen_reward": 0.5 * float(scores[:, 0].mean()),
+        "rejected_reward": 0.5 * float(scores[:, 1].mean()),
+        "kl": float(scores.mean()),
     }
     assert batch.job_weights == (3,)
     assert {name: float(sums_J[0]) / 3 for name, sums_J in terms.metrics.items()} == pytest.approx(expected)
@@ -183,11 +183,11 @@ def test_a_reply_that_is_certain_has_finite_odds_and_gradients() -> None:
 
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_rows_with_one_reply_are_refused(method: str) -> None:
-    talk = EncodedDataset(
+    conversation = EncodedDataset(
         input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),), num_truncated=0, num_skipped=0
     )
     with pytest.raises(DataError, match=f"method {method}: expected preference pairs"):
-        find_objective(method).check(talk, [])
+        find_objective(method).check(conversation, [])
     with pytest.raises(DataError, match="method sft: expected rows of talk"):
         find_objective("sft").check(DATA, [])
 

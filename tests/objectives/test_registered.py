@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from preference_pairs import make_pairs
-from seated_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_task
+from resident_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_task
 
 from alto.backbone import Backbone
 from alto.data import JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnsupportedError
 from alto.executor import Executor, plan_jobs
-from alto.objectives import check_rows, find_objective, job_losses, pass_terms, registry
+from alto.objectives import check_rows, find_objective, job_losses, micro_batch_terms, registry
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events
 from alto.spec import Task
 
@@ -32,7 +32,7 @@ Install = Callable[[str], None]
 
 OBJECTIVE = """
 class SimPO:
-    metrics, gains, asks_base = {metrics}, {gains}, True
+    metrics, scores, needs_reference = {metrics}, {gains}, True
     def check(self, dataset, configs): ...
     def terms(self, losses_S, batch, configs): ...
 """
@@ -130,10 +130,10 @@ def test_a_method_that_nobody_brings_is_unknown() -> None:
     ("source", "message"),
     [
         ("import nothing_like_it", "cannot be loaded .*nothing_like_it"),
-        ("class SimPO:\n    metrics = gains = ()\n    asks_base = False", "found it without check, terms"),
+        ("class SimPO:\n    metrics = gains = ()\n    needs_reference = False", "found it without check, terms"),
         ("SimPO = 3", "cannot be loaded .*not callable"),
-        (OBJECTIVE.format(metrics=("wins",), gains=("win_rate",)), "found metrics .*wins.* and gains .*win_rate"),
-        (OBJECTIVE.format(metrics=("loss",), gains=()), "none of them 'loss'"),
+        (OBJECTIVE.format(metrics=("wins",), scores=("win_rate",)), "found metrics .*wins.* and gains .*win_rate"),
+        (OBJECTIVE.format(metrics=("loss",), scores=()), "none of them 'loss'"),
     ],
 )
 def test_a_package_that_brings_no_objective_is_named(install: Install, source: str, message: str) -> None:
@@ -154,11 +154,11 @@ def test_terms_that_are_not_one_per_job_are_refused(install: Install, line: str,
     task, backbone = make_task(CONFIGS[:2], method="simpo"), Backbone(make_model("llama"), None, "unused")
     batch = collate(PAIRS.train, [JobRows(0, (3, 1)), JobRows(1, (8,))])
     with pytest.raises(ShapeError, match=f"SimPO.terms: expected numbers per job .* found {re.escape(found)}"):
-        pass_terms(find_objective("simpo"), backbone, batch, [job.config for job in task.jobs])
+        micro_batch_terms(find_objective("simpo"), backbone, batch, [job.config for job in task.jobs])
 
 
 def test_one_that_asks_the_base_about_rows_of_talk_is_refused(install: Install) -> None:
-    install(OBJECTIVE.format(metrics=(), gains=()))
+    install(OBJECTIVE.format(metrics=(), scores=()))
     check_rows(find_objective("simpo"), PAIRS.train, [])
     with pytest.raises(DataError, match=r"SimPO asks the base .* expected preference pairs, found rows with one reply"):
         check_rows(find_objective("simpo"), DATA.train, [])

@@ -13,7 +13,7 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TokenBatch, collate
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
-from alto.objectives import find_objective, job_losses, pass_terms
+from alto.objectives import find_objective, job_losses, micro_batch_terms
 
 ModelFactory = Callable[..., PreTrainedModel]
 SFT = find_objective("sft")
@@ -42,7 +42,7 @@ def sft_losses(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
 
 
 def sft_sums(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
-    return pass_terms(SFT, backbone, batch).sums_J
+    return micro_batch_terms(SFT, backbone, batch).sums_J
 
 
 def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import Race, Recording, policy_from
+from alto.early_exit import Recording, Selection, policy_from
 from alto.records import Rung, Throughput
 from alto.scheduler import (
     JobDemand,
     JobWork,
-    SeatingLimits,
+    ResidentLimits,
     estimate_duration_s,
     expected_duration_s,
     plan_residents,
@@ -35,17 +35,17 @@ def work(job: str, batch_size: int, num_steps: int, num_evaluations: int = 0) ->
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> tuple[list[JobWork], SeatingLimits]:
+def tasks(draw: st.DrawFn) -> tuple[list[JobWork], ResidentLimits]:
     count = draw(st.integers(1, 8))
     jobs = [
         work(f"job-{index}", draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 9)), draw(st.integers(0, 3)))
         for index in range(count)
     ]
-    limits = SeatingLimits(num_slots=draw(st.integers(1, 4)), max_tokens=draw(st.none() | st.integers(5, 200)))
+    limits = ResidentLimits(num_slots=draw(st.integers(1, 4)), max_tokens=draw(st.none() | st.integers(5, 200)))
     return jobs, limits
 
 
-def step_by_step(jobs: list[JobWork], limits: SeatingLimits, validation_tokens: int) -> float:
+def step_by_step(jobs: list[JobWork], limits: ResidentLimits, validation_tokens: int) -> float:
     left = {job.job: job.num_steps for job in jobs}
     seats: dict[str, int] = {}
     duration_s = 0.0
@@ -72,7 +72,7 @@ def step_by_step(jobs: list[JobWork], limits: SeatingLimits, validation_tokens: 
 
 
 @given(tasks())
-def test_going_from_change_to_change_is_going_step_by_step(task: tuple[list[JobWork], SeatingLimits]) -> None:
+def test_going_from_change_to_change_is_going_step_by_step(task: tuple[list[JobWork], ResidentLimits]) -> None:
     jobs, limits = task
     found = estimate_duration_s(jobs, PACE, limits, validation_tokens=40)
     assert found == pytest.approx(step_by_step(jobs, limits, 40))
@@ -80,7 +80,7 @@ def test_going_from_change_to_change_is_going_step_by_step(task: tuple[list[JobW
 
 def test_without_rungs_the_task_is_expected_to_take_its_bound() -> None:
     jobs = [work(f"job-{index}", 2, 10, 5) for index in range(4)]
-    limits = SeatingLimits(num_slots=2)
+    limits = ResidentLimits(num_slots=2)
     bound = estimate_duration_s(jobs, PACE, limits, validation_tokens=40)
     found = expected_duration_s(jobs, PACE, limits, validation_tokens=40, rungs=())
     assert found == pytest.approx(bound)
@@ -92,7 +92,7 @@ def test_rungs_leave_the_share_of_steps_that_they_say() -> None:
     """Sixteen equal jobs of 100 steps in one slot: all train 10, a half 40 more, a fourth of those the other 50."""
     jobs = [work(f"job-{index:02d}", 2, 100, 10) for index in range(16)]
     rungs = (Rung(progress=0.1, keep=0.5), Rung(progress=0.5, keep=0.25))
-    one = SeatingLimits(num_slots=1)
+    one = ResidentLimits(num_slots=1)
     bound = estimate_duration_s(jobs, PACE, one, validation_tokens=40)
     found = expected_duration_s(jobs, PACE, one, validation_tokens=40, rungs=rungs)
     assert found / bound == pytest.approx((16 * 10 + 8 * 40 + 2 * 50) / (16 * 100))
@@ -100,7 +100,7 @@ def test_rungs_leave_the_share_of_steps_that_they_say() -> None:
 
 def test_what_rungs_keep_is_spread_over_the_batch_sizes() -> None:
     jobs = [work(f"job-{index}", size, 10) for index, size in enumerate([1] * 4 + [8] * 4)]
-    wide = SeatingLimits(num_slots=8)
+    wide = ResidentLimits(num_slots=8)
     half = expected_duration_s(jobs, PACE, wide, validation_tokens=0, rungs=[Rung(progress=0.5, keep=0.5)])
     assert half == pytest.approx(5 * (0.1 + 0.08 + 0.36) + 5 * (0.1 + 0.04 + 0.18))
 
@@ -119,7 +119,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
     default's fields of four to nine jobs leave slots idle in their last wave, before a rung that keeps fewer.
     """
     recording = Recording.read(RECORDINGS / f"{name}-alto-tiny.json.gz")
-    race = Race(
+    selection = Selection(
         policy_from(settings), ema_alpha=settings.ema_alpha, total_steps={j.job: j.total_steps for j in recording.jobs}
     )
     tapes = {job.job: job for job in recording.jobs}
@@ -127,25 +127,25 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
     steps = dict.fromkeys(tapes, 0)
     seats: dict[str, int] = {}
     used = offered = 0
-    while race.training:
-        certain = race.certain_to_be_kept()
+    while selection.training:
+        certain = selection.certain_to_be_kept()
         demands = [
             JobDemand(
                 job=job,
                 batch_size=tapes[job].rows_per_step,
                 num_tokens=tapes[job].rows_per_step,
                 slot=seats.get(job),
-                is_waiting=race.is_waiting(job),
+                is_waiting=selection.is_waiting(job),
                 may_run_ahead=job in certain,
                 has_started=steps[job] > 0,
             )
-            for job in race.training
+            for job in selection.training
         ]
-        plan = plan_residents(demands, SeatingLimits(num_slots=num_slots))
+        plan = plan_residents(demands, ResidentLimits(num_slots=num_slots))
         for parking in plan.park:
             del seats[parking.job]
         seats |= {seating.job: seating.slot for seating in plan.seat}
-        train = [job for job in seats if not race.is_waiting(job) or job in plan.ahead]
+        train = [job for job in seats if not selection.is_waiting(job) or job in plan.ahead]
         # Until somebody is evaluated or ends, the residents stay.
         count = min(
             next(
@@ -153,18 +153,18 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
             ) - steps[job]
             for job in train
         )  # fmt: skip
-        if len(race.training) >= num_slots:
+        if len(selection.training) >= num_slots:
             used += count * len(train)
             offered += count * num_slots
         for job in train:
             first, steps[job] = steps[job], steps[job] + count
-            race.observe_losses(job, first + 1, tapes[job].train_losses[first : steps[job]])
-            if race.is_training(job) and steps[job] in evaluations[job]:
-                race.observe(job, steps[job], evaluations[job][steps[job]])
-            if not race.is_training(job):
+            selection.observe_losses(job, first + 1, tapes[job].train_losses[first : steps[job]])
+            if selection.is_training(job) and steps[job] in evaluations[job]:
+                selection.observe(job, steps[job], evaluations[job][steps[job]])
+            if not selection.is_training(job):
                 del seats[job]
-        while race.rung_ready():
-            for decision in race.select().dropped:
+        while selection.rung_ready():
+            for decision in selection.select().dropped:
                 seats.pop(decision.job, None)
     assert offered
     assert used / offered >= least

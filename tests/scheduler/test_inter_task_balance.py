@@ -8,9 +8,9 @@ from schedules import nodes_of, tasks_of
 
 from alto.records import Gpu
 from alto.scheduler import RunningTask, SchedulingProblem, check_schedule
-from alto.scheduler.inter_task.balance import balanced_seats
+from alto.scheduler.inter_task.balance import balanced_reservations
 from alto.scheduler.inter_task.outcome import schedule_from
-from alto.scheduler.inter_task.seats import Seat, place
+from alto.scheduler.inter_task.reservations import Seat, place
 
 
 def all_on_the_first_node(problem: SchedulingProblem) -> list[Seat]:
@@ -22,7 +22,7 @@ def all_on_the_first_node(problem: SchedulingProblem) -> list[Seat]:
 
 def balanced(problem: SchedulingProblem, *, bound: float, within_s: float = 30.0) -> list[Seat]:
     deadline = time.monotonic() + within_s
-    seats = balanced_seats(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
+    seats = balanced_reservations(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
     assert {seat.demand for seat in seats} == set(problem.pending)
     check_schedule(problem, schedule_from("cp-sat", place(problem, seats), bound_s=0.0, status="feasible"))
     return seats

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.scheduler import JobDemand, SeatingLimits, SeatingPlan, plan_residents
+from alto.scheduler import JobDemand, ResidentLimits, ResidentPlan, plan_residents
 
-Situation = tuple[list[JobDemand], SeatingLimits]
+Situation = tuple[list[JobDemand], ResidentLimits]
 
 
 @st.composite
@@ -39,17 +39,17 @@ def situations(draw: st.DrawFn) -> Situation:
             )
         )
     max_tokens = draw(st.none() | st.integers(1, 24 * row_tokens))
-    return demands, SeatingLimits(num_slots=num_slots, max_tokens=max_tokens)
+    return demands, ResidentLimits(num_slots=num_slots, max_tokens=max_tokens)
 
 
-def seats_after(demands: list[JobDemand], plan: SeatingPlan) -> dict[str, int]:
+def seats_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
     seats = {demand.job: demand.slot for demand in demands if demand.slot is not None}
     for parking in plan.park:
         del seats[parking.job]
     return seats | {seating.job: seating.slot for seating in plan.seat}
 
 
-def train_after(demands: list[JobDemand], plan: SeatingPlan) -> list[JobDemand]:
+def train_after(demands: list[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
     """The jobs that take the next step."""
     seats = seats_after(demands, plan)
     return [d for d in demands if d.job in seats and (not d.is_waiting or d.job in plan.ahead)]
@@ -160,7 +160,7 @@ def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situati
 
 def test_ten_thousand_jobs_are_planned_well_within_a_second() -> None:
     jobs = [job(f"job-{index:05d}", 2 ** (index % 6)) for index in range(10_000)]
-    limits = SeatingLimits(num_slots=32, max_tokens=32 * 200)
+    limits = ResidentLimits(num_slots=32, max_tokens=32 * 200)
     began = time.perf_counter()
     plan = plan_residents(jobs, limits)
     assert time.perf_counter() - began < 1.0
@@ -224,13 +224,13 @@ def test_preferences_and_their_reasons(
     park: list[tuple[str, str]],
     seat: list[tuple[str, int, str]],
 ) -> None:
-    plan = plan_residents(demands, SeatingLimits(num_slots=num_slots, max_tokens=max_tokens))
+    plan = plan_residents(demands, ResidentLimits(num_slots=num_slots, max_tokens=max_tokens))
     assert [(parking.job, parking.reason) for parking in plan.park] == park
     assert [(seating.job, seating.slot, seating.reason) for seating in plan.seat] == seat
 
 
 def test_a_certain_job_without_tokens_keeps_its_slot_and_pauses() -> None:
     certain = job("a", 8, slot=0, is_waiting=True, may_run_ahead=True)
-    plan = plan_residents([certain, job("b", 8, slot=1)], SeatingLimits(num_slots=2, max_tokens=100))
-    assert plan == SeatingPlan()
-    assert plan_residents([certain, job("b", 1, slot=1)], SeatingLimits(num_slots=2, max_tokens=100)).ahead == {"a"}
+    plan = plan_residents([certain, job("b", 8, slot=1)], ResidentLimits(num_slots=2, max_tokens=100))
+    assert plan == ResidentPlan()
+    assert plan_residents([certain, job("b", 1, slot=1)], ResidentLimits(num_slots=2, max_tokens=100)).ahead == {"a"}

@@ -58,7 +58,7 @@ def all_ways(demands: Sequence[RankDemand], slots: RankSlots) -> Iterator[dict[s
 
 def test_slots_are_counted_through_the_ranks() -> None:
     slots = RankSlots(num_ranks=3, per_rank=2)
-    assert [(slots.rank_of(slot), slots.place_of(slot)) for slot in range(slots.num_slots)] == [
+    assert [(slots.rank_of(slot), slots.local_slot_of(slot)) for slot in range(slots.num_slots)] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1),
     ]  # fmt: skip
 

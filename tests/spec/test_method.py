@@ -9,7 +9,7 @@ from alto.spec.method import LOSS_TYPES, OWN_METHODS, learns_from_pairs
 
 def test_every_method_has_an_objective_and_every_form_of_the_loss_a_formula():
     for method in OWN_METHODS:
-        assert find_objective(method).asks_base == (method == "dpo")
+        assert find_objective(method).needs_reference == (method == "dpo")
     assert tuple(_LOSSES) == LOSS_TYPES
 
 

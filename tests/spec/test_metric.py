@@ -10,7 +10,7 @@ from alto.errors import SpecError
 from alto.objectives import find_objective
 from alto.spec import Task
 from alto.spec.method import OWN_METHODS
-from alto.spec.metric import LOSS, OWN_GAINS, check_metric, gain_of, metric_notes
+from alto.spec.metric import LOSS, OWN_SCORES, check_metric, metric_notes, score_of
 
 ROWS = {"model": "alto-tiny", "dataset": "pairs.jsonl"}
 
@@ -51,8 +51,8 @@ def test_a_metric_that_the_method_does_not_measure_is_refused(settings: dict[str
 @pytest.mark.parametrize("method", OWN_METHODS)
 def test_the_gains_of_our_methods_are_those_of_their_objectives(method: str) -> None:
     objective = find_objective(method)
-    assert OWN_GAINS[method] == objective.gains
-    assert set(objective.gains) <= set(objective.metrics)
+    assert OWN_SCORES[method] == objective.scores
+    assert set(objective.scores) <= set(objective.metrics)
 
 
 def test_a_method_of_a_package_has_gains_of_its_own() -> None:
@@ -85,14 +85,14 @@ def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[st
 
 
 def test_what_an_evaluation_is_worth() -> None:
-    assert gain_of("reward_accuracy", {"reward_accuracy": 0.75, "kl": 3.0}) == 0.75
-    assert gain_of(LOSS, {"reward_accuracy": 0.75}) == gain_of(LOSS, {}) == 0.0
+    assert score_of("reward_accuracy", {"reward_accuracy": 0.75, "kl": 3.0}) == 0.75
+    assert score_of(LOSS, {"reward_accuracy": 0.75}) == score_of(LOSS, {}) == 0.0
     with pytest.raises(KeyError):
-        gain_of("reward_accuracy", {})
+        score_of("reward_accuracy", {})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf"])
 def test_a_value_that_is_not_finite_is_worth_the_least_and_can_be_compared(value: float | str) -> None:
-    gain = gain_of("reward_margin", {"reward_margin": value})
-    assert math.isfinite(gain)
-    assert gain < -1e300
+    score = score_of("reward_margin", {"reward_margin": value})
+    assert math.isfinite(score)
+    assert score < -1e300

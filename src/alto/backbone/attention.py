@@ -56,7 +56,7 @@ def set_pattern(module: nn.Module, pattern: Pattern) -> None:
 
 @contextmanager
 def attending(sequences: Sequences) -> Iterator[None]:
-    """Passes inside are over ``sequences``."""
+    """MicroBatches inside are over ``sequences``."""
     token = _SEQUENCES.set(sequences)
     try:
         yield

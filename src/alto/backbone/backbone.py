@@ -19,7 +19,7 @@ from alto.backbone import attention
 from alto.backbone.loss_head import token_losses
 from alto.backbone.probe import probe
 from alto.backbone.sequences import Sequences
-from alto.backbone.sharding import OutputHead, find_body, forget_pass, held_bytes
+from alto.backbone.sharding import OutputHead, find_body, forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
@@ -114,7 +114,7 @@ class Backbone:
             output = self._body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
         if not torch.is_grad_enabled():
-            forget_pass(self.model)
+            forget_micro_batch(self.model)
         return hidden
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["OutputHead", "find_body", "find_roots", "forget_pass", "held_bytes", "is_sharded", "shard"]
+__all__ = ["OutputHead", "find_body", "find_roots", "forget_micro_batch", "held_bytes", "is_sharded", "shard"]
 
 
 def find_body(model: PreTrainedModel) -> Any:
@@ -84,7 +84,7 @@ def find_roots(model: PreTrainedModel) -> None:
         head(hidden)
 
 
-def forget_pass(model: PreTrainedModel) -> None:
+def forget_micro_batch(model: PreTrainedModel) -> None:
     """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one.
 
     PyTorch before 2.13 cannot be told to forget; it remembers a few references a pass until the next training step.

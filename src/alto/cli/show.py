@@ -12,7 +12,7 @@ from rich.console import Console
 
 from alto.cli.output import print_json
 from alto.cli.paths import Run
-from alto.runs import QueueDir, RunDir, RunHistory, read_history, told_gpus
+from alto.runs import QueueDir, RunDir, RunHistory, gpus_to_json, read_history
 
 if TYPE_CHECKING:
     from alto.export import QueueProgress
@@ -88,7 +88,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict
                 "attempts": [
                     {
                         "number": attempt.number,
-                        "gpus": told_gpus(attempt.gpus),
+                        "gpus": gpus_to_json(attempt.gpus),
                         "outcome": attempt.outcome,
                         "reason": attempt.reason or None,
                     }

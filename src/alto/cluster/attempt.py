@@ -106,7 +106,7 @@ class AttemptDir:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def tell_ending(self, ending: Ending, rank: int = 0) -> None:
+    def write_ending(self, ending: Ending, rank: int = 0) -> None:
         """Say how it ended, all at once; the first rank says it for the executor."""
         file = self._ended(rank)
         with writing(self.run_dir, file):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from alto.cluster.base import Cluster, ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, Observer, QueueDir, QueueEntry, RunHistory, has_result, told_gpus
+from alto.runs import Journal, Observer, QueueDir, QueueEntry, RunHistory, gpus_to_json, has_result
 from alto.scheduler import TaskDemand, remaining_duration_s
 from alto.scheduler.queue import (
     Action,
@@ -122,18 +122,18 @@ class Controller:
             wake_s = self._queue.next_wake_s
             wait_s = POLL_S if wake_s is None else min(POLL_S, max(0.0, wake_s - self._now_s()))
             for event in self._cluster.poll(wait_s):
-                self._hear(event)
+                self._handle(event)
             if wake_s is not None and wake_s <= self._now_s():
                 self._tell(Woken(time_s=self._now_s()))
 
     # -- from the cluster to the queue ---------------------------------------------------------------------------
 
-    def _hear(self, event: ClusterEvent) -> None:
+    def _handle(self, event: ClusterEvent) -> None:
         match event:
             case Told():
-                self._hear_line(event)
+                self._handle_line(event)
             case ExecutorEnded():
-                self._hear_end(event)
+                self._handle_end(event)
             case GpuGone(gpu=gpu):
                 self._journal.append("gpu_lost", node=gpu.node, index=gpu.index)
                 self._tell(GpuLost(time_s=self._now_s(), gpu=gpu))
@@ -141,7 +141,7 @@ class Controller:
                 self._journal.append("gpu_added", node=gpu.node, index=gpu.index)
                 self._tell(GpuAdded(time_s=self._now_s(), gpu=gpu))
 
-    def _hear_line(self, told: Told) -> None:
+    def _handle_line(self, told: Told) -> None:
         attempt = self._running.get(told.task)
         if attempt is None or attempt.launch.attempt != told.attempt:
             return
@@ -174,7 +174,7 @@ class Controller:
             )
             self._tell(Progressed(time_s=self._now_s(), task=told.task, attempt=told.attempt, remaining_s=remaining_s))
 
-    def _hear_end(self, ended: ExecutorEnded) -> None:
+    def _handle_end(self, ended: ExecutorEnded) -> None:
         attempt = self._running.get(ended.task)
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return
@@ -216,7 +216,7 @@ class Controller:
                     placements=[
                         {
                             "task": placement.task,
-                            "gpus": told_gpus(placement.gpus),
+                            "gpus": gpus_to_json(placement.gpus),
                             "start_s": placement.start_s,
                             "duration_s": placement.duration_s,
                         }
@@ -224,7 +224,7 @@ class Controller:
                     ],
                 )
             case StartTask(task=task, gpus=gpus, attempt=number):
-                self._journal.append("executor_started", task=task, attempt=number, gpus=told_gpus(gpus))
+                self._journal.append("executor_started", task=task, attempt=number, gpus=gpus_to_json(gpus))
                 launch = Launch(
                     task=task,
                     run_dir=str(self._queue_dir.run_of(task).root),

@@ -70,7 +70,7 @@ class LocalExecutor:
                 **(self._rendezvous.variables if self._rendezvous is not None else {FOLDER: ""}),
             },
         )
-        self._has_told = False
+        self._has_begun = False
         self._killed_because = ""
         self._heartbeat: int | None = None
         self._silence_s = 0.0
@@ -84,7 +84,7 @@ class LocalExecutor:
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
             told = []  # by whoever held the run before
-        self._has_told = self._has_told or bool(told)
+        self._has_begun = self._has_begun or bool(told)
         if not has_ended:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not told)
         self._heartbeat = heartbeat
@@ -116,7 +116,7 @@ class LocalExecutor:
             return None
 
     def _kill_if_overdue(self, *, is_silent: bool) -> None:
-        limit_s = self._timeouts.heartbeat_s if self._has_told else self._timeouts.start_s
+        limit_s = self._timeouts.heartbeat_s if self._has_begun else self._timeouts.start_s
         now = time.monotonic()
         # While this process was itself stopped, nobody can have been heard.
         elapsed_s = min(now - self._watched_at, limit_s / 2)
@@ -169,7 +169,7 @@ def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> 
 def _allocator() -> dict[str, str]:
     """Settings of PyTorch's memory on a GPU, which it reads when it is first used there; the user's own stand.
 
-    Passes differ in length, and of what is free in pieces only ends of segments that can grow serve a longer one.
+    MicroBatches differ in length, and of what is free in pieces only ends of segments that can grow serve a longer one.
     """
     if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         return {}

@@ -183,7 +183,7 @@ class RayCluster:
         gives_up_at = time.monotonic() + timeout_s
         while True:
             with self._connected():
-                told = [event for running in list(self._running.values()) for event in self._hear(running)]
+                told = [event for running in list(self._running.values()) for event in self._handle(running)]
                 events = [*self._count_nodes(), *told, *self._lose_stranded(), *self._lose_dead()]
                 left_s = gives_up_at - time.monotonic()
                 if events or left_s <= 0:
@@ -251,7 +251,7 @@ class RayCluster:
 
     # -- executors -------------------------------------------------------------------------------------------------
 
-    def _hear(self, running: _Running) -> Iterator[ClusterEvent]:
+    def _handle(self, running: _Running) -> Iterator[ClusterEvent]:
         """What an actor has answered; asks it again."""
         if running.died_because:
             return

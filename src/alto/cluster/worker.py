@@ -20,9 +20,9 @@ from types import FrameType
 
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
 from alto.cluster.base import Outcome
-from alto.cluster.crew import Crew
 from alto.cluster.entry import ending_of, load_entry
 from alto.cluster.processes import HELD_SIGNALS, kill_session
+from alto.cluster.rank_processes import RankProcesses
 from alto.cluster.rendezvous import remove_rendezvous
 from alto.errors import RunBusyError, RunWriteError
 from alto.runs import RunDir, writing
@@ -36,7 +36,7 @@ BEAT_INTERVAL_S = 0.5
 WATCH_INTERVAL_S = 0.2
 
 
-class Pulse:
+class Heartbeat:
     """Whether the work is to stop; asking is what says that it goes on."""
 
     def __init__(self, attempt: AttemptDir) -> None:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--grace-s", type=float, required=True, help="for saving, once the controller has died")
     arguments = parser.parse_args()
     attempt = AttemptDir(arguments.attempt_dir)
-    pulse = Pulse(attempt)
+    heartbeat = Heartbeat(attempt)
     has_ended = threading.Lock()
 
     def end(ending: Ending) -> None:
@@ -88,7 +88,7 @@ def main() -> None:
         is_written = False
         try:
             with contextlib.suppress(RunWriteError):  # the exit code says it, then
-                attempt.tell_ending(ending)
+                attempt.write_ending(ending)
                 is_written = True
         finally:
             _leave_nobody_behind()
@@ -102,11 +102,11 @@ def main() -> None:
     if redirected.outcome is not Outcome.FINISHED:
         end(redirected)
     threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
-    crew = Crew(attempt, arguments.entry, int(os.environ["WORLD_SIZE"]), on_death=end)
-    started = ending_of(crew.start)
+    rank_processes = RankProcesses(attempt, arguments.entry, int(os.environ["WORLD_SIZE"]), on_death=end)
+    started = ending_of(rank_processes.start)
     if started.outcome is not Outcome.FINISHED:
         end(started)
-    end(crew.verdict(ending_of(lambda: _work(attempt.run_dir, arguments.entry, pulse))))
+    end(rank_processes.verdict(ending_of(lambda: _work(attempt.run_dir, arguments.entry, heartbeat))))
 
 
 def _redirect_output(attempt: AttemptDir) -> None:
@@ -118,12 +118,12 @@ def _redirect_output(attempt: AttemptDir) -> None:
             os.close(opened)
 
 
-def _work(run_dir: Path, entry: str, pulse: Pulse) -> str | None:
-    with _listening(pulse):
+def _work(run_dir: Path, entry: str, heartbeat: Heartbeat) -> str | None:
+    with _listening(heartbeat):
         work = load_entry(entry)
         _wait_until_free(RunDir(run_dir))
-        pulse.beat()
-        return work(str(run_dir), pulse.is_interrupted)
+        heartbeat.beat()
+        return work(str(run_dir), heartbeat.is_interrupted)
 
 
 def _wait_until_free(run: RunDir) -> None:
@@ -138,11 +138,11 @@ def _wait_until_free(run: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _listening(pulse: Pulse) -> Iterator[None]:
+def _listening(heartbeat: Heartbeat) -> Iterator[None]:
     """Heed the signals that ask to stop, which were held back until now; afterwards they change nothing."""
     try:
         for number in HELD_SIGNALS:
-            signal.signal(number, pulse.on_signal)
+            signal.signal(number, heartbeat.on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         yield
     finally:

@@ -1,6 +1,6 @@
 """From files to padding-free batches."""
 
-from alto.data.batch import JobRows, TokenBatch, collate, idle_batch, share_rows, split_into_passes
+from alto.data.batch import JobRows, TokenBatch, collate, dummy_batch, share_rows, split_into_micro_batches
 from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
@@ -27,17 +27,17 @@ __all__ = [
     "Unread",
     "collate",
     "digest_of",
+    "dummy_batch",
     "encode_conversation",
     "encode_dataset",
     "encode_pairs",
     "encode_prompt",
     "encode_rows",
-    "idle_batch",
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",
     "sample_rows",
     "share_rows",
-    "split_into_passes",
+    "split_into_micro_batches",
     "split_rows",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alto.data.dataset import EncodedDataset
 
-__all__ = ["JobRows", "TokenBatch", "collate", "idle_batch", "share_rows", "split_into_passes"]
+__all__ = ["JobRows", "TokenBatch", "collate", "dummy_batch", "share_rows", "split_into_micro_batches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
     )
 
 
-def idle_batch(device: torch.device | str = "cpu") -> TokenBatch:
+def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
     """One token that is nobody's, whose loss reaches no adapter: for a rank that has no rows in a pass of the others,
     and still has its part in gathering the base."""
     token = torch.zeros(1, dtype=torch.long)
@@ -136,7 +136,7 @@ def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[Jo
     return shares
 
 
-def split_into_passes(
+def split_into_micro_batches(
     dataset: EncodedDataset, jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
 ) -> Iterator[list[JobRows]]:
     """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.

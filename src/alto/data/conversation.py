@@ -1,4 +1,4 @@
-"""What a row becomes, whatever its form: turns in order, or two talks of which one is preferred."""
+"""What a row becomes, whatever its form: turns in order, or two conversations of which one is preferred."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ class ConversationWithTools(Conversation):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two talks that begin alike, of which the first ends better; the turns they share are context."""
+    """Two conversations that begin alike, of which the first ends better; the turns they share are context."""
 
     chosen: Conversation
     rejected: Conversation
 
     @property
-    def talks(self) -> tuple[Conversation, Conversation]:
+    def conversations(self) -> tuple[Conversation, Conversation]:
         """The chosen one, then the rejected one."""
         return self.chosen, self.rejected
 
 
 Row: TypeAlias = Conversation | Pair
-"""Talk to learn from, or a pair of talks."""
+"""A conversation to learn from, or a pair of them."""

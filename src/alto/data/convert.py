@@ -27,15 +27,15 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two talks of one row; what both begin with is context, whoever says it.
+    """The two conversations of one row; what both begin with is context, whoever says it.
 
     Raises:
-        DataFormatError: A column does not hold what the form says, or the talks do not part at a reply of the
+        DataFormatError: A column does not hold what the form says, or the conversations do not part at a reply of the
             assistant; names file and line.
     """
     fields = _Fields(row, layout)
-    talks = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
-    chosen, rejected = (_completed(turns, fields) for turns in talks)
+    conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
+    chosen, rejected = (_completed(turns, fields) for turns in conversations)
     return Pair(chosen=chosen, rejected=rejected)
 
 
@@ -175,10 +175,10 @@ _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "text": _text,
 }
 
-_Talks = tuple[list[Message], list[Message]]
+_Conversations = tuple[list[Message], list[Message]]
 
 
-def _preference(fields: _Fields) -> _Talks:
+def _preference(fields: _Fields) -> _Conversations:
     """A prompt that is a text is not asked for where lists of messages begin with it themselves, as in TRL."""
     chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
     given = fields.get("prompt")
@@ -190,34 +190,36 @@ def _preference(fields: _Fields) -> _Talks:
     return _behind(prompt, "chosen", fields), _behind(prompt, "rejected", fields)
 
 
-def _openai_preference(fields: _Fields) -> _Talks:
+def _openai_preference(fields: _Fields) -> _Conversations:
     given = fields.get("input")
     prompt = fields.turns(given.get("messages") if isinstance(given, Mapping) else given, "input")
     return _behind(prompt, "preferred_output", fields), _behind(prompt, "non_preferred_output", fields)
 
 
-_PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Talks]] = {
+_PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
     "preference": _preference,
     "openai_preference": _openai_preference,
 }
 
 
-def _parted(talks: _Talks, fields: _Fields) -> _Talks:
-    """Both talks; nothing is trained of what they begin with.
+def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
+    """Both conversations; nothing is trained of what they begin with.
 
     Raises:
         DataFormatError: They share no turn, or part elsewhere than where the assistant answers.
     """
-    chosen, rejected = (_said(talk) for talk in talks)
+    chosen, rejected = (_said(conversation) for conversation in conversations)
     shared, most = 0, min(len(chosen), len(rejected)) - 1
     while shared < most and chosen[shared] == rejected[shared]:
         shared += 1
     if not shared:
         raise fields.wrong(
-            "both talks of a pair to begin with the same turn, the prompt", [chosen[0][1], rejected[0][1]]
+            "both conversations of a pair to begin with the same turn, the prompt", [chosen[0][1], rejected[0][1]]
         )
     asks, answers = chosen[shared - 1][0], (chosen[shared][0], rejected[shared][0])
     if asks == "assistant" or answers != ("assistant", "assistant"):
-        raise fields.wrong("both talks of a pair to part where the assistant answers somebody", [asks, *answers])
-    first, second = ([*_as_context(talk[:shared]), *talk[shared:]] for talk in talks)
+        raise fields.wrong(
+            "both conversations of a pair to part where the assistant answers somebody", [asks, *answers]
+        )
+    first, second = ([*_as_context(conversation[:shared]), *conversation[shared:]] for conversation in conversations)
     return first, second

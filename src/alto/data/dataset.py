@@ -41,8 +41,8 @@ class Unread:
 class EncodedDataset:
     """All rows of a split, tokenised.
 
-    A row of talk is one sequence. A pair is two, the chosen and the rejected one, laid end to end; what both begin with
-    stands there once, except for its last token, which predicts the first token of each reply.
+    A row that is a conversation is one sequence. A pair is two, the chosen and the rejected one, laid end to end; what
+    both begin with stands there once, except for its last token, which predicts the first token of each reply.
 
     Attributes:
         input_ids: One vector of token ids per row.

@@ -55,8 +55,8 @@ def encode_dataset(
         limits: Those of the model; None where it sets none.
 
     Raises:
-        DataError: No row has a trained token left, or no row of talk is left whole: the model would never see the end
-            of a reply. Or as :func:`encode_conversation`.
+        DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
+            never see the end of a reply. Or as :func:`encode_conversation`.
         ModelError: The model has no embedding of a token.
     """
     limits = limits or ModelLimits()

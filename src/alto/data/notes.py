@@ -35,8 +35,8 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
             f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
             "than chance; raise validation_split or name a validation_dataset."
         )
-    talks = [row for row in train if not isinstance(row, Pair)]
-    num_empty = sum(any(turn.is_trained and turn.is_empty for turn in talk) for talk in talks)
+    conversations = [row for row in train if not isinstance(row, Pair)]
+    num_empty = sum(any(turn.is_trained and turn.is_empty for turn in conversation) for conversation in conversations)
     if num_empty:
         notes.append(
             f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to say "
@@ -68,17 +68,17 @@ def _unread(unread: Unread) -> str:
     return f"{quoted(unread.what)[1:-1]} (of {of} messages)"
 
 
-def tokenizer_notes(tokenizer: Any, talks: Sequence[Conversation]) -> list[str]:
+def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
     """On what the tokenizer lacks.
 
     Raises:
         DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
     """
     notes = []
-    is_talk = any(turn.role != "text" for talk in talks for turn in talk)
+    is_conversation = any(turn.role != "text" for conversation in conversations for turn in conversation)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if tokenizer.eos_token_id is None:
-        end = closing_text(tokenizer) if has_template and is_talk else ""
+        end = closing_text(tokenizer) if has_template and is_conversation else ""
         if not end:
             raise DataError(
                 "model: expected a tokenizer with an EOS token or a chat template that ends a reply, found neither, so "
@@ -88,7 +88,7 @@ def tokenizer_notes(tokenizer: Any, talks: Sequence[Conversation]) -> list[str]:
             f"The tokenizer names no EOS token: replies end with the template's {quoted(end)}; name it as the stop "
             "text where the adapter is served."
         )
-    if is_talk and not has_template:
+    if is_conversation and not has_template:
         notes.append(
             "The tokenizer has no chat template: a prompt is given as plain text with a line break behind it, and "
             "the adapter expects the same where it is served."

@@ -27,19 +27,20 @@ def encode_pairs(
     limits: ModelLimits | None = None,
     share_prompts: bool = True,
 ) -> EncodedDataset:
-    """Tokenise ``pairs``, cutting each talk at ``max_length`` tokens, or at the model's positions if these are fewer.
+    """Tokenise ``pairs``, cutting each conversation at ``max_length`` tokens, or at the model's positions if these are
+    fewer.
 
-    A pair is left out and counted where a reply is empty or only shown (it would teach how long to talk, not what to
+    A pair is left out and counted where a reply is empty or only shown (it would teach how long to reply, not what to
     say), where both replies have the same tokens, and where nothing in which they differ is left before the cut.
 
     Args:
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Those of the model; None where it sets none.
-        share_prompts: Whether what both talks begin with goes through the model once.
+        share_prompts: Whether what both conversations begin with goes through the model once.
 
     Raises:
-        DataError: No pair is left; or after the talks part, one has several replies, which the chat template shows the
-            model in different ways.
+        DataError: No pair is left; or after the conversations part, one has several replies, which the chat template
+            shows the model in different ways.
         ModelError: The model has no embedding of a token.
     """
     limits = limits or ModelLimits()
@@ -48,10 +49,12 @@ def encode_pairs(
     input_ids, targets, spans = [], [], []
     num_truncated = num_alike = num_masked = 0
     for number, pair in enumerate(pairs, start=1):
-        if not all(any(turn.is_trained and not turn.is_empty for turn in talk) for talk in pair.talks):
+        if not all(
+            any(turn.is_trained and not turn.is_empty for turn in conversation) for conversation in pair.conversations
+        ):
             num_masked += 1
             continue
-        rows = [_encode_talk(talk, encoder) for talk in pair.talks]
+        rows = [_encode_conversation(conversation, encoder) for conversation in pair.conversations]
         for row in rows:
             check_token_ids(row.input_ids, limits, tokenizer, f"pair {number} of the {what} data")
         if rows[0].input_ids == rows[1].input_ids:
@@ -86,13 +89,13 @@ def encode_pairs(
     )
 
 
-def _encode_talk(talk: Conversation, encoder: Encoder) -> EncodedRow:
-    rows = encoder.rows(talk)
+def _encode_conversation(conversation: Conversation, encoder: Encoder) -> EncodedRow:
+    rows = encoder.rows(conversation)
     if len(rows) > 1:
         raise DataError(
-            f"expected one reply where the two talks of a pair part, found {len(rows)} in the one that begins "
-            f"{quoted(talk[0].content)}, and the model's chat template rewrites earlier replies; make the last one the "
-            "reply, and the others part of the prompt"
+            f"expected one reply where the two conversations of a pair part, found {len(rows)} in the one that begins "
+            f"{quoted(conversation[0].content)}, and the model's chat template rewrites earlier replies; make the last "
+            "one the reply, and the others part of the prompt"
         )
     return rows[0]
 

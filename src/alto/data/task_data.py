@@ -98,7 +98,7 @@ class TaskRows:
         """
         limits = limits or ModelLimits()
         limit = row_limit(self.max_length, limits)
-        about_tokenizer = tokenizer_notes(tokenizer, _talks(self.train))
+        about_tokenizer = tokenizer_notes(tokenizer, _conversations(self.train))
         train = encode_rows(self.train, tokenizer, self.max_length, "training", limits=limits)
         validation = encode_rows(self.validation, tokenizer, self.max_length, "validation", limits=limits)
         seen = set(self.train)
@@ -219,9 +219,9 @@ def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
     )
 
 
-def _talks(rows: Sequence[Row]) -> list[Conversation]:
-    """All talks of ``rows``; a pair is two."""
-    return [talk for row in rows for talk in (row.talks if isinstance(row, Pair) else (row,))]
+def _conversations(rows: Sequence[Row]) -> list[Conversation]:
+    """All conversations of ``rows``; a pair is two."""
+    return [conversation for row in rows for conversation in (row.conversations if isinstance(row, Pair) else (row,))]
 
 
 def encode_rows(
@@ -231,5 +231,5 @@ def encode_rows(
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
         return encode_pairs(pairs, tokenizer, max_length, what, limits=limits)
-    talks = [row for row in rows if not isinstance(row, Pair)]
-    return encode_dataset(talks, tokenizer, max_length, what, limits=limits)
+    conversations = [row for row in rows if not isinstance(row, Pair)]
+    return encode_dataset(conversations, tokenizer, max_length, what, limits=limits)

@@ -1,20 +1,20 @@
 """Decides from loss records which jobs end early, and replays those decisions on recordings. Pure; no torch.
 
-The way of the data: `Race` follows the jobs of a task; it asks its `Policy`, whose rules (`Divergence`,
+The way of the data: `Selection` follows the jobs of a task; it asks its `Policy`, whose rules (`Divergence`,
 `OverfittingGap`, `OverfittingUpturn`) judge one job and whose rungs rank all. `Recording` holds what happened when
 nothing was stopped, `replay` what a policy would have made of it, `audit` whether a live run kept to its policy.
 """
 
-from alto.early_exit.audit import Disagreement, audit, race_of
+from alto.early_exit.audit import Disagreement, audit, selection_of
 from alto.early_exit.divergence import Divergence
 from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.journal import exits_of
 from alto.early_exit.nonfinite import judge_step_loss
 from alto.early_exit.policy import Policy, policy_from
 from alto.early_exit.progress import evaluation_steps, point_at_share, rung_notes
-from alto.early_exit.race import Race
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
+from alto.early_exit.selection import Selection
 from alto.early_exit.smoothing import Ema, ema_of
 from alto.early_exit.upturn import OverfittingUpturn
 
@@ -25,10 +25,10 @@ __all__ = [
     "OverfittingGap",
     "OverfittingUpturn",
     "Policy",
-    "Race",
     "RecordedJob",
     "Recording",
     "ReplayResult",
+    "Selection",
     "audit",
     "ema_of",
     "evaluation_steps",
@@ -36,7 +36,7 @@ __all__ = [
     "judge_step_loss",
     "point_at_share",
     "policy_from",
-    "race_of",
     "replay",
     "rung_notes",
+    "selection_of",
 ]

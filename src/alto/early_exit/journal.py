@@ -9,7 +9,7 @@ from typing import Any
 
 from alto.errors import RunError
 from alto.records import ExitReason, StartValue
-from alto.spec.metric import LOSS, gain_of
+from alto.spec.metric import LOSS, score_of
 
 __all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "start_values", "task_started"]
 
@@ -23,8 +23,8 @@ class Curves:
     start: StartValue | None = None
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
-    gains: dict[int, float] = field(default_factory=dict)
-    gain_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    scores: dict[int, float] = field(default_factory=dict)
+    score_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 def task_started(events: Sequence[Event]) -> Event:
@@ -51,9 +51,9 @@ def start_values(event: Event, metric: str) -> dict[str, StartValue]:
     """What a ``base_evaluated`` event says of every job."""
     starts = {}
     for value in event["values"]:
-        gain = gain_of(metric, value.get("metrics", {}))
+        score = score_of(metric, value.get("metrics", {}))
         rows = tuple(map(loss_of, value.get("metric_rows", ())))
-        start = StartValue(validation_loss=loss_of(value["validation_loss"]), gain=gain, gain_rows=rows)
+        start = StartValue(validation_loss=loss_of(value["validation_loss"]), score=score, score_rows=rows)
         starts.update(dict.fromkeys(value["jobs"], start))
     return starts
 
@@ -74,8 +74,8 @@ def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
             curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
         elif event["event"] == "eval":
             curves[event["job"]].validation[event["step"]] = loss_of(event["validation_loss"])
-            curves[event["job"]].gains[event["step"]] = gain_of(metric, event.get("metrics", {}))
-            curves[event["job"]].gain_rows[event["step"]] = tuple(map(loss_of, event.get("metric_rows", ())))
+            curves[event["job"]].scores[event["step"]] = score_of(metric, event.get("metrics", {}))
+            curves[event["job"]].score_rows[event["step"]] = tuple(map(loss_of, event.get("metric_rows", ())))
     return curves
 
 

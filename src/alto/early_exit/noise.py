@@ -24,10 +24,10 @@ class Scored(Protocol):
     def validation_loss(self) -> float: ...
 
     @property
-    def gain(self) -> float: ...
+    def score(self) -> float: ...
 
     @property
-    def gain_rows(self) -> tuple[float, ...]: ...
+    def score_rows(self) -> tuple[float, ...]: ...
 
     @property
     def loss_scale(self) -> str: ...
@@ -46,11 +46,11 @@ def is_within_noise(one: Scored, other: Scored) -> bool:
     its own 95 % interval (Student's, two-sided). Where the values of the rows are not known, or one is not finite, any
     difference counts.
     """
-    if one.gain == other.gain:
+    if one.score == other.score:
         return True
-    if not one.gain_rows or len(one.gain_rows) != len(other.gain_rows):
+    if not one.score_rows or len(one.score_rows) != len(other.score_rows):
         return False
-    differences = [a - b for a, b in zip(one.gain_rows, other.gain_rows, strict=True)]
+    differences = [a - b for a, b in zip(one.score_rows, other.score_rows, strict=True)]
     if not all(map(math.isfinite, differences)):
         return False
     num_rows = len(differences)
@@ -65,7 +65,7 @@ def is_better(one: Scored, other: Scored) -> bool:
     noise, or does not trail by more and its validation loss is lower."""
     if is_within_noise(one, other):
         return one.validation_loss < other.validation_loss
-    return one.gain > other.gain
+    return one.score > other.score
 
 
 def ordered(scored: Iterable[S]) -> list[S]:
@@ -77,7 +77,7 @@ def ordered(scored: Iterable[S]) -> list[S]:
     id. A loss that is not finite comes last, where only the job id decides.
     """
     items = list(scored)
-    rest = sorted(_finite(items), key=_by_gain)
+    rest = sorted(_finite(items), key=_by_score)
     order: list[S] = []
     while rest:
         group, rest = _parted(rest)
@@ -87,7 +87,7 @@ def ordered(scored: Iterable[S]) -> list[S]:
 
 def leading_group(scored: Iterable[S]) -> list[S]:
     """The first group of :func:`ordered`, in its order."""
-    rest = sorted(_finite(scored), key=_by_gain)
+    rest = sorted(_finite(scored), key=_by_score)
     return _ordered_inside(_parted(rest)[0]) if rest else []
 
 
@@ -109,7 +109,7 @@ def _ordered_inside(group: list[S]) -> list[S]:
         return sorted(group, key=_by_loss)
     if all(item.start_loss is not None and 0 < item.start_loss < math.inf for item in group):
         return sorted(group, key=_by_share_of_the_base_loss)
-    return sorted(group, key=_by_gain)
+    return sorted(group, key=_by_score)
 
 
 def _by_share_of_the_base_loss(item: Scored) -> tuple[float, str]:
@@ -121,8 +121,8 @@ def _by_loss(item: Scored) -> tuple[float, str]:
     return (item.validation_loss, item.job)
 
 
-def _by_gain(item: Scored) -> tuple[float, float, str]:
-    return (-item.gain, item.validation_loss, item.job)
+def _by_score(item: Scored) -> tuple[float, float, str]:
+    return (-item.score, item.validation_loss, item.job)
 
 
 def _student(degrees: int) -> float:

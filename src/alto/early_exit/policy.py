@@ -10,7 +10,7 @@ from alto.early_exit.divergence import Divergence
 from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.rule import Rule
 from alto.early_exit.upturn import OverfittingUpturn
-from alto.records import ExitDecision, LossPoint, Rung, Selection, Standing
+from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
 from alto.spec.rungs import places_at
 
@@ -44,7 +44,7 @@ class Policy:
         verdicts = (rule.judge(history) for rule in self.rules)
         return next((verdict for verdict in verdicts if verdict is not None), None)
 
-    def select(self, rung_index: int, standings: Collection[Standing], num_entered: int | None = None) -> Selection:
+    def select(self, rung_index: int, standings: Collection[Standing], num_entered: int | None = None) -> RungResult:
         """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
 
         Args:

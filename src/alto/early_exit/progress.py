@@ -9,7 +9,7 @@ from dataclasses import replace
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
 from alto.spec.early_exit import LATEST_RUNG
-from alto.spec.metric import LEAST_GAIN
+from alto.spec.metric import LEAST_SCORE
 from alto.spec.rungs import ceil_share, rung_step
 
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
@@ -25,7 +25,7 @@ def point_at_share(
     """How a job stood after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
 
     A job is evaluated after whole steps, and the first one at or after the rung may lie far behind it where batches are
-    large. So the loss (and the gain) is interpolated between the two evaluations around the rung: linear in the
+    large. So the loss (and the score) is interpolated between the two evaluations around the rung: linear in the
     logarithm of the steps, as loss curves are nearly so; before the first evaluation straight from ``start``. Without a
     value on the near side, and where one of the two is not finite, the evaluation at or after the rung stands.
     Validation rows are interpolated as their mean is; where one side does not know them, the result does not.
@@ -51,12 +51,12 @@ def point_at_share(
     loss = _between(near.validation_loss, point.validation_loss, share)
     if not math.isfinite(loss):
         return point
-    if LEAST_GAIN in (near.gain, point.gain):
+    if LEAST_SCORE in (near.score, point.score):
         return replace(point, validation_loss=loss)
     rows: tuple[float, ...] = ()
-    if len(near.gain_rows) == len(point.gain_rows):
-        rows = tuple(_between(old, new, share) for old, new in zip(near.gain_rows, point.gain_rows, strict=True))
-    return replace(point, validation_loss=loss, gain=_between(near.gain, point.gain, share), gain_rows=rows)
+    if len(near.score_rows) == len(point.score_rows):
+        rows = tuple(_between(old, new, share) for old, new in zip(near.score_rows, point.score_rows, strict=True))
+    return replace(point, validation_loss=loss, score=_between(near.score, point.score, share), score_rows=rows)
 
 
 def _between(old: float, new: float, share: float) -> float:

@@ -36,13 +36,13 @@ class RecordedJob:
         rows_per_step: Training rows of one full optimizer step.
         train_losses: Training loss of every step.
         evaluations: ``(step, validation_loss)``, steps rising.
-        gains: What each of these gained by the task's metric; none where it chooses by the loss.
-        gain_rows: The same on every validation row; none where it is not known.
+        scores: What each of these scored by the task's metric; none where it chooses by the loss.
+        score_rows: The same on every validation row; none where it is not known.
         start: What validation gives before its first step; None where it was not recorded.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
-            of its evaluations have no gain.
+            of its evaluations have no score.
     """
 
     job: str
@@ -51,8 +51,8 @@ class RecordedJob:
     rows_per_step: int
     train_losses: tuple[float, ...]
     evaluations: tuple[tuple[int, float], ...]
-    gains: tuple[float, ...] = ()
-    gain_rows: tuple[tuple[float, ...], ...] = ()
+    scores: tuple[float, ...] = ()
+    score_rows: tuple[tuple[float, ...], ...] = ()
     start: StartValue | None = None
 
     def __post_init__(self) -> None:
@@ -62,10 +62,10 @@ class RecordedJob:
                 f"Recording, job {self.job}: expected evaluations at rising steps with a training loss for each step,"
                 f" found {len(self.train_losses)} losses and evaluations at {steps}. Record the run again."
             )
-        if self.gains and len(self.gains) != len(steps):
+        if self.scores and len(self.scores) != len(steps):
             raise RunError(
-                f"Recording, job {self.job}: expected a gain for each of {len(steps)} evaluations or none at all,"
-                f" found {len(self.gains)}. Record the run again."
+                f"Recording, job {self.job}: expected a score for each of {len(steps)} evaluations or none at all,"
+                f" found {len(self.scores)}. Record the run again."
             )
         reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
         losses = (*self.train_losses, *(loss for _, loss in self.evaluations))
@@ -78,11 +78,11 @@ class RecordedJob:
 
     @property
     def scored_evaluations(self) -> tuple[tuple[int, float, float, tuple[float, ...]], ...]:
-        """``(step, validation_loss, gain, gain_rows)`` of every evaluation, as a race observes it."""
-        gains = self.gains or (0.0,) * len(self.evaluations)
-        rows = self.gain_rows or ((),) * len(self.evaluations)
+        """``(step, validation_loss, score, score_rows)`` of every evaluation, as a selection observes it."""
+        scores = self.scores or (0.0,) * len(self.evaluations)
+        rows = self.score_rows or ((),) * len(self.evaluations)
         return tuple(
-            (*evaluation, gain, of) for evaluation, gain, of in zip(self.evaluations, gains, rows, strict=True)
+            (*evaluation, score, of) for evaluation, score, of in zip(self.evaluations, scores, rows, strict=True)
         )
 
 
@@ -147,8 +147,8 @@ class Recording:
                     "rows_per_step": job.rows_per_step,
                     "train_losses": [_to_json(loss) for loss in job.train_losses],
                     "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
-                    **({"gains": list(job.gains)} if job.gains else {}),
-                    **({"gain_rows": [list(rows) for rows in job.gain_rows]} if job.gain_rows else {}),
+                    **({"gains": list(job.scores)} if job.scores else {}),
+                    **({"gain_rows": [list(rows) for rows in job.score_rows]} if job.score_rows else {}),
                     **({} if job.start is None else {"start": _start_to_json(job.start)}),
                 }
                 for job in self.jobs
@@ -195,9 +195,9 @@ def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
         rows_per_step=config["per_device_train_batch_size"],
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
-        gains=tuple(curves.gains[step] for step in sorted(curves.gains)) if any(curves.gains.values()) else (),
-        gain_rows=tuple(curves.gain_rows[step] for step in sorted(curves.gain_rows))
-        if any(curves.gain_rows.values())
+        scores=tuple(curves.scores[step] for step in sorted(curves.scores)) if any(curves.scores.values()) else (),
+        score_rows=tuple(curves.score_rows[step] for step in sorted(curves.score_rows))
+        if any(curves.score_rows.values())
         else (),
         start=curves.start,
     )
@@ -220,8 +220,8 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         rows_per_step=fields["rows_per_step"],
         train_losses=tuple(loss_of(loss) for loss in fields["train_losses"]),
         evaluations=tuple((step, loss_of(loss)) for step, loss in fields["evaluations"]),
-        gains=tuple(fields.get("gains", ())),
-        gain_rows=tuple(map(tuple, fields.get("gain_rows", ()))),
+        scores=tuple(fields.get("gains", ())),
+        score_rows=tuple(map(tuple, fields.get("gain_rows", ()))),
         start=_start_from(fields.get("start")),
     )
 
@@ -229,12 +229,12 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
 def _start_from(value: Sequence[Any] | None) -> StartValue | None:
     if value is None:
         return None
-    loss, gain, *rows = value
-    return StartValue(validation_loss=loss_of(loss), gain=float(gain), gain_rows=tuple(map(float, rows)))
+    loss, score, *rows = value
+    return StartValue(validation_loss=loss_of(loss), score=float(score), score_rows=tuple(map(float, rows)))
 
 
 def _start_to_json(start: StartValue) -> list[Any]:
-    return [_to_json(start.validation_loss), start.gain, *start.gain_rows]
+    return [_to_json(start.validation_loss), start.score, *start.score_rows]
 
 
 def _document_at(path: Path) -> Mapping[str, Any]:

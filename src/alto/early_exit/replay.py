@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from alto.early_exit.policy import Policy
-from alto.early_exit.race import Race
 from alto.early_exit.recording import RecordedJob, Recording
+from alto.early_exit.selection import Selection
 from alto.records import ExitReason, JobResult
 from alto.spec.metric import loss_scale
 
@@ -78,7 +78,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     makes the policy look as late as it would have been, not better. A job whose recording does not say what validation
     gave before its first step is ranked at a rung before its first evaluation by that evaluation.
     """
-    race = Race(
+    selection = Selection(
         policy,
         ema_alpha=ema_alpha,
         total_steps={job.job: job.total_steps for job in recording.jobs},
@@ -86,21 +86,21 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     )
     for recorded in recording.jobs:
         if recorded.start is not None:
-            race.observe_base(recorded.job, recorded.start)
+            selection.observe_base(recorded.job, recorded.start)
     tapes = {job.job: _Tape(job) for job in recording.jobs}
-    while race.training:
-        for job in race.training:
-            while race.is_training(job) and not race.is_waiting(job):
-                tapes[job].play_to_next_evaluation(race)
-        while race.rung_ready():
-            race.select()
-    winner = race.winner()
+    while selection.training:
+        for job in selection.training:
+            while selection.is_training(job) and not selection.is_waiting(job):
+                tapes[job].play_to_next_evaluation(selection)
+        while selection.rung_ready():
+            selection.select()
+    winner = selection.winner()
     everything = (
-        (-gain, loss) for job in recording.jobs for _, loss, gain, _ in job.scored_evaluations if math.isfinite(loss)
+        (-score, loss) for job in recording.jobs for _, loss, score, _ in job.scored_evaluations if math.isfinite(loss)
     )
     _, best_of_all = min(everything, default=(0.0, math.inf))
     return ReplayResult(
-        jobs=tuple(_result(recording, job, race) for job in recording.jobs),
+        jobs=tuple(_result(recording, job, selection) for job in recording.jobs),
         winner=None if winner is None else winner.job,
         best_kept=math.inf if winner is None else winner.validation_loss,
         best_of_all=best_of_all,
@@ -108,27 +108,27 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
 
 
 class _Tape:
-    """Plays one recorded job into a race, an evaluation at a time."""
+    """Plays one recorded job into a selection, an evaluation at a time."""
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job
         self._evaluations = iter(job.scored_evaluations)
         self._steps_played = 0
 
-    def play_to_next_evaluation(self, race: Race) -> None:
+    def play_to_next_evaluation(self, selection: Selection) -> None:
         job = self._job.job
-        step, validation_loss, gain, rows = next(self._evaluations, (len(self._job.train_losses), None, 0.0, ()))
+        step, validation_loss, score, rows = next(self._evaluations, (len(self._job.train_losses), None, 0.0, ()))
         losses = self._job.train_losses[self._steps_played : step]
-        verdict = race.observe_losses(job, self._steps_played + 1, losses)
+        verdict = selection.observe_losses(job, self._steps_played + 1, losses)
         self._steps_played = step
         if verdict is None:
             assert validation_loss is not None, f"{job} was not recorded to its end"
-            race.observe(job, step, validation_loss, gain, rows)
+            selection.observe(job, step, validation_loss, score, rows)
 
 
-def _result(recording: Recording, job: RecordedJob, race: Race) -> JobResult:
-    decision = race.decision_on(job.job)
-    best = race.best(job.job)
+def _result(recording: Recording, job: RecordedJob, selection: Selection) -> JobResult:
+    decision = selection.decision_on(job.job)
+    best = selection.best(job.job)
     steps = job.total_steps if decision is None else decision.step
     return JobResult(
         job=job.job,

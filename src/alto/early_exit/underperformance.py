@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection
 
 from alto.early_exit.noise import ordered
-from alto.records import ExitDecision, ExitReason, Selection, Standing
+from alto.records import ExitDecision, ExitReason, RungResult, Standing
 
 __all__ = ["select"]
 
 
-def select(places: int, standings: Collection[Standing], *, is_finish: bool = False) -> Selection:
+def select(places: int, standings: Collection[Standing], *, is_finish: bool = False) -> RungResult:
     """Keep the best ``places`` of ``standings``, whatever order they come in; at least one.
 
     With ``is_finish`` a job that has ended takes no place of one that trains: the best of these goes on, too.
@@ -21,8 +21,8 @@ def select(places: int, standings: Collection[Standing], *, is_finish: bool = Fa
     places stay empty. A job that has ended may take a place but gets no verdict.
 
     The evidence of a verdict is its job's ``rank`` (1 is best), ``num_competing``, ``num_kept``, its
-    ``validation_loss`` and, unless no job was kept, ``cutoff_loss``: the loss of the last job kept; where gains differ
-    also its ``gain`` and the ``cutoff_gain``.
+    ``validation_loss`` and, unless no job was kept, ``cutoff_loss``: the loss of the last job kept; where scores differ
+    also its ``score`` and the ``cutoff_score``.
     """
     ranked = ordered(standings)
     num_finite = sum(math.isfinite(standing.validation_loss) for standing in ranked)
@@ -32,12 +32,12 @@ def select(places: int, standings: Collection[Standing], *, is_finish: bool = Fa
         finite = ranked[:num_finite]
         kept += [standing for standing in finite if standing.is_training][:1]
     kept_jobs = {standing.job for standing in kept}
-    has_gains = len({standing.gain for standing in ranked}) > 1
+    has_scores = len({standing.score for standing in ranked}) > 1
     shared = {"num_competing": float(len(ranked)), "num_kept": float(len(kept))}
     if kept:
         shared["cutoff_loss"] = kept[-1].validation_loss
-        if has_gains:
-            shared["cutoff_gain"] = kept[-1].gain
+        if has_scores:
+            shared["cutoff_score"] = kept[-1].score
     dropped = tuple(
         ExitDecision(
             job=standing.job,
@@ -46,11 +46,11 @@ def select(places: int, standings: Collection[Standing], *, is_finish: bool = Fa
             evidence={
                 "rank": float(rank),
                 "validation_loss": standing.validation_loss,
-                **({"gain": standing.gain} if has_gains else {}),
+                **({"score": standing.score} if has_scores else {}),
                 **shared,
             },
         )
         for rank, standing in enumerate(ranked, start=1)
         if standing.is_training and standing.job not in kept_jobs
     )
-    return Selection(kept=tuple(standing.job for standing in kept), dropped=dropped)
+    return RungResult(kept=tuple(standing.job for standing in kept), dropped=dropped)

@@ -23,10 +23,10 @@ from alto.evaluation import (
     OnProgress,
     add_evaluation,
     check_metrics,
-    find_subject,
+    find_target,
     measure,
 )
-from alto.executor import Past, check_base, model_notes
+from alto.executor import ResumeState, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
@@ -145,15 +145,15 @@ class Engine:
         """
         run_dir = RunDir.open(run)
         if _is_finished(run_dir):
-            return self._tasks.go_on(run_dir, trust_remote_code=trust_remote_code)
+            return self._tasks.resume(run_dir, trust_remote_code=trust_remote_code)
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         if num_gpus is not None and num_gpus != task.num_gpus:
             task = task.replace(num_gpus=num_gpus)
             runner = self._runner_of(task)
             with run_dir.locked():
                 run_dir.resolve(task)
-            return runner.go_on(run_dir, trust_remote_code=trust_remote_code)
-        return self._runner_of(task).go_on(run_dir, trust_remote_code=trust_remote_code)
+            return runner.resume(run_dir, trust_remote_code=trust_remote_code)
+        return self._runner_of(task).resume(run_dir, trust_remote_code=trust_remote_code)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -215,7 +215,7 @@ class Engine:
             backend=backend,
         )
         paths = [targets] if isinstance(targets, str | Path) else list(targets)
-        subject = find_subject(
+        target = find_target(
             [Path(path) for path in paths],
             jobs=jobs,
             all_jobs=all_jobs,
@@ -223,18 +223,18 @@ class Engine:
             dataset=dataset,
             trust_remote_code=trust_remote_code,
         )
-        for adapter in subject.adapters.values():
+        for adapter in target.adapters.values():
             check_metrics(adapter.folder)
-        task = subject.task
+        task = target.task
         if base is None:
-            _check_trained_on(subject.run_dirs, subject.base_model, task)
+            _check_trained_on(target.run_dirs, target.base_model, task)
         rows = read_heldout_rows(task, dataset)
         result = measure(
-            subject.adapters,
+            target.adapters,
             rows,
             settings,
             base=BaseModel(
-                model=subject.base_model,
+                model=target.base_model,
                 dtype=task.dtype,
                 load_in_4bit=task.load_in_4bit,
                 load_in_8bit=task.load_in_8bit,
@@ -243,14 +243,14 @@ class Engine:
                 use_safetensors=task.use_safetensors,
             ),
             max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._tasks.device.type],
-            max_length=rows.max_length if subject.run_dirs else None,
+            max_length=rows.max_length if target.run_dirs else None,
             on_progress=on_progress,
         )
         baseline_found = [] if result.baseline is None else [result.baseline]
         for found in result.adapters:
             for evaluation in (*baseline_found, found.evaluation):
                 add_evaluation(Path(found.adapter_dir), evaluation)
-        for run_dir in subject.run_dirs:
+        for run_dir in target.run_dirs:
             write_report(run_dir)
         return result
 
@@ -304,7 +304,7 @@ class Engine:
             RunBusyError: A process works on it.
             AltoError: As :meth:`batched_execution` does.
         """
-        return self._queues.go_on(queue, trust_remote_code=trust_remote_code)
+        return self._queues.resume(queue, trust_remote_code=trust_remote_code)
 
     def _runner_of(self, task: Task) -> TaskRunner | LaunchedRunner:
         """Whoever trains ``task``: this process, or one for each of its ranks."""
@@ -321,14 +321,14 @@ def _check_trained_on(run_dirs: Sequence[Path], model: str, task: Task) -> None:
     found = base_fingerprint(model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code)
     for run_dir in run_dirs:
         with contextlib.suppress(RunNotFoundError):  # its journal is gone, and with it what it could be compared with
-            past = Past(events=read_intact_events(RunDir(run_dir).journal_file))
+            resume_state = ResumeState(events=read_intact_events(RunDir(run_dir).journal_file))
             remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
-            check_base(past, found, model=model, remedy=remedy)
+            check_base(resume_state, found, model=model, remedy=remedy)
 
 
 def _is_finished(run_dir: RunDir) -> bool:
     """Whether nothing is left to be trained."""
     try:
-        return Past(events=read_intact_events(run_dir.journal_file)).is_finished
+        return ResumeState(events=read_intact_events(run_dir.journal_file)).is_finished
     except RunNotFoundError:
         return False

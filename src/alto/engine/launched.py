@@ -67,7 +67,7 @@ class LaunchedRunner:
                         output_dir.rmdir()
             raise
 
-    def go_on(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
+    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
         """Train a run from its last checkpoint."""
         with run_dir.locked():
             # Under the lock: another process that works on the run would hold it for a while.
@@ -106,13 +106,13 @@ class LaunchedRunner:
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
         """How the last of its attempts ended, and how many in a row, that one included, have come no further."""
-        teller = _Teller(run_dir, self._observers)
+        relay = EventRelay(run_dir, self._observers)
         with contextlib.closing(open_cluster("local", total_gpus=task.num_gpus, entry=entry)) as cluster:
             (node,) = cluster.nodes
             gpus = tuple(Gpu(node.name, index) for index in node.gpus)
             num_in_vain = 0
             for attempt in itertools.count(1):
-                before = _Stand(run_dir)
+                before = Progress(run_dir)
                 cluster.start(
                     Launch(
                         task=task.name,
@@ -123,8 +123,8 @@ class LaunchedRunner:
                         trust_remote_code=task.trust_remote_code,
                     )
                 )
-                ended = self._watch(cluster, task, teller)
-                num_in_vain = 0 if _Stand(run_dir).is_beyond(before) else num_in_vain + 1
+                ended = self._watch(cluster, task, relay)
+                num_in_vain = 0 if Progress(run_dir).is_beyond(before) else num_in_vain + 1
                 if (
                     ended.outcome is not Outcome.LOST
                     or has_result(run_dir)
@@ -134,13 +134,13 @@ class LaunchedRunner:
                     break
             return ended, num_in_vain
 
-    def _watch(self, cluster: Cluster, task: Task, teller: _Teller) -> ExecutorEnded:
+    def _watch(self, cluster: Cluster, task: Task, relay: EventRelay) -> ExecutorEnded:
         """Until the executor has ended."""
         is_stopping = False
         while True:
             for event in cluster.poll(POLL_S):
                 if isinstance(event, Told):
-                    teller.tell(event.event)
+                    relay.relay(event.event)
                 elif isinstance(event, ExecutorEnded):
                     return event
             if not is_stopping and self._is_interrupted():
@@ -148,7 +148,7 @@ class LaunchedRunner:
                 cluster.stop(task.name)
 
 
-class _Teller:
+class EventRelay:
     """Tells observers what the executor of a run tells; where the run goes on, its past first."""
 
     def __init__(self, run_dir: RunDir, observers: Sequence[Observer]) -> None:
@@ -156,11 +156,11 @@ class _Teller:
         self._observers = observers
         self._has_told = False
 
-    def tell(self, event: Event) -> None:
+    def relay(self, event: Event) -> None:
         """Pass on a line of the journal."""
         if event["event"] == "task_resumed" and not self._has_told:
-            for past in _events(self._run_dir)[: event["seq"]]:
-                self._show({**past, "replayed": True})
+            for resume_state in _events(self._run_dir)[: event["seq"]]:
+                self._show({**resume_state, "replayed": True})
         self._has_told = True
         self._show(event)
 
@@ -169,7 +169,7 @@ class _Teller:
             observer(event)
 
 
-class _Stand:
+class Progress:
     """How far a run has come on disk."""
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -179,7 +179,7 @@ class _Stand:
         refusal = read_refusal(run_dir)
         self._max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
 
-    def is_beyond(self, earlier: _Stand) -> bool:
+    def is_beyond(self, earlier: Progress) -> bool:
         """Whether an attempt that ends here may be told from the one before it: it has saved more, or has found out
         that passes must be shorter."""
         return self._checkpoint > earlier._checkpoint or self._max_tokens < earlier._max_tokens

@@ -120,7 +120,7 @@ class QueueRunner:
                 trusted = [name for name, task in zip(names, tasks, strict=True) if task.trust_remote_code]
                 return self._run(queue_dir, entries, schedule.method, cluster, first=schedule, trusted=trusted)
 
-    def go_on(self, root: str | Path, *, trust_remote_code: bool) -> list[TaskResult]:
+    def resume(self, root: str | Path, *, trust_remote_code: bool) -> list[TaskResult]:
         """Go on with the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
@@ -183,7 +183,7 @@ class QueueRunner:
                         measured, duration_s = tasks[int(event.task)], found["expected_duration_s"]
                         durations[int(event.task)] = duration_s
                         remember_duration_s(measured, cluster, self._num_ranks(measured.num_gpus), duration_s)
-                        self._tell_measured(measured, duration_s)
+                        self._report_measured(measured, duration_s)
                 if self._is_interrupted():
                     raise KeyboardInterrupt
         return [durations[index] for index in range(len(tasks))]
@@ -191,7 +191,7 @@ class QueueRunner:
     def _known_s(self, task: Task, cluster: Cluster) -> float | None:
         return known_duration_s(task, cluster, self._num_ranks(task.num_gpus))
 
-    def _tell_measured(self, task: Task, duration_s: float) -> None:
+    def _report_measured(self, task: Task, duration_s: float) -> None:
         for observer in self._observers:
             observer({"event": "measured", "task": task.name, "duration_s": duration_s})
 
@@ -239,13 +239,13 @@ class QueueRunner:
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
-                for event in journal.past:
+                for event in journal.resume_state:
                     for observer in self._observers:
                         observer({**event, "replayed": True})
                 notes = _notes_on(journal)
-                if not journal.past:
-                    _tell_start(journal, entries, method, cluster)
-                if journal.past or done or notes:  # of a journal that is lost, the results may be left
+                if not journal.resume_state:
+                    _record_start(journal, entries, method, cluster)
+                if journal.resume_state or done or notes:  # of a journal that is lost, the results may be left
                     journal.append("queue_resumed", done=sorted(done), notes=notes)
                 Controller(
                     entries,
@@ -327,7 +327,7 @@ def _first_as_given(
     return answer
 
 
-def _tell_start(journal: Journal, entries: Sequence[QueueEntry], method: str, cluster: Cluster) -> None:
+def _record_start(journal: Journal, entries: Sequence[QueueEntry], method: str, cluster: Cluster) -> None:
     journal.append(
         "queue_started",
         method=method,

@@ -28,8 +28,8 @@ from alto.errors import AltoError, DeviceMemoryError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck
 from alto.executor import (
     Executor,
-    Past,
     Ranks,
+    ResumeState,
     check_base,
     check_precision,
     model_notes,
@@ -37,7 +37,7 @@ from alto.executor import (
     recover,
     resolve_rungs,
 )
-from alto.executor.profiling import Subject, pack, plan
+from alto.executor.profiling import TaskContext, pack, plan
 from alto.export import export_best, write_report
 from alto.objectives import check_rows, find_objective
 from alto.records import TaskPlan, TaskResult
@@ -76,38 +76,40 @@ class TaskRunner:
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
         """Train ``task`` in a new run directory."""
-        prepared = self._packed(self._prepare(portable(task), Past()))
-        run_dir = RunDir.create(output_dir, prepared.subject.task)
+        prepared = self._packed(self._prepare(portable(task), ResumeState()))
+        run_dir = RunDir.create(output_dir, prepared.context.task)
         with run_dir.locked():
-            return self._execute(prepared, run_dir, Past())
+            return self._execute(prepared, run_dir, ResumeState())
 
-    def go_on(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
+    def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
         """Train a run from its last checkpoint, or from its beginning where there is none.
 
         Args:
             trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
         """
         with run_dir.locked() if self.ranks.is_first else contextlib.nullcontext():
-            past = self.ranks.from_first(recover(run_dir) if self.ranks.is_first else Past(), Past)
-            if past.is_finished:
+            resume_state = self.ranks.broadcast(recover(run_dir) if self.ranks.is_first else ResumeState(), ResumeState)
+            if resume_state.is_finished:
                 return self._conclude(read_run_task(run_dir.task_file), run_dir)
             task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
-            prepared = self._prepare(task, past)
-            if past.events and past.base is None:
-                past = replace(past, notes=(*past.notes, _UNKNOWN_BASE.format(model=task.model)))
-            if not past.events:
+            prepared = self._prepare(task, resume_state)
+            if resume_state.events and resume_state.base is None:
+                resume_state = replace(
+                    resume_state, notes=(*resume_state.notes, _UNKNOWN_BASE.format(model=task.model))
+                )
+            if not resume_state.events:
                 prepared = self._packed(prepared)
                 if self.ranks.is_first:
-                    run_dir.resolve(prepared.subject.task)
-            return self._execute(prepared, run_dir, past)
+                    run_dir.resolve(prepared.context.task)
+            return self._execute(prepared, run_dir, resume_state)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes of memory and time."""
-        subject = self._prepare(portable(task)).subject
-        about_model = model_notes(subject.backbone.model, [run.config for run in subject.runs])
-        return replace(plan(subject, refresh=refresh), notes=(*subject.data.notes, *about_model))
+        context = self._prepare(portable(task)).context
+        about_model = model_notes(context.backbone.model, [run.config for run in context.runs])
+        return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
 
-    def _prepare(self, task: Task, past: Past | None = None) -> _Prepared:
+    def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read everything that can be wrong with a task before its run has a folder, or goes on.
 
         Args:
@@ -115,10 +117,10 @@ class TaskRunner:
         """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
-        check_metric(task.metric, task.method, objective.gains)
+        check_metric(task.metric, task.method, objective.scores)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
-        base = None if past is None else self._checked_base(task, backbone, past)
+        base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in (data.train, data.validation):
             check_rows(objective, split, [job.config for job in task.jobs])
@@ -127,12 +129,12 @@ class TaskRunner:
         runs = plan_jobs(task, backbone, data)
         return _Prepared(
             trackers=trackers,
-            subject=Subject(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
+            context=TaskContext(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
             judge=judge,
             base=base,
         )
 
-    def _checked_base(self, task: Task, backbone: Backbone, past: Past) -> Mapping[str, Any]:
+    def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> Mapping[str, Any]:
         """Fingerprint and precision of the base model, which are those that the run began with."""
         fingerprint = {}
         if self.ranks.is_first:
@@ -140,15 +142,15 @@ class TaskRunner:
                 task.model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code
             )
         base = {
-            **self.ranks.from_first(fingerprint, dict[str, Any]),
+            **self.ranks.broadcast(fingerprint, dict[str, Any]),
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "load_in_4bit": task.load_in_4bit,
             "load_in_8bit": task.load_in_8bit,
             "adapter_dtype": task.adapter_dtype,
         }
         remedy = "put it back as it was, or start a new run with: alto tune"
-        check_base(past, base, model=task.model, remedy=remedy)
-        check_precision(past, base)
+        check_base(resume_state, base, model=task.model, remedy=remedy)
+        check_precision(resume_state, base)
         return base
 
     def _load(self, task: Task) -> Backbone:
@@ -176,31 +178,31 @@ class TaskRunner:
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
-        task, forecast = pack(prepared.subject)
-        return replace(prepared, subject=replace(prepared.subject, task=task), forecast=forecast)
+        task, forecast = pack(prepared.context)
+        return replace(prepared, context=replace(prepared.context, task=task), forecast=forecast)
 
-    def _execute(self, prepared: _Prepared, run_dir: RunDir, past: Past) -> TaskResult:
-        subject, task = prepared.subject, prepared.subject.task
+    def _execute(self, prepared: _Prepared, run_dir: RunDir, resume_state: ResumeState) -> TaskResult:
+        context, task = prepared.context, prepared.context.task
         with tracking(prepared.trackers, run_dir.root) as tracker_observers:
             observers = (*self._observers, *tracker_observers)
-            for event in past.events:
+            for event in resume_state.events:
                 for observer in observers:
                     observer({**event, "replayed": True})
             try:
-                with self._journal(run_dir, observers, past) as journal:
+                with self._journal(run_dir, observers, resume_state) as journal:
                     Executor(
                         task,
-                        subject.runs,
-                        subject.backbone,
-                        subject.data,
+                        context.runs,
+                        context.backbone,
+                        context.data,
                         forecast=prepared.forecast,
                         run_dir=run_dir,
                         journal=journal,
-                        past=past,
+                        resume_state=resume_state,
                         is_interrupted=self._is_interrupted,
                         ranks=self.ranks,
                         judge=prepared.judge,
-                        check=PeftCheck(subject.backbone, num_ranks=self.ranks.size),
+                        check=PeftCheck(context.backbone, num_ranks=self.ranks.size),
                         base=prepared.base,
                     ).run()
             except BaseException:
@@ -217,15 +219,15 @@ class TaskRunner:
                     run_dir.report_file.unlink()
             return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
 
-    def _journal(self, run_dir: RunDir, observers: Sequence[Observer], past: Past) -> Journal:
+    def _journal(self, run_dir: RunDir, observers: Sequence[Observer], resume_state: ResumeState) -> Journal:
         if not self.ranks.is_first:
             return SilentJournal()
-        return Journal(run_dir.journal_file, observers, past=past.events, check=run_dir.check_lock)
+        return Journal(run_dir.journal_file, observers, resume_state=resume_state.events, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
         """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
-        told = self.ranks.from_first(result, TaskResult | None)
+        told = self.ranks.broadcast(result, TaskResult | None)
         assert told is not None
         return told
 
@@ -256,7 +258,7 @@ class _Prepared:
     no run, ``forecast`` where nothing was measured for it."""
 
     trackers: Mapping[str, Tracker]
-    subject: Subject
+    context: TaskContext
     judge: FinalistJudge | None
     base: Mapping[str, Any] | None
     forecast: TaskPlan | None = None

@@ -24,7 +24,7 @@ PLAN_FILE = "plan.json"
 
 def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
     """Begin the run in ``run_dir``, or go on with it; the notices of its result."""
-    result = _runner(is_interrupted).go_on(RunDir.open(run_dir), trust_remote_code=_trusts())
+    result = _runner(is_interrupted).resume(RunDir.open(run_dir), trust_remote_code=_trusts())
     return " ".join(result.notices)
 
 

@@ -6,17 +6,17 @@ from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.subject import Subject, find_subject
+from alto.evaluation.target import EvaluationTarget, find_target
 
 __all__ = [
     "BaseModel",
     "EvaluationSettings",
+    "EvaluationTarget",
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",
-    "Subject",
     "add_evaluation",
     "check_metrics",
-    "find_subject",
+    "find_target",
     "measure",
 ]

@@ -18,7 +18,7 @@ from alto.errors import RunError, RunNotFoundError, TargetModuleError, Unsupport
 from alto.lora import AdapterWeights, ServedAdapters, linear_modules, read_adapter, serving
 from alto.spec.outside import read_json
 
-__all__ = ["SavedAdapter", "read_saved_adapter", "seated"]
+__all__ = ["SavedAdapter", "loaded_adapters", "read_saved_adapter"]
 
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -95,7 +95,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
 
 
 @contextlib.contextmanager
-def seated(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
+def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
     """Have ``adapters`` on ``backbone`` while the context lasts, a slot each; None is the base alone.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from alto.backbone import Backbone
 from alto.data import Conversation, Pair
 from alto.errors import DataError
-from alto.evaluation.adapter import read_saved_adapter, seated
+from alto.evaluation.adapter import loaded_adapters, read_saved_adapter
 from alto.evaluation.answers import has_final_answers
 from alto.evaluation.exact_match import judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
@@ -57,7 +57,7 @@ class FinalistJudge:
         """
         adapters = [read_saved_adapter(folder) for folder in finalists.values()]
         settings = EvaluationSettings()
-        with seated(self._backbone, adapters, self._model) as served:
+        with loaded_adapters(self._backbone, adapters, self._model) as served:
             texts = complete(
                 self._backbone,
                 served,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, JobRows, TokenBatch, collate, split_into_passes
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate, split_into_micro_batches
 from alto.errors import NoResultError
 from alto.lora import ServedAdapters
 from alto.objectives import token_losses
@@ -37,7 +37,7 @@ def heldout_losses(
         NoResultError: A loss is not a finite number.
     """
     totals = [0.0] * len(served)
-    for batch, losses_S in _passes(backbone, served, dataset, max_tokens_per_pass, on_done):
+    for batch, losses_S in _micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
         for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
             totals[slot] += total
     losses = [total / dataset.num_trained_tokens for total in totals]
@@ -59,7 +59,7 @@ def reply_log_probs(
     Arguments and errors as :func:`heldout_losses`.
     """
     parts: list[list[Tensor]] = [[] for _ in range(len(served))]
-    for batch, losses_S in _passes(backbone, served, dataset, max_tokens_per_pass, on_done):
+    for batch, losses_S in _micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
         log_probs_Q2 = -run_sums(losses_S, batch.sequence_targets).view(-1, 2)
         for slot, of_slot in zip(batch.slots, log_probs_Q2.split(batch.job_rows), strict=True):
             parts[slot].append(of_slot)
@@ -69,7 +69,7 @@ def reply_log_probs(
 
 
 @torch.no_grad()
-def _passes(
+def _micro_batches(
     backbone: Backbone,
     served: ServedAdapters,
     dataset: EncodedDataset,
@@ -78,7 +78,7 @@ def _passes(
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Every row under every adapter, pass by pass: its tokens, and the loss of each that is trained."""
     everything = [JobRows(slot, tuple(range(len(dataset)))) for slot in range(len(served))]
-    for jobs in split_into_passes(dataset, everything, max_tokens_per_pass, split_jobs=True):
+    for jobs in split_into_micro_batches(dataset, everything, max_tokens_per_pass, split_jobs=True):
         batch = collate(dataset, jobs, backbone.device)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):

@@ -11,14 +11,14 @@ from typing import Any
 from alto.backbone import Backbone, is_out_of_memory, limits_of, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
 from alto.errors import DataError, DeviceMemoryError, SpecError
-from alto.evaluation.adapter import SavedAdapter, seated
+from alto.evaluation.adapter import SavedAdapter, loaded_adapters
 from alto.evaluation.answers import has_final_answers
 from alto.evaluation.base_model import BaseModel
 from alto.evaluation.exact_match import Question, judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.subject import BASE
+from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import ServedAdapters
 from alto.objectives.pairs import preference_metrics
@@ -56,12 +56,14 @@ def measure(
         UnsupportedError: vLLM is to write, and cannot.
     """
     chosen = rows.rows[: settings.limit]
-    talks = [row for row in chosen if not isinstance(row, Pair)]
+    conversations = [row for row in chosen if not isinstance(row, Pair)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
-    metrics = _metrics(talks, rows.name, settings)
+    metrics = _metrics(conversations, rows.name, settings)
     tokenizer = load_tokenizer(base.model, trust_remote_code=base.trust_remote_code)
-    questions = _questions(talks, tokenizer) if "exact_match" in metrics else []  # before a model is loaded in vain
+    questions = (
+        _questions(conversations, tokenizer) if "exact_match" in metrics else []
+    )  # before a model is loaded in vain
     bench = _Bench(adapters, base, settings, on_progress)
     if settings.backend == "vllm":
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
@@ -174,7 +176,7 @@ class _Bench:
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
         texts: Sequence[Sequence[Sequence[int]]] = ()
-        with seated(backbone, slots, self._base.model) as served:
+        with loaded_adapters(backbone, slots, self._base.model) as served:
             if dataset is not None and "loss" in metrics:
                 losses = heldout_losses(
                     backbone,
@@ -239,17 +241,17 @@ class _Bench:
         return count
 
 
-def _questions(talks: Sequence[Conversation], tokenizer: Any) -> list[Question]:
+def _questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
     try:
-        return make_questions(talks, tokenizer)
+        return make_questions(conversations, tokenizer)
     except DataError as error:
         raise DataError(f"exact_match: {error}; or measure the loss with --metric loss") from error
 
 
-def _metrics(talks: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:
-    """What is to be measured of rows, of which ``talks`` are those that are no pairs: none or all."""
+def _metrics(conversations: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:
+    """What is to be measured of rows, of which ``conversations`` are those that are no pairs: none or all."""
     wanted = settings.metric
-    if not talks:
+    if not conversations:
         if wanted not in ("auto", "preference") or settings.backend == "vllm":
             raise DataError(
                 f"dataset: expected rows with one reply to measure {'answers' if wanted == 'auto' else wanted} on, "
@@ -270,4 +272,4 @@ def _metrics(talks: Sequence[Conversation], name: str, settings: EvaluationSetti
         return (wanted,)
     if settings.backend == "vllm":
         return ("exact_match",)
-    return ("loss", "exact_match") if has_final_answers(talks) else ("loss",)
+    return ("loss", "exact_match") if has_final_answers(conversations) else ("loss",)

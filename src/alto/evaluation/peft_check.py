@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, is_out_of_memory
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.adapter import SavedAdapter, loaded_adapters, read_saved_adapter
 from alto.lora import eject
 from alto.records import AdapterCheck
 
@@ -86,7 +86,7 @@ class PeftCheck:
     def _own_logits(self, adapter: SavedAdapter) -> Tensor:
         backbone = self._backbone
         with (
-            seated(backbone, [adapter], backbone.path) as served,
+            loaded_adapters(backbone, [adapter], backbone.path) as served,
             backbone.own_attention(),
             served.use(served.schedule([_NUM_TOKENS])),
         ):

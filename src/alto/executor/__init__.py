@@ -4,14 +4,14 @@ from alto.executor.executor import Executor
 from alto.executor.job_run import JobRun, plan_jobs, resolve_rungs
 from alto.executor.model_notes import model_notes
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import Past, check_base, check_precision, read_refusal, recover
+from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.trainer import Trainer
 
 __all__ = [
     "Executor",
     "JobRun",
-    "Past",
     "Ranks",
+    "ResumeState",
     "Trainer",
     "check_base",
     "check_precision",

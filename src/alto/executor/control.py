@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
 from alto.executor.clone import clone_job, describe_changes
 from alto.executor.job_run import JobRun
-from alto.executor.recovery import Past
+from alto.executor.recovery import ResumeState
 from alto.executor.task_run import TaskRun
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Mailbox
@@ -23,11 +23,11 @@ class Control:
     remembers which commands took effect.
     """
 
-    def __init__(self, state: TaskRun, mailbox: Mailbox, past: Past, *, writes: bool = True) -> None:
+    def __init__(self, state: TaskRun, mailbox: Mailbox, resume_state: ResumeState, *, writes: bool = True) -> None:
         self._state = state
         self._writes = writes
         self._mailbox = mailbox
-        self._answers = {event["command"]: _answer_of(event) for event in past.events if "command" in event}
+        self._answers = {event["command"]: _answer_of(event) for event in resume_state.events if "command" in event}
         self._unsent: list[str] = []
 
     @property
@@ -39,7 +39,7 @@ class Control:
         """What the mailbox asks; of several ranks the first alone looks."""
         return self._mailbox.pending()
 
-    def obey(self, commands: Sequence[Command]) -> None:
+    def apply(self, commands: Sequence[Command]) -> None:
         """Do what was found in the mailbox."""
         for command in commands:
             if command.id in self._unsent:
@@ -81,17 +81,17 @@ class Control:
                 return self._clone(run, command)
 
     def _stop(self, run: JobRun, command: Command) -> str:
-        if not self._state.in_race(run):
+        if not self._state.is_competing(run):
             raise JobCommandError(f"expected a job that trains, found that {run.id} has ended; nothing to stop")
         decision = ExitDecision(job=run.id, step=run.step, reason=ExitReason.STOPPED)
-        self._state.race.end(decision)
+        self._state.selection.end(decision)
         self._state.end(run, decision, command.id)
         return f"{run.id} is stopped after {run.step} of {run.total_steps} steps; alto job resume goes on with it"
 
     def _reopen(self, run: JobRun, command: Command) -> str:
-        if self._state.in_race(run):
+        if self._state.is_competing(run):
             raise JobCommandError(f"expected a job that has ended, found that {run.id} trains; nothing to do")
-        if self._state.race.decision_on(run.id) is None:
+        if self._state.selection.decision_on(run.id) is None:
             raise JobCommandError(
                 f"expected a job that was ended early, found that {run.id} has done all its {run.total_steps} steps; "
                 "clone it with a larger num_train_epochs instead"
@@ -105,13 +105,13 @@ class Control:
         clone = self._state.plan_clone(job)
         if command.warm:
             self._check_warm_start(origin, clone)
-            self._state.roster.give_start(clone, origin)
+            self._state.slot_manager.give_start(clone, origin)
         self._state.add(clone, origin, command.id)
         start = f"the best weights of {origin.id}" if command.warm else "new weights"
         return f"{clone.id} is {origin.id} with {describe_changes(origin.job, job)}, and begins with {start}"
 
     def _check_warm_start(self, origin: JobRun, clone: JobRun) -> None:
-        if self._state.race.best(origin.id) is None:
+        if self._state.selection.best(origin.id) is None:
             raise JobCommandError(
                 f"expected a job with a finite validation loss to start from, found none of {origin.id} yet; "
                 "wait for its first evaluation, or clone it without --warm"

@@ -1,4 +1,5 @@
-"""Runs one task: seats jobs, trains and evaluates them, ends those the race says are lost, keeps the best of each."""
+"""Runs one task: admits jobs, trains and evaluates them, ends those the selection says are lost, keeps the best of
+each."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from alto.executor.control import Control
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import Past
+from alto.executor.recovery import ResumeState
 from alto.executor.tally import Evaluated
 from alto.executor.task_run import TaskRun
 from alto.records import AdapterCheck, ExitReason, FinalistScore, LossPoint, TaskPlan
 from alto.runs import Command, Journal, Mailbox, RunDir
 from alto.spec import Task
-from alto.spec.metric import gain_of
+from alto.spec.metric import score_of
 
 __all__ = ["Check", "Executor", "Judge"]
 
@@ -36,7 +37,7 @@ MAX_SAVING_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _News:
+class ControlInputs:
     """What decides the next turn, and only one process can know."""
 
     commands: Sequence[Command] = ()
@@ -69,7 +70,7 @@ class Executor:
         *,
         run_dir: RunDir,
         journal: Journal,
-        past: Past | None = None,
+        resume_state: ResumeState | None = None,
         forecast: TaskPlan | None = None,
         is_interrupted: Callable[[], bool] | None = None,
         ranks: Ranks | None = None,
@@ -81,7 +82,7 @@ class Executor:
         assert judge is None or self._ranks.is_alone, "finalists are judged by one process"
         self._judge = judge
         self._check = check
-        self._past = past or Past()
+        self._resume_state = resume_state or ResumeState()
         self._is_interrupted = is_interrupted or (lambda: False)
         self._run_dir = run_dir
         self._forecast = forecast
@@ -92,12 +93,12 @@ class Executor:
             data,
             run_dir=run_dir,
             journal=journal,
-            past=self._past,
+            resume_state=self._resume_state,
             ranks=self._ranks,
             on_turn=self._stop_before_training,
             base=base,
         )
-        self._control = Control(self._state, Mailbox(run_dir), self._past, writes=self._ranks.is_first)
+        self._control = Control(self._state, Mailbox(run_dir), self._resume_state, writes=self._ranks.is_first)
         self._save_interval_s = task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
         self._stuck: DeviceMemoryError | None = None
@@ -124,41 +125,41 @@ class Executor:
 
     def _run(self) -> None:
         state = self._state
-        if self._past.events:
-            state.go_on(self._past)
+        if self._resume_state.events:
+            state.resume(self._resume_state)
         else:
-            state.begin(self._past, self._forecast)
+            state.begin(self._resume_state, self._forecast)
             state.evaluate_base()
         while True:
-            news = self._ranks.from_first(self._hear(), _News)
-            self._control.obey(news.commands)
-            while state.race.rung_ready():
+            inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
+            self._control.apply(inputs.commands)
+            while state.selection.rung_ready():
                 self._hold_rung()
-            if not state.race.training:
+            if not state.selection.training:
                 break
-            if news.is_interrupted:
+            if inputs.is_interrupted:
                 self._interrupt()
-            state.seat_jobs()
+            state.admit_jobs()
             stepped = self._train_one_step(state.active())
-            self._evaluate([run for run in stepped if run.step in run.evaluation_steps and state.in_race(run)])
+            self._evaluate([run for run in stepped if run.step in run.evaluation_steps and state.is_competing(run)])
             if self._stuck is not None:
                 self._save()
                 raise self._stuck
-            if self._control.has_answers or news.is_saving_due:
+            if self._control.has_answers or inputs.is_saving_due:
                 self._save()
         self._save()
         self._conclude()
 
-    def _hear(self) -> _News:
+    def _control_inputs(self) -> ControlInputs:
         """What has come from outside since the last turn, as far as this process can know.
 
         Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
         first has found that it still does.
         """
         if not self._ranks.is_first:
-            return _News()
+            return ControlInputs()
         self._run_dir.check_lock()
-        return _News(
+        return ControlInputs(
             commands=self._control.pending(),
             is_interrupted=self._is_interrupted(),
             is_saving_due=time.monotonic() >= self._next_save_at,
@@ -168,7 +169,7 @@ class Executor:
 
     def _train_one_step(self, runs: Sequence[JobRun]) -> Sequence[JobRun]:
         """Train; returns those who have taken a step: nobody where a job cannot and ends."""
-        trainer = self._state.roster.trainer
+        trainer = self._state.slot_manager.trainer
         try:
             losses = trainer.backward(runs)
         except RowTooLargeError as error:
@@ -185,60 +186,60 @@ class Executor:
         for run, loss in stepped:
             run.step += 1
             run.unsaved_losses.append(loss)
-            decision = self._state.race.observe_losses(run.id, run.step, [loss])
+            decision = self._state.selection.observe_losses(run.id, run.step, [loss])
             if decision is not None:
                 self._state.end(run, decision)
         return [run for run, _ in stepped]
 
     def _evaluate(self, runs: Sequence[JobRun]) -> None:
-        race = self._state.race
+        selection = self._state.selection
         runs, found = self._evaluated(runs)
         for run, worth in zip(runs, found, strict=True):
-            gain = gain_of(self._state.task.metric, worth.metrics)
-            decision = race.observe(run.id, run.step, worth.loss, gain, worth.metric_rows)
-            best = race.best(run.id)
+            score = score_of(self._state.task.metric, worth.metrics)
+            decision = selection.observe(run.id, run.step, worth.loss, score, worth.metric_rows)
+            best = selection.best(run.id)
             is_best = best is not None and best.step == run.step
             if is_best:
-                self._state.roster.keep_best(run)
-            self._state.tell_losses(run)
+                self._state.slot_manager.keep_best(run)
+            self._state.record_losses(run)
             self._state.journal.append(
                 "eval",
                 job=run.id,
                 step=run.step,
                 total_steps=run.total_steps,
-                train_ema=race.history(run.id)[-1].train_ema,
+                train_ema=selection.history(run.id)[-1].train_ema,
                 **worth.facts(),
                 is_best=is_best,
             )
-            if not race.is_training(run.id):
+            if not selection.is_training(run.id):
                 self._state.end(run, decision)
 
     def _evaluated(self, runs: Sequence[JobRun]) -> tuple[Sequence[JobRun], Sequence[Evaluated]]:
         """What they are worth, of those who can be evaluated; the others end."""
         while runs:
             try:
-                return runs, self._state.roster.trainer.evaluate(runs)
+                return runs, self._state.slot_manager.trainer.evaluate(runs)
             except RowTooLargeError as error:
                 self._state.fail(error)
-            runs = [run for run in runs if self._state.in_race(run)]
+            runs = [run for run in runs if self._state.is_competing(run)]
         return (), ()
 
     def _hold_rung(self) -> None:
-        race = self._state.race
-        rung, index = race.next_rung, race.rungs_held
+        selection = self._state.selection
+        rung, index = selection.next_rung, selection.rungs_held
         assert rung is not None
-        # A job that ran ahead has taken steps that the race knows of; whoever reads the journal must, too.
+        # A job that ran ahead has taken steps that the selection knows of; whoever reads the journal must, too.
         for run in self._state.runs.values():
-            self._state.tell_losses(run)
-        selection = race.select()
+            self._state.record_losses(run)
+        rung_result = selection.select()
         self._state.journal.append(
             "warmup_ended",
             rung=index,
             progress=rung.progress,
-            kept=list(selection.kept),
-            dropped=[decision.job for decision in selection.dropped],
+            kept=list(rung_result.kept),
+            dropped=[decision.job for decision in rung_result.dropped],
         )
-        for decision in selection.dropped:
+        for decision in rung_result.dropped:
             self._state.end(self._state.runs[decision.job], decision)
 
     # -- saving and ending ---------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class Executor:
 
     def _interrupt(self) -> None:
         self._save()
-        training = self._state.race.training
+        training = self._state.selection.training
         self._state.journal.append("task_interrupted", training=list(training))
         raise TaskInterruptedError(
             f"stopped as asked, with {len(training)} of {len(self._state.runs)} jobs still to train and everything on "
@@ -260,7 +261,7 @@ class Executor:
         )
 
     def _conclude(self) -> None:
-        winner = self._state.race.winner()
+        winner = self._state.selection.winner()
         if winner is None:
             raise NoResultError(
                 f"task {self._state.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
@@ -269,7 +270,7 @@ class Executor:
         if self._judge is not None:
             winner, tied = self._judged(self._judge), []
         else:
-            tied = self._state.race.cannot_be_told_from_the_winner()
+            tied = self._state.selection.within_noise_of_winner()
         if self._check is not None and self._ranks.is_first:
             found = self._check(self._run_dir.job(winner.job, "best"))
             self._state.journal.append("adapter_checked", job=winner.job, **asdict(found))
@@ -279,7 +280,7 @@ class Executor:
     def _judged(self, judge: Judge) -> LossPoint:
         """The finalist that answers best; ties go to the lower validation loss. A run that is stopped here judges
         again when it goes on."""
-        finalists = self._state.race.leaders(self._state.task.num_finalists)
+        finalists = self._state.selection.leaders(self._state.task.num_finalists)
         folders = {point.job: self._run_dir.job(point.job, "best") for point in finalists}
         scores = judge(folders, self._stop_if_asked)
         right = {score.job: score.num_correct for score in scores}
@@ -291,18 +292,18 @@ class Executor:
             self._interrupt()
 
     def _stop_before_training(self) -> None:
-        if self._ranks.from_first(self._is_interrupted(), bool):
+        if self._ranks.broadcast(self._is_interrupted(), bool):
             raise TaskInterruptedError(
                 "stopped as asked while the base model was asked about the data, with what it has said on disk; go on "
                 f"with: alto resume {self._run_dir.root}"
             )
 
     def _why_there_is_none(self) -> str:
-        decisions = [self._state.race.decision_on(job) for job in self._state.runs]
+        decisions = [self._state.selection.decision_on(job) for job in self._state.runs]
         failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
         if not failed:
             return f"all {len(decisions)} diverged before; lower the learning rates"
-        row, fits = failed[0].evidence["row_tokens"], self._state.roster.trainer.passes.largest
+        row, fits = failed[0].evidence["row_tokens"], self._state.slot_manager.trainer.micro_batches.largest
         remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
         return (
             f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "

@@ -27,8 +27,8 @@ class JobRun:
         starts_warm: A clone that begins with the adapter in its ``start`` folder.
         step: Steps done.
         slot: Where it sits, counted over all ranks; None while it is pending, parked or over.
-        is_spread: Every rank holds a copy of its adapter in the same place and trains a part of its rows; ``slot`` is
-            that of the first.
+        is_data_parallel: Every rank holds a copy of its adapter in the same place and trains a part of its rows;
+            ``slot`` is that of the first.
         saved_step: Step of its ``last`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
         saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
@@ -44,7 +44,7 @@ class JobRun:
     starts_warm: bool = False
     step: int = 0
     slot: int | None = None
-    is_spread: bool = False
+    is_data_parallel: bool = False
     saved_step: int = 0
     saved_best_step: int = 0
     unsaved_losses: list[float] = field(default_factory=list)

@@ -109,7 +109,7 @@ class Ranks:
         """Whether it is so on any rank."""
         return self.max(float(flag)) > 0.0
 
-    def from_first(self, value: T, kind: Any) -> T:
+    def broadcast(self, value: T, kind: Any) -> T:
         """What the first rank says; the others' ``value`` does not count.
 
         Args:
@@ -131,10 +131,10 @@ class Ranks:
         dist.broadcast(raw, src=0)
         return value if self.is_first else _decoded(codec, raw.numpy().tobytes(), kind)
 
-    def tensor_from_first(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    def broadcast_tensor(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """A tensor of ``shape`` on the CPU that the first rank has, or None where it has none; the others' ``value``
         does not count."""
-        if self.is_alone or not self.from_first(value is not None, bool):
+        if self.is_alone or not self.broadcast(value is not None, bool):
             return value if self.is_first else None
         tensor = torch.zeros(*shape, dtype=dtype)
         if self.is_first:
@@ -143,7 +143,7 @@ class Ranks:
         dist.broadcast(tensor, src=0)
         return tensor
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place; all of them have the same bits then."""
         if not self.is_alone:
             dist.all_reduce(tensor)

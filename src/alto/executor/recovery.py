@@ -17,7 +17,7 @@ from alto.spec.metric import LOSS
 from alto.spec.outside import read_json
 
 __all__ = [
-    "Past",
+    "ResumeState",
     "check_base",
     "check_data",
     "check_jobs",
@@ -35,7 +35,7 @@ _PRECISION = ("dtype", "load_in_4bit", "load_in_8bit", "adapter_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class ResumeState:
     """What a run goes on from.
 
     Attributes:
@@ -72,7 +72,7 @@ class Past:
         return bool(self.events) and self.events[-1]["event"] == "task_completed"
 
 
-def recover(run: RunDir) -> Past:
+def recover(run: RunDir) -> ResumeState:
     """Put the states of ``run`` back to its last checkpoint that is whole; its journal is cut back when a `Journal` is
     opened with what is returned.
 
@@ -86,9 +86,9 @@ def recover(run: RunDir) -> Past:
         events = read_intact_events(run.journal_file)
     except RunNotFoundError:
         events = []
-    past = Past(events=events)
-    if past.is_finished:
-        return past
+    resume_state = ResumeState(events=events)
+    if resume_state.is_finished:
+        return resume_state
     store = StateStore(run)
     ends = [index for index, event in enumerate(events, start=1) if event["event"] == "checkpoint"]
     end = next((end for end in reversed(ends) if _restored(store, events[end - 1])), 0)
@@ -99,7 +99,7 @@ def recover(run: RunDir) -> Past:
     notes = _notes(num_damaged, begins_anew=not end)
     if is_damaged:
         notes += (f"{_REFUSAL_FILE} is damaged and is not used; how much memory a pass may take is found out again.",)
-    return Past(events=events[:end], notes=notes, refusal=refusal)
+    return ResumeState(events=events[:end], notes=notes, refusal=refusal)
 
 
 def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def data_fingerprint(data: TaskData) -> str:
     return digest_of(data.train, data.validation)
 
 
-def check_base(past: Past, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
+def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
     """Make sure that ``found`` is the base model of a run; of one that says nothing of its base, nothing is known.
 
     Args:
@@ -133,7 +133,7 @@ def check_base(past: Past, found: Mapping[str, Any], *, model: str, remedy: str)
     Raises:
         RunChangedError: It is another one.
     """
-    differences = base_differences(past.base, found) if past.base is not None else ()
+    differences = base_differences(resume_state.base, found) if resume_state.base is not None else ()
     if differences:
         raise RunChangedError(
             f"model: expected the base model that the run began with, found {', '.join(differences)} in {model!r}; "
@@ -141,18 +141,18 @@ def check_base(past: Past, found: Mapping[str, Any], *, model: str, remedy: str)
         )
 
 
-def check_precision(past: Past, found: Mapping[str, Any]) -> None:
+def check_precision(resume_state: ResumeState, found: Mapping[str, Any]) -> None:
     """Make sure that base and adapters have the precision they had when the run began.
 
     Raises:
         RunChangedError: They have another one.
     """
-    if past.base is None:
+    if resume_state.base is None:
         return
-    changed = [key for key in _PRECISION if past.base[key] != found[key]]
+    changed = [key for key in _PRECISION if resume_state.base[key] != found[key]]
     if changed:
         raise RunChangedError(
-            f"expected the precision that the run began with ({_named(past.base, changed)}), found "
+            f"expected the precision that the run began with ({_named(resume_state.base, changed)}), found "
             f"{_named(found, changed)}; set it back in its task.yaml, or start a new run with: alto tune"
         )
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
-from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, idle_batch, share_rows
+from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dummy_batch, share_rows
 from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
 from alto.executor.memory_errors import RowTooLargeError, watching
-from alto.executor.passes import Passes
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.objectives import reference_log_probs
 from alto.spec import Task
@@ -44,7 +44,7 @@ def find_references(
     task: Task,
     backbone: Backbone,
     data: TaskData,
-    passes: Passes,
+    micro_batches: MicroBatches,
     ranks: Ranks,
     on_turn: Callable[[], None] = lambda: None,
 ) -> References:
@@ -66,10 +66,10 @@ def find_references(
         for part in split.parts(PART_ROWS):
             key = _key(task, backbone, part)
             known = _known(key, len(part)) if ranks.is_first else None
-            references = ranks.tensor_from_first(known, (len(part), 2), torch.float64)
+            references = ranks.broadcast_tensor(known, (len(part), 2), torch.float64)
             if references is None:
                 is_cached = False
-                references = _asked(backbone, part, passes, ranks, on_turn)
+                references = _asked(backbone, part, micro_batches, ranks, on_turn)
                 if ranks.is_first:
                     cache.save("references", key, references.tolist())
             found.append(references)
@@ -98,23 +98,25 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
 
 @torch.no_grad()
 def _asked(
-    backbone: Backbone, dataset: EncodedDataset, passes: Passes, ranks: Ranks, on_turn: Callable[[], None]
+    backbone: Backbone, dataset: EncodedDataset, micro_batches: MicroBatches, ranks: Ranks, on_turn: Callable[[], None]
 ) -> Tensor:
     everything = JobRows(0, tuple(range(len(dataset))))
     shares = share_rows(dataset, everything, ranks.size)
     work = [[] if share is None else [share] for share in shares]
-    num_passes = max(passes.count(dataset, rows, split_jobs=True) for rows in work)
+    num_micro_batches = max(micro_batches.count(dataset, rows, split_jobs=True) for rows in work)
     found: dict[int, Sequence[float]] = {}
 
     def ask(jobs: Sequence[JobRows]) -> None:
         on_turn()
         with watching("evaluation"):
-            batch = collate(dataset, jobs, backbone.device) if jobs else idle_batch(backbone.device)
+            batch = collate(dataset, jobs, backbone.device) if jobs else dummy_batch(backbone.device)
             log_probs = reference_log_probs(backbone, batch).tolist()
         found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=bool(jobs)))
 
     try:
-        passes.run(dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_passes=num_passes)
+        micro_batches.run(
+            dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
+        )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
             f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "

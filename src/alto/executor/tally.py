@@ -73,7 +73,7 @@ class Tally:
         )
 
     @staticmethod
-    def add_pass(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
+    def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
         """Add what one pass has found.
 
         Args:

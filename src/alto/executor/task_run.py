@@ -11,23 +11,23 @@ from typing import Any
 
 from alto.backbone import Backbone, device_name
 from alto.data import TaskData
-from alto.early_exit import Race, policy_from, race_of, rung_notes
+from alto.early_exit import Selection, policy_from, rung_notes, selection_of
 from alto.executor.job_run import JobPlanner, JobRun
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
-from alto.executor.passes import Passes
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import Past, check_data, check_jobs, data_fingerprint, note_refusal
+from alto.executor.recovery import ResumeState, check_data, check_jobs, data_fingerprint, note_refusal
 from alto.executor.references import References, find_references
-from alto.executor.roster import Roster
+from alto.executor.slot_manager import SlotManager
 from alto.executor.tally import Evaluated
 from alto.objectives import check_rows, find_objective
 from alto.records import ExitDecision, ExitReason, LossPoint, StartValue, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
-from alto.scheduler import JobDemand, SeatingLimits, TailJob, forecast_tail, plan_residents
+from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
 from alto.spec import Job, JobConfig, Task
 from alto.spec.method import METHOD_SETTINGS
-from alto.spec.metric import LOSS, gain_of, loss_scale, metric_notes
+from alto.spec.metric import LOSS, loss_scale, metric_notes, score_of
 from alto.spec.rungs import places_at
 from alto.version import version_of
 
@@ -38,7 +38,7 @@ FROM_CHECKPOINT = "from_checkpoint"
 
 
 class TaskRun:
-    """All jobs of a task, the race between them, and where they are.
+    """All jobs of a task, the selection between them, and where they are.
 
     Args:
         runs: The task's jobs, from :func:`alto.executor.plan_jobs`.
@@ -51,8 +51,8 @@ class TaskRun:
 
     Attributes:
         runs: Every job by id, clones last.
-        race: Who trains, who waits, who has ended.
-        roster: Who sits where.
+        selection: Who trains, who waits, who has ended.
+        slot_manager: Which job is in which slot.
 
     Raises:
         RunChangedError: The data, the jobs, the method, the metric, the evaluation points or the early-exit settings
@@ -69,7 +69,7 @@ class TaskRun:
         *,
         run_dir: RunDir,
         journal: Journal,
-        past: Past,
+        resume_state: ResumeState,
         ranks: Ranks,
         on_turn: Callable[[], None],
         base: Mapping[str, Any] | None = None,
@@ -81,21 +81,21 @@ class TaskRun:
         self._run_dir = run_dir
         self._backbone = backbone
         self._planner = JobPlanner(task, backbone.model, len(data.train))
-        self.runs = {run.id: run for run in [*runs, *self._clones(past)]}
-        if past.events:
-            check_data(past.events[0], data)
-            check_jobs(past.events[0], {run.id: run.config for run in self.runs.values()}, task)
-        self.race = self._race_after(past)
-        self._untold: list[MemoryEvent] = []
+        self.runs = {run.id: run for run in [*runs, *self._clones(resume_state)]}
+        if resume_state.events:
+            check_data(resume_state.events[0], data)
+            check_jobs(resume_state.events[0], {run.id: run.config for run in self.runs.values()}, task)
+        self.selection = self._selection_after(resume_state)
+        self._unreported: list[MemoryEvent] = []
         self._has_begun = False
-        max_tokens = min(task.max_tokens_per_pass or sys.maxsize, past.max_tokens_per_pass or sys.maxsize)
+        max_tokens = min(task.max_tokens_per_pass or sys.maxsize, resume_state.max_tokens_per_pass or sys.maxsize)
         self._references: References | None = None
-        if find_objective(task.method).asks_base:
-            passes = Passes(max_tokens, self._on_memory_event, can_retry=ranks.is_alone)
-            self._references = find_references(task, backbone, data, passes, ranks, on_turn)
-            data, max_tokens = self._references.data, passes.max_tokens
+        if find_objective(task.method).needs_reference:
+            micro_batches = MicroBatches(max_tokens, self._on_memory_event, can_retry=ranks.is_alone)
+            self._references = find_references(task, backbone, data, micro_batches, ranks, on_turn)
+            data, max_tokens = self._references.data, micro_batches.max_tokens
         self._data = data
-        self.roster = Roster(
+        self.slot_manager = SlotManager(
             task,
             self.runs.values(),
             backbone,
@@ -107,11 +107,11 @@ class TaskRun:
         )
         self._row_tokens = data.train.num_tokens / len(data.train)
         self._ahead: frozenset[str] = frozenset()
-        self._seated_for: tuple[int, SeatingLimits] | None = None
+        self._admitted_for: tuple[int, ResidentLimits] | None = None
         self._throughput: Throughput | None = None
         self._num_offered: int | None = None
 
-    def begin(self, past: Past, forecast: TaskPlan | None = None) -> None:
+    def begin(self, resume_state: ResumeState, forecast: TaskPlan | None = None) -> None:
         """Say what is about to be trained, and what is expected of it."""
         configs = [run.config for run in self.runs.values()]
         metric_note = metric_notes(self.task.metric, self.task.method, configs)
@@ -129,9 +129,9 @@ class TaskRun:
             num_train=len(self._data.train),
             num_validation=len(self._data.validation),
             data={**self._data.counts(), "fingerprint": data_fingerprint(self._data)},
-            notes=[*past.notes, *self._data.notes, *about_model, *metric_note, *self._rung_notes()],
+            notes=[*resume_state.notes, *self._data.notes, *about_model, *metric_note, *self._rung_notes()],
             **self._reference_facts(),
-            max_slots=self.roster.num_slots,
+            max_slots=self.slot_manager.num_slots,
             packing=self._packing(),
             early_exit=self.task.early_exit.resolved().model_dump(mode="json"),
             device=str(self._backbone.device),
@@ -142,8 +142,8 @@ class TaskRun:
         if forecast is not None:
             self.journal.append("profile", **_profile_facts(forecast))
             self._throughput = forecast.throughput
-        self._tell_refusal(past)
-        self._tell_memory_events()
+        self._record_refusal(resume_state)
+        self._record_memory_events()
 
     def evaluate_base(self) -> None:
         """Find out, once, what validation gives before the first step of every job: what it gives with the frozen base.
@@ -152,27 +152,27 @@ class TaskRun:
         for run in self.runs.values():
             alike.setdefault(_objective_settings(run.config), []).append(run)
         try:
-            found = self.roster.trainer.evaluate_base([runs[0].config for runs in alike.values()])
+            found = self.slot_manager.trainer.evaluate_base([runs[0].config for runs in alike.values()])
         except RowTooLargeError:
             return
         values = []
         for runs, worth in zip(alike.values(), found, strict=True):
-            gain = gain_of(self.task.metric, worth.metrics)
-            start = StartValue(validation_loss=worth.loss, gain=gain, gain_rows=worth.metric_rows)
+            score = score_of(self.task.metric, worth.metrics)
+            start = StartValue(validation_loss=worth.loss, score=score, score_rows=worth.metric_rows)
             values.append({"jobs": [run.id for run in runs], **worth.facts()})
             for run in runs:
-                self.race.observe_base(run.id, start)
+                self.selection.observe_base(run.id, start)
         self.journal.append("base_evaluated", values=values)
 
     def _start_like_others(self, clone: JobRun) -> None:
         """A clone that begins with fresh weights has the base's value that other jobs with the same loss have."""
         like = _objective_settings(clone.config)
         for run in self.runs.values():
-            start = self.race.start_of(run.id)
+            start = self.selection.start_of(run.id)
             if start is not None and _objective_settings(run.config) == like:
-                self.race.observe_base(clone.id, start)
-                metrics = {} if self.task.metric == LOSS else {self.task.metric: start.gain}
-                known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.gain_rows)
+                self.selection.observe_base(clone.id, start)
+                metrics = {} if self.task.metric == LOSS else {self.task.metric: start.score}
+                known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.score_rows)
                 self.journal.append("base_evaluated", values=[{"jobs": [clone.id], **known.facts()}])
                 return
 
@@ -186,96 +186,102 @@ class TaskRun:
             "device": device_name(self._backbone.device),
         }
 
-    def go_on(self, past: Past) -> None:
+    def resume(self, resume_state: ResumeState) -> None:
         """Put every job where the checkpoint left it."""
         self.journal.append(
             "task_resumed",
-            notes=list(past.notes),
-            **({"base": self._base} if past.base is None and self._base is not None else {}),
+            notes=list(resume_state.notes),
+            **({"base": self._base} if resume_state.base is None and self._base is not None else {}),
             versions=_versions(),
-            max_slots=self.roster.num_slots,
+            max_slots=self.slot_manager.num_slots,
             num_ranks=self._ranks.size,
         )
-        self._tell_refusal(past)
-        self._tell_memory_events()
-        if past.events[0].get("num_ranks", 1) == self._ranks.size:
-            self._throughput = _measured_throughput(past)
-        assert past.checkpoint is not None
-        for job, at in past.checkpoint["jobs"].items():
+        self._record_refusal(resume_state)
+        self._record_memory_events()
+        if resume_state.events[0].get("num_ranks", 1) == self._ranks.size:
+            self._throughput = _measured_throughput(resume_state)
+        assert resume_state.checkpoint is not None
+        for job, at in resume_state.checkpoint["jobs"].items():
             run = self.runs[job]
             run.step = run.saved_step = at["step"]
             run.saved_best_step = at["best_step"]
             # A task may go on with fewer slots than it began with; whoever finds none is parked.
-            if at["slot"] is not None and at["slot"] < self.roster.num_slots:
-                self.seat(run, at["slot"], FROM_CHECKPOINT)
+            if at["slot"] is not None and at["slot"] < self.slot_manager.num_slots:
+                self.admit(run, at["slot"], FROM_CHECKPOINT)
 
-    def seat_jobs(self) -> None:
+    def admit_jobs(self) -> None:
         """Carry out the scheduler's plan, where it may have changed."""
-        limits = SeatingLimits(
-            num_slots=self.roster.num_slots,
+        limits = ResidentLimits(
+            num_slots=self.slot_manager.num_slots,
             max_tokens=self.task.max_tokens_per_step,
             num_ranks=self._ranks.size,
         )
-        if self._seated_for == (self.race.num_changes, limits):
+        if self._admitted_for == (self.selection.num_changes, limits):
             return
         plan = plan_residents(self._demands(), limits)
         for parking in plan.park:
             self.park(self.runs[parking.job], parking.reason)
         if plan.park:
             self._ranks.wait()  # what one rank has put on disk another may read
-        for seating in plan.seat:
-            self.seat(self.runs[seating.job], seating.slot, seating.reason, is_spread=seating.is_spread)
+        for admission in plan.admit:
+            self.admit(
+                self.runs[admission.job], admission.slot, admission.reason, is_data_parallel=admission.is_data_parallel
+            )
         self._ahead = plan.ahead
         self._offer_gpus()
-        self._seated_for = (self.race.num_changes, limits)
+        self._admitted_for = (self.selection.num_changes, limits)
 
     def _offer_gpus(self) -> None:
         """Say, once for as many jobs as are left, what they would take on a GPU each; the queue may then ask this
         executor to end and go on so."""
         training = self.active()
-        if self._throughput is None or len(training) != len(self.race.training) or len(training) == self._num_offered:
+        if (
+            self._throughput is None
+            or len(training) != len(self.selection.training)
+            or len(training) == self._num_offered
+        ):
             return
         jobs = [
-            TailJob(num_tokens=self._step_tokens(run), num_steps=run.total_steps - run.step, step=run.step)
+            LastJob(num_tokens=self._step_tokens(run), num_steps=run.total_steps - run.step, step=run.step)
             for run in training
         ]
         rungs = policy_from(self.task.early_exit).rungs
         places = [(rung.progress, places_at(rungs, index, len(self.runs))) for index, rung in enumerate(rungs)]
-        tail = forecast_tail(jobs, self._throughput, self._ranks.size, places=places)
+        tail = forecast_last_jobs(jobs, self._throughput, self._ranks.size, places=places)
         if tail is not None:
             self._num_offered = len(training)
             self.journal.append("gpus_offered", **asdict(tail))
 
-    def seat(self, run: JobRun, slot: int, reason: str, *, is_spread: bool = False) -> None:
+    def admit(self, run: JobRun, slot: int, reason: str, *, is_data_parallel: bool = False) -> None:
         """A job enters ``slot``; one that is spread enters the same place on every rank."""
-        self.roster.seat(run, slot, is_spread=is_spread)
+        self.slot_manager.admit(run, slot, is_data_parallel=is_data_parallel)
         self.journal.append(
             "job_resumed" if run.step else "job_admitted",
             job=run.id,
             slot=slot,
             step=run.step,
             reason=reason,
-            **self._where(slot, is_spread=is_spread),
+            **self._where(slot, is_data_parallel=is_data_parallel),
         )
 
-    def _where(self, slot: int, *, is_spread: bool) -> dict[str, Any]:
+    def _where(self, slot: int, *, is_data_parallel: bool) -> dict[str, Any]:
         """The ranks that train the job in ``slot``; nothing where there is one only."""
         if self._ranks.is_alone:
             return {}
-        rank = self.roster.trainer.slots.rank_of(slot)
-        return {"ranks": list(range(self._ranks.size)) if is_spread else [rank]}
+        rank = self.slot_manager.trainer.slots.rank_of(slot)
+        return {"ranks": list(range(self._ranks.size)) if is_data_parallel else [rank]}
 
     def park(self, run: JobRun, reason: str) -> None:
         """A job leaves its slot and will come back."""
-        self.tell_losses(run)
-        slot = self.roster.leave(run)
+        self.record_losses(run)
+        slot = self.slot_manager.evict(run)
         self.journal.append("job_parked", job=run.id, slot=slot, step=run.step, reason=reason)
 
     def end(self, run: JobRun, decision: ExitDecision | None, command: str | None = None) -> None:
         """A job is over: by ``decision`` (``command`` is what asked for it), or because all its steps are done."""
-        self.tell_losses(run)
-        slot = self.roster.leave(run) if run.slot is not None else None
-        best = self.race.best(run.id)
+        self.record_losses(run)
+        slot = self.slot_manager.evict(run) if run.slot is not None else None
+        best = self.selection.best(run.id)
         facts = {
             "job": run.id,
             "slot": slot,
@@ -302,12 +308,12 @@ class TaskRun:
             DeviceMemoryError: Its adapter does not fit; nothing has changed.
         """
         slots = {run.id: run.slot for run in self.runs.values()}
-        unseated = self.roster.fit([*self.runs.values(), clone])
-        for run in unseated:
-            self.tell_losses(run)
+        without_slot = self.slot_manager.fit([*self.runs.values(), clone])
+        for run in without_slot:
+            self.record_losses(run)
             self.journal.append("job_parked", job=run.id, slot=slots[run.id], step=run.step, reason="fewer_slots")
         self.runs[clone.id] = clone
-        self.race.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
+        self.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
         self.journal.append(
             "job_added", origin=origin.id, warm=clone.starts_warm, command=command, **self._description(clone)
         )
@@ -317,17 +323,17 @@ class TaskRun:
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""
         run = next(run for run in self.runs.values() if run.slot == error.slot)
-        evidence = {"row_tokens": error.num_tokens, "largest_pass": self.roster.trainer.passes.largest}
+        evidence = {"row_tokens": error.num_tokens, "largest_pass": self.slot_manager.trainer.micro_batches.largest}
         decision = ExitDecision(job=run.id, step=run.step, reason=ExitReason.FAILED, evidence=evidence)
-        self.race.end(decision)
+        self.selection.end(decision)
         self.end(run, decision)
 
     def reopen(self, run: JobRun, command: str) -> None:
         """A job that was ended goes on."""
-        self.race.reopen(run.id)
+        self.selection.reopen(run.id)
         self.journal.append("job_reopened", job=run.id, step=run.step, command=command)
 
-    def tell_losses(self, run: JobRun) -> None:
+    def record_losses(self, run: JobRun) -> None:
         """Journal the training losses that it has not heard of."""
         if run.unsaved_losses:
             first_step = run.step - len(run.unsaved_losses) + 1
@@ -344,8 +350,8 @@ class TaskRun:
         self._run_dir.check_lock()
         self._ranks.wait()  # until the first rank, which holds the lock, has found that it still does
         for run in self.runs.values():
-            self.tell_losses(run)
-            self.roster.save(run)
+            self.record_losses(run)
+            self.slot_manager.save(run)
         self._ranks.wait()  # until every state is on disk
         self.journal.append(
             "checkpoint",
@@ -357,7 +363,7 @@ class TaskRun:
         )
         self.journal.sync()
         self._ranks.wait()  # until the journal is, too
-        self.roster.commit()
+        self.slot_manager.commit()
 
     def complete(self, winner: LossPoint, tied: Sequence[LossPoint] = ()) -> None:
         """Journal the winner, and what it took.
@@ -376,63 +382,65 @@ class TaskRun:
         )
         self.journal.sync()
 
-    def in_race(self, run: JobRun) -> bool:
+    def is_competing(self, run: JobRun) -> bool:
         """Whether the job has not ended."""
-        return self.race.is_training(run.id)
+        return self.selection.is_training(run.id)
 
     def active(self) -> list[JobRun]:
         """The jobs that take the next step."""
         return [run for run in self.runs.values() if run.slot is not None and self._trains(run)]
 
     def _trains(self, run: JobRun) -> bool:
-        return run.id in self._ahead or not self.race.is_waiting(run.id)
+        return run.id in self._ahead or not self.selection.is_waiting(run.id)
 
     def _on_memory_event(self, event: MemoryEvent) -> None:
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
             note_refusal(self._run_dir, self._facts(event))  # for the next attempt: this one ends
             return
-        self._untold.append(event)
+        self._unreported.append(event)
         if self._has_begun:
-            self._tell_memory_events()
+            self._record_memory_events()
 
-    def _tell_memory_events(self) -> None:
+    def _record_memory_events(self) -> None:
         """Journal what has happened; the bank is made before there is anything that it could follow."""
         self._has_begun = True
-        for event in self._untold:
+        for event in self._unreported:
             self.journal.append("oom", **self._facts(event))
-        self._untold.clear()
+        self._unreported.clear()
 
     def _facts(self, event: MemoryEvent) -> dict[str, Any]:
-        seated = [run for run in self.runs.values() if run.slot is not None]
+        residents = [run for run in self.runs.values() if run.slot is not None]
         return {
             "phase": event.phase,
-            "residents": [run.id for run in seated if self.roster.trainer.place(run) in event.slots],
+            "residents": [run.id for run in residents if self.slot_manager.trainer.place(run) in event.slots],
             "num_tokens": event.num_tokens,
             "max_tokens_per_pass": event.max_tokens_per_pass,
             **({} if event.num_slots is None else {"num_slots": event.num_slots}),
         }
 
-    def _tell_refusal(self, past: Past) -> None:
+    def _record_refusal(self, resume_state: ResumeState) -> None:
         """Journal why the attempt before this one ended, where it could not."""
-        if past.refusal is not None:
-            self.journal.append("oom", **past.refusal)
+        if resume_state.refusal is not None:
+            self.journal.append("oom", **resume_state.refusal)
 
-    def _clones(self, past: Past) -> list[JobRun]:
+    def _clones(self, resume_state: ResumeState) -> list[JobRun]:
         clones = []
-        for event in past.events:
+        for event in resume_state.events:
             if event["event"] == "job_added":
                 run = self._planner.plan(Job(id=event["job"], config=JobConfig(**event["config"])))
                 run.starts_warm = event["warm"]
                 clones.append(run)
         return clones
 
-    def _race_after(self, past: Past) -> Race:
-        if past.events:
-            return race_of(past.events)
+    def _selection_after(self, resume_state: ResumeState) -> Selection:
+        if resume_state.events:
+            return selection_of(resume_state.events)
         settings = self.task.early_exit
         total_steps = {job: run.total_steps for job, run in self.runs.items()}
         scales = {job: loss_scale(run.config.model_dump()) for job, run in self.runs.items()}
-        return Race(policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps, loss_scales=scales)
+        return Selection(
+            policy_from(settings), ema_alpha=settings.ema_alpha, total_steps=total_steps, loss_scales=scales
+        )
 
     def _reference_facts(self) -> dict[str, Any]:
         if self._references is None:
@@ -464,23 +472,23 @@ class TaskRun:
 
     def _demands(self) -> Iterator[JobDemand]:
         """What every job that has not ended wants of the bank."""
-        certain = self.race.certain_to_be_kept()
-        for job in self.race.training:
+        certain = self.selection.certain_to_be_kept()
+        for job in self.selection.training:
             run = self.runs[job]
             yield JobDemand(
                 job=job,
                 batch_size=run.config.per_device_train_batch_size,
                 num_tokens=self._step_tokens(run),
                 slot=run.slot,
-                is_spread=run.is_spread,
-                is_waiting=self.race.is_waiting(job),
+                is_data_parallel=run.is_data_parallel,
+                is_waiting=self.selection.is_waiting(job),
                 may_run_ahead=job in certain,
                 has_started=run.step > 0,
             )
 
 
 def _standing(point: LossPoint) -> dict[str, Any]:
-    return {"job": point.job, "gain": point.gain, "validation_loss": point.validation_loss}
+    return {"job": point.job, "gain": point.score, "validation_loss": point.validation_loss}
 
 
 def _objective_settings(config: JobConfig) -> tuple[Any, ...]:
@@ -505,8 +513,8 @@ def _profile_facts(forecast: TaskPlan) -> dict[str, Any]:
     }
 
 
-def _measured_throughput(past: Past) -> Throughput | None:
-    profile = next((event for event in past.events if event["event"] == "profile"), None)
+def _measured_throughput(resume_state: ResumeState) -> Throughput | None:
+    profile = next((event for event in resume_state.events if event["event"] == "profile"), None)
     if profile is None:
         return None
     law = profile["throughput"]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, release_memory
-from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, idle_batch, share_rows
+from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, dummy_batch, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import NoMemoryError, watching
-from alto.executor.passes import OnMemoryEvent, Passes
+from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
 from alto.kernels import VECTOR_SIZE, DropoutKey, TokenSchedule, upload
@@ -33,7 +33,7 @@ from alto.lora import (
     find_shared_inputs,
     inject,
 )
-from alto.objectives import Objective, find_objective, job_losses, pass_terms, terms_of, token_losses
+from alto.objectives import Objective, find_objective, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import AdapterDtype, JobConfig
 from alto.spec.job_config import OptimizerName
@@ -90,7 +90,7 @@ class Trainer:
         self._row_metric = None if metric == LOSS else metric
         self._ranks = ranks or Ranks()
         self.slots = RankSlots(num_ranks=self._ranks.size, per_rank=num_slots)
-        self.passes = Passes(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
+        self.micro_batches = MicroBatches(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
         layout = BankLayout(
             modules=modules,
             max_rank=max_rank,
@@ -101,37 +101,37 @@ class Trainer:
         self.optimizer = SlotAdamW(self.bank, optims)
         self._context = inject(backbone.model, self.bank)
 
-    def place(self, run: JobRun) -> int | None:
-        """Where in this rank's bank a seated job lies; None where it lies with another rank."""
+    def local_slot(self, run: JobRun) -> int | None:
+        """Where in this rank's bank a resident job lies; None where it lies with another rank."""
         assert run.slot is not None, f"{run.id} has no slot"
-        if run.is_spread or self.slots.rank_of(run.slot) == self._ranks.rank:
-            return self.slots.place_of(run.slot)
+        if run.is_data_parallel or self.slots.rank_of(run.slot) == self._ranks.rank:
+            return self.slots.local_slot_of(run.slot)
         return None
 
-    def seat_fresh(self, run: JobRun, place: int) -> None:
+    def admit_fresh(self, run: JobRun, local_slot: int) -> None:
         """Give ``place`` to a job that has not trained yet."""
-        self.bank.occupy(place, run.shape)
-        self.bank.initialise(place, run.config.seed, run.config.init_lora_weights)
-        self.optimizer.reset(place, run.config.optim)
+        self.bank.occupy(local_slot, run.shape)
+        self.bank.initialise(local_slot, run.config.seed, run.config.init_lora_weights)
+        self.optimizer.reset(local_slot, run.config.optim)
 
-    def seat_warm(self, run: JobRun, place: int, weights: AdapterWeights) -> None:
+    def admit_warm(self, run: JobRun, local_slot: int, weights: AdapterWeights) -> None:
         """Give ``place`` to a job that has not trained yet and begins with ``weights``."""
-        self.bank.occupy(place, run.shape)
-        self.bank.write(place, weights)
-        self.optimizer.reset(place, run.config.optim)
+        self.bank.occupy(local_slot, run.shape)
+        self.bank.write(local_slot, weights)
+        self.optimizer.reset(local_slot, run.config.optim)
 
-    def seat_again(self, run: JobRun, place: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
+    def readmit(self, run: JobRun, local_slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
         """Give ``place`` to a job that was parked, with the state it had."""
-        self.bank.occupy(place, run.shape)
-        self.bank.write(place, weights)
-        self.optimizer.write(place, run.config.optim, optimizer)
+        self.bank.occupy(local_slot, run.shape)
+        self.bank.write(local_slot, weights)
+        self.optimizer.write(local_slot, run.config.optim, optimizer)
 
-    def release(self, place: int) -> None:
+    def release(self, local_slot: int) -> None:
         """Take ``place`` back."""
-        self.bank.release(place)
+        self.bank.release(local_slot)
 
     def step(self, runs: Sequence[JobRun]) -> list[float]:
-        """One optimizer step of every seated job in ``runs`` on its next batch; counts nothing.
+        """One optimizer step of every resident job in ``runs`` on its next batch; counts nothing.
 
         Returns:
             The training loss of each before the step, as its objective has it.
@@ -152,9 +152,11 @@ class Trainer:
             DeviceMemoryError: A pass does not fit, and other ranks have begun it.
         """
         here = self._here(runs)
-        index_of = {place: index for index, run in enumerate(runs) if (place := self.place(run)) is not None}
+        index_of = {
+            local_slot: index for index, run in enumerate(runs) if (local_slot := self.local_slot(run)) is not None
+        }
         batches = [(run, tuple(run.order.rows_of_step(run.step))) for run in runs]
-        work, num_passes = self._work(self._data.train, batches)
+        work, num_micro_batches = self._work(self._data.train, batches)
         losses: Tensor | None = None
 
         def train(jobs: Sequence[JobRows]) -> None:
@@ -162,8 +164,8 @@ class Trainer:
             with watching("forward"):
                 losses = torch.zeros(len(runs), device=self._backbone.device) if losses is None else losses
                 batch = self._collate(self._data.train, jobs)
-                configs = [here[place].config for place in batch.slots]
-                indices_J = upload([index_of[place] for place in batch.slots], torch.int64, losses.device)
+                configs = [here[local_slot].config for local_slot in batch.slots]
+                indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
             with self._context.use(schedule):
                 with watching("forward"):
@@ -176,14 +178,14 @@ class Trainer:
         def forget() -> None:
             nonlocal losses
             losses = None
-            for place in here:
-                self.bank.grads_ZP[place].zero_()
+            for local_slot in here:
+                self.bank.grads_ZP[local_slot].zero_()
 
-        self.passes.run(self._data.train, work, train, forget=forget, num_passes=num_passes)
+        self.micro_batches.run(self._data.train, work, train, forget=forget, num_micro_batches=num_micro_batches)
         for run in runs:
-            if run.is_spread:
-                place = self.slots.place_of(_slot(run))
-                self._ranks.add_up(self.bank.grads_ZP[place, : self.bank.places(place).end])
+            if run.is_data_parallel:
+                local_slot = self.slots.local_slot_of(_slot(run))
+                self._ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
         assert losses is not None, "somebody trains"
         return losses
 
@@ -199,8 +201,8 @@ class Trainer:
         Raises:
             DeviceMemoryError: There is no memory for it; :meth:`has_stepped` says which jobs have taken the step.
         """
-        by_place = self._here(runs)
-        places, runs = list(by_place), list(by_place.values())
+        by_local_slot = self._here(runs)
+        places, runs = list(by_local_slot), list(by_local_slot.values())
         if not runs:
             return torch.zeros(0, device=self._backbone.device)
         norms: Tensor | None = None
@@ -215,7 +217,7 @@ class Trainer:
             except NoMemoryError:
                 pass  # tried again outside of this clause, which holds what is to be released
             release_memory()
-            self.passes.tell("update", [places[index] for index in left])
+            self.micro_batches.tell("update", [places[index] for index in left])
             num_before, left = len(left), [index for index in left if not self.has_stepped(runs[index])]
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
@@ -227,14 +229,14 @@ class Trainer:
         return norms
 
     def has_stepped(self, run: JobRun) -> bool:
-        """Whether the adapter of a seated job has taken the step that the job has not counted yet. Another rank that
+        """Whether the adapter of a resident job has taken the step that the job has not counted yet. Another rank that
         could not take it would have ended this executor."""
-        place = self.place(run)
-        return place is None or self.optimizer.steps[place] > run.step
+        local_slot = self.local_slot(run)
+        return local_slot is None or self.optimizer.steps[local_slot] > run.step
 
     @torch.no_grad()
     def evaluate(self, runs: Sequence[JobRun]) -> list[Evaluated]:
-        """What every seated job in ``runs`` is worth on the whole validation split; the loss as in training.
+        """What every resident job in ``runs`` is worth on the whole validation split; the loss as in training.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -243,20 +245,24 @@ class Trainer:
         here = self._here(runs)
         validation = self._data.validation
         rows = tuple(range(len(validation)))
-        work, num_passes = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
-        tallies = {place: self._new_tally() for place in here}
+        work, num_micro_batches = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
+        tallies = {local_slot: self._new_tally() for local_slot in here}
 
-        def add_up(jobs: Sequence[JobRows]) -> None:
+        def all_reduce(jobs: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(validation, jobs)
-                configs = [here[place].config for place in batch.slots]
+                configs = [here[local_slot].config for local_slot in batch.slots]
                 with self._context.use(_schedule(batch, here, training=False)):
-                    terms = pass_terms(self._objective, self._backbone, batch, configs)
-                Tally.add_pass([tallies[place] for place in batch.slots], [job.rows for job in jobs], terms)
+                    terms = micro_batch_terms(self._objective, self._backbone, batch, configs)
+                Tally.add_micro_batch(
+                    [tallies[local_slot] for local_slot in batch.slots], [job.rows for job in jobs], terms
+                )
 
-        self._evaluate(work, add_up, tallies.values(), num_passes)
+        self._evaluate(work, all_reduce, tallies.values(), num_micro_batches)
         nothing = self._new_tally()
-        return self._evaluated([nothing if place is None else tallies[place] for place in map(self.place, runs)])
+        return self._evaluated(
+            [nothing if local_slot is None else tallies[local_slot] for local_slot in map(self.local_slot, runs)]
+        )
 
     @torch.no_grad()
     def evaluate_base(self, configs: Sequence[JobConfig]) -> list[Evaluated]:
@@ -270,19 +276,19 @@ class Trainer:
         validation = self._data.validation
         shares = share_rows(validation, JobRows(0, tuple(range(len(validation)))), self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
-        num_passes = max(self.passes.count(validation, work, split_jobs=True) for work in of_rank)
+        num_micro_batches = max(self.micro_batches.count(validation, work, split_jobs=True) for work in of_rank)
         tallies = [self._new_tally() for _ in configs]
 
-        def add_up(jobs: Sequence[JobRows]) -> None:
+        def all_reduce(jobs: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(validation, jobs)
                 with self._context.use(TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(jobs))):
                     losses_S = token_losses(self._backbone, batch)
                 for config, tally in zip(configs, tallies, strict=True) if jobs else ():
                     terms = terms_of(self._objective, losses_S, batch, [config])
-                    Tally.add_pass([tally], [job.rows for job in jobs], terms)
+                    Tally.add_micro_batch([tally], [job.rows for job in jobs], terms)
 
-        self._evaluate(of_rank[self._ranks.rank], add_up, tallies, num_passes)
+        self._evaluate(of_rank[self._ranks.rank], all_reduce, tallies, num_micro_batches)
         return self._evaluated(tallies)
 
     def _new_tally(self) -> Tally:
@@ -291,9 +297,9 @@ class Trainer:
     def _evaluate(
         self,
         work: Sequence[JobRows],
-        add_up: Callable[[Sequence[JobRows]], None],
+        all_reduce: Callable[[Sequence[JobRows]], None],
         tallies: Iterable[Tally],
-        num_passes: int,
+        num_micro_batches: int,
     ) -> None:
         """Evaluate pass by pass; where memory runs out, all tallies begin anew."""
         tallies = list(tallies)
@@ -302,7 +308,9 @@ class Trainer:
             for tally in tallies:
                 tally.forget()
 
-        self.passes.run(self._data.validation, work, add_up, forget=forget, split_jobs=True, num_passes=num_passes)
+        self.micro_batches.run(
+            self._data.validation, work, all_reduce, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches
+        )
 
     def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
         """What the tallies of all ranks together say."""
@@ -316,7 +324,7 @@ class Trainer:
 
     def _here(self, runs: Sequence[JobRun]) -> dict[int, JobRun]:
         """Those of ``runs`` that lie in this rank's bank, by place."""
-        return {place: run for run in runs if (place := self.place(run)) is not None}
+        return {local_slot: run for run in runs if (local_slot := self.local_slot(run)) is not None}
 
     def _work(
         self, dataset: EncodedDataset, batches: Sequence[tuple[JobRun, tuple[int, ...]]], *, split_jobs: bool = False
@@ -325,30 +333,30 @@ class Trainer:
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
         for run, rows in batches:
             slot = _slot(run)
-            job = JobRows(self.slots.place_of(slot), rows)
-            if run.is_spread:
+            job = JobRows(self.slots.local_slot_of(slot), rows)
+            if run.is_data_parallel:
                 for work, share in zip(of_rank, share_rows(dataset, job, len(of_rank)), strict=True):
                     work += [share] if share is not None else []
             else:
                 of_rank[self.slots.rank_of(slot)].append(job)
         if self._ranks.is_alone:
             return of_rank[0], 0
-        num_passes = max(self.passes.count(dataset, work, split_jobs=split_jobs) for work in of_rank)
-        return of_rank[self._ranks.rank], num_passes
+        num_micro_batches = max(self.micro_batches.count(dataset, work, split_jobs=split_jobs) for work in of_rank)
+        return of_rank[self._ranks.rank], num_micro_batches
 
     def _update(self, runs: Sequence[JobRun], norms: Tensor) -> None:
         updates = [
-            SlotUpdate(slot=self.slots.place_of(_slot(run)), config=run.config, learning_rate=run.learning_rate)
+            SlotUpdate(slot=self.slots.local_slot_of(_slot(run)), config=run.config, learning_rate=run.learning_rate)
             for run in runs
         ]
         self.optimizer.step(updates, norms)
 
     def _collate(self, dataset: EncodedDataset, jobs: Sequence[JobRows]) -> TokenBatch:
-        return collate(dataset, jobs, self._backbone.device) if jobs else idle_batch(self._backbone.device)
+        return collate(dataset, jobs, self._backbone.device) if jobs else dummy_batch(self._backbone.device)
 
 
-def _schedule(batch: TokenBatch, by_place: dict[int, JobRun], *, training: bool) -> TokenSchedule:
-    runs = [by_place[place] for place in batch.slots]
+def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobRun], *, training: bool) -> TokenSchedule:
+    runs = [by_local_slot[local_slot] for local_slot in batch.slots]
     dropout = [
         DropoutKey(run.config.lora_dropout, run.config.seed, run.step, first_token)
         for run, first_token in zip(runs, batch.job_first_tokens, strict=True)

@@ -106,7 +106,7 @@ def _scores_at_equal_progress(history: RunHistory) -> tuple[float, dict[str, tup
 def _score_at(job: JobHistory, rung: Rung) -> tuple[float, float] | None:
     point = point_at_share(job.evaluations, rung, job.total_steps, job.start)
     if point is not None:
-        return point.score if math.isfinite(point.validation_loss) else _WORST
+        return point.sort_key if math.isfinite(point.validation_loss) else _WORST
     return _WORST if job.exit_reason == ExitReason.DIVERGING else None
 
 

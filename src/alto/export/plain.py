@@ -224,7 +224,7 @@ class PlainView:
 
     def _score(self, job: JobHistory) -> float:
         """What its best is told by; less is better."""
-        return job.best_validation_loss if self.history.metric == LOSS else -job.best_gain
+        return job.best_validation_loss if self.history.metric == LOSS else -job.best_score
 
     def _worth(self, job: JobHistory) -> str:
         """Its best, in words."""

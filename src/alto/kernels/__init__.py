@@ -2,9 +2,9 @@
 
 from alto.kernels.backend import choose_backend
 from alto.kernels.dropout import DropoutKey
+from alto.kernels.forward_table import upload
 from alto.kernels.function import grouped_lora_linear
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
-from alto.kernels.pass_table import upload
 from alto.kernels.schedule import Segment, TokenSchedule
 
 __all__ = [

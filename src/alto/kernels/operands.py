@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alto.kernels.pass_table import upload
+from alto.kernels.forward_table import upload
 
 __all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
 
@@ -93,7 +93,7 @@ class LoraOperands:
         self._places: dict[int, tuple[int, ...]] = {}
         self._table: Tensor | None = None
 
-    def seat(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
+    def assign(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
         """Tell where in its row ``slot``'s adapter lies.
 
         Args:

@@ -13,7 +13,7 @@ import torch
 
 from alto.errors import ShapeError
 from alto.kernels.dropout import DropoutKey
-from alto.kernels.pass_table import PassTable
+from alto.kernels.forward_table import ForwardTable
 
 __all__ = ["Segment", "TokenSchedule"]
 
@@ -41,12 +41,12 @@ class TokenSchedule:
     segments: tuple[Segment, ...]
     scales: tuple[float, ...]
     dropout: tuple[DropoutKey | None, ...]
-    _tables: dict[torch.device, PassTable] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def table(self, device: torch.device) -> PassTable:
+    def table(self, device: torch.device) -> ForwardTable:
         """The segments in the memory of ``device``: sent there for the first kernel of the pass that asks."""
         if device not in self._tables:
-            self._tables[device] = PassTable(self.segments, self.scales, self.dropout, device)
+            self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
         return self._tables[device]
 
     @property

@@ -29,14 +29,14 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
     x_TK = x_TK.to(operands.params_ZP.dtype)
     s_TQ = x_TK.new_empty(x_TK.shape[0], operands.max_width)
-    for own, _, key, (x, s) in _seated(operands, schedule, x_TK, s_TQ):
+    for own, _, key, (x, s) in _occupied(operands, schedule, x_TK, s_TQ):
         torch.mm(dropped(x, key, operands.number), own.a_KQ, out=s.narrow(1, 0, own.width))
     return s_TQ
 
 
 def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
     """See :func:`alto.kernels.reference.fused_expand_add`."""
-    for own, scale, _, (s, *of_members) in _seated(operands, schedule, s_TQ, *ys):
+    for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *ys):
         for y, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
             _add_product(y, s.narrow(1, first, end - first), b_RN, scale)
 
@@ -47,11 +47,11 @@ def grouped_backward_input(
     """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
     dys = [dy_TN.to(operands.params_ZP.dtype) for dy_TN in dys]
     ds_TQ = dys[0].new_empty(schedule.num_tokens, operands.max_width)
-    for own, _, _, (ds, *of_members) in _seated(operands, schedule, ds_TQ, *dys):
+    for own, _, _, (ds, *of_members) in _occupied(operands, schedule, ds_TQ, *dys):
         for dy, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
             torch.mm(dy, b_RN.T, out=ds.narrow(1, first, end - first))
     if dx_TK is not None:
-        for own, scale, key, (ds, dx) in _seated(operands, schedule, ds_TQ, dx_TK):
+        for own, scale, key, (ds, dx) in _occupied(operands, schedule, ds_TQ, dx_TK):
             ds = ds.narrow(1, 0, own.width)
             if key is None:
                 _add_product(dx, ds, own.a_KQ.T, scale)
@@ -70,7 +70,7 @@ def grouped_backward_weight(
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
     x_TK, *dys = (tensor.to(operands.grads_ZP.dtype) for tensor in (x_TK, *dys))
-    for own, scale, key, (x, s, ds, *of_members) in _seated(operands, schedule, x_TK, s_TQ, ds_TQ, *dys):
+    for own, scale, key, (x, s, ds, *of_members) in _occupied(operands, schedule, x_TK, s_TQ, ds_TQ, *dys):
         _add_product(own.da_KQ, dropped(x, key, operands.number).T, ds.narrow(1, 0, own.width), scale)
         for dy, db_RN, (first, end) in zip(of_members, own.dbs, own.columns, strict=True):
             _add_product(db_RN, s.narrow(1, first, end - first).T, dy, scale)
@@ -134,7 +134,7 @@ def bank_adamw(
         grads_ZP[slot, :end].zero_()
 
 
-def _seated(
+def _occupied(
     operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor
 ) -> Iterator[tuple[SlotMatrices, float, DropoutKey | None, tuple[Tensor, ...]]]:
     """Of every slot with an adapter here its matrices, scale, dropout key, and part of each of ``tensors``."""

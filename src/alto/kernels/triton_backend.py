@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
+from alto.kernels.forward_table import upload
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
-from alto.kernels.pass_table import upload
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,

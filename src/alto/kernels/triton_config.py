@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from alto.kernels.pass_table import BLOCK_TOKENS
+from alto.kernels.forward_table import BLOCK_TOKENS
 
 __all__ = [
     "ADAMW_BLOCK",

@@ -5,7 +5,7 @@ from alto.lora.eight_bit import check_optimizer
 from alto.lora.footprint import bank_bytes
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout, TargetModule
-from alto.lora.linear import MultiLoraLinear, PassContext
+from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
 from alto.lora.peft_format import read_adapter, write_adapter
 from alto.lora.peft_targets import ModuleNames
@@ -20,10 +20,10 @@ __all__ = [
     "AdapterShape",
     "AdapterWeights",
     "BankLayout",
+    "ForwardContext",
     "ModuleNames",
     "MultiLoraLinear",
     "OptimizerState",
-    "PassContext",
     "ServedAdapters",
     "SlotAdamW",
     "SlotUpdate",

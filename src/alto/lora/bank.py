@@ -73,7 +73,7 @@ class AdapterBank:
         )
         self._operands.append((group_index, operands))
         for slot in self._places:
-            self._seat(operands, group_index, slot)
+            self._assign(operands, group_index, slot)
         return operands
 
     def occupy(self, slot: int, shape: AdapterShape) -> None:
@@ -82,7 +82,7 @@ class AdapterBank:
         self.grads_ZP[slot].zero_()
         self._places[slot] = self.layout.places(shape)
         for group_index, operands in self._operands:
-            self._seat(operands, group_index, slot)
+            self._assign(operands, group_index, slot)
 
     def release(self, slot: int) -> None:
         """Take ``slot`` back."""
@@ -140,9 +140,9 @@ class AdapterBank:
             if module in views:
                 yield module, *views[module]
 
-    def _seat(self, operands: LoraOperands, group_index: int, slot: int) -> None:
+    def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
         place = self.places(slot).groups[group_index]
-        operands.seat(slot, place.ranks, place.a_start, place.b_starts)
+        operands.assign(slot, place.ranks, place.a_start, place.b_starts)
 
 
 def _copy(matrix: Tensor) -> Tensor:

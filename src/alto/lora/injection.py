@@ -6,20 +6,20 @@ from transformers import PreTrainedModel
 
 from alto.kernels import choose_backend
 from alto.lora.bank import AdapterBank
-from alto.lora.linear import MultiLoraLinear, PassContext, SharedInput
+from alto.lora.linear import ForwardContext, MultiLoraLinear, SharedInput
 from alto.lora.targets import linear_bases
 
 __all__ = ["eject", "inject"]
 
 
-def inject(model: PreTrainedModel, bank: AdapterBank) -> PassContext:
+def inject(model: PreTrainedModel, bank: AdapterBank) -> ForwardContext:
     """Wrap every module of the bank's layout in place, instead of what another bank has wrapped.
 
     Returns:
         The context that tells the wrapped modules whose tokens a pass holds.
     """
     eject(model)
-    context, ops = PassContext(), choose_backend(device=bank.params_ZP.device)
+    context, ops = ForwardContext(), choose_backend(device=bank.params_ZP.device)
     bases = linear_bases(model)
     numbers = {name: number for number, name in enumerate(bases)}
     # A group goes by the number of its first module in the model, whether or not somebody targets that one.

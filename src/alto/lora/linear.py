@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.bank import AdapterBank
 
-__all__ = ["MultiLoraLinear", "PassContext", "SharedInput"]
+__all__ = ["ForwardContext", "MultiLoraLinear", "SharedInput"]
 
 
-class PassContext:
+class ForwardContext:
     """Tells every injected module which tokens of the current pass belong to which slot.
 
     The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
@@ -51,7 +51,7 @@ class SharedInput:
         bases: Sequence[nn.Linear],
         bank: AdapterBank,
         operands: LoraOperands,
-        context: PassContext,
+        context: ForwardContext,
         ops: ModuleType,
     ) -> None:
         self._bases = tuple(bases)
@@ -64,7 +64,7 @@ class SharedInput:
         context.groups.add(self)
 
     @property
-    def is_in_pass(self) -> bool:
+    def is_in_forward(self) -> bool:
         return self._context.schedule is not None
 
     def output(self, member: int, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class MultiLoraLinear(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which no graph sees
     def forward(self, x: Tensor) -> Tensor:
-        if self._shared.is_in_pass:
+        if self._shared.is_in_forward:
             return self._shared.output(self._member, x)
         result: Tensor = self.base(x)
         return result

@@ -11,7 +11,7 @@ from alto.kernels import TokenSchedule
 from alto.lora.bank import AdapterBank, AdapterWeights
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout
-from alto.lora.linear import PassContext
+from alto.lora.linear import ForwardContext
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import linear_modules
 
@@ -21,7 +21,7 @@ __all__ = ["ServedAdapters", "serving"]
 class ServedAdapters:
     """The adapters of :func:`serving`, a slot each."""
 
-    def __init__(self, context: PassContext, scales: Sequence[float]) -> None:
+    def __init__(self, context: ForwardContext, scales: Sequence[float]) -> None:
         self._context = context
         self._scales = tuple(scales)
 

@@ -43,13 +43,13 @@ class Objective(Protocol):
 
     Attributes:
         metrics: Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`.
-        gains: Those of them of which more is better; a task may choose its winner by one.
-        asks_base: Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once.
+        scores: Those of them of which more is better; a task may choose its winner by one.
+        needs_reference: Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once.
     """
 
     metrics: tuple[str, ...]
-    gains: tuple[str, ...]
-    asks_base: bool
+    scores: tuple[str, ...]
+    needs_reference: bool
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
         """Make sure, before anything is trained, that it can learn from such rows with such settings.

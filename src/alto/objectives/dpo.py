@@ -1,5 +1,5 @@
-"""Direct preference optimisation: of two replies to a prompt, the chosen one is to gain more on the frozen base than
-the rejected one.
+"""Direct preference optimisation: of two replies to a prompt, the chosen one's log-ratio to the frozen base is to
+exceed that of the rejected one.
 
 The losses are those of TRL's ``DPOTrainer`` under the same names, per pair. But ``label_smoothing`` of ``sigmoid`` is
 that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` passes over. Sources: sigmoid arXiv:2305.18290, ipo
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
+from alto.objectives.pairs import PREFERENCE_METRICS, PREFERENCE_SCORES, Pairs, check_pairs, preference_metrics
 from alto.spec import JobConfig
 
 __all__ = ["Dpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gains:
+class _LogRatios:
     """Of all pairs of a pass: what the replies have gained on the base, and the settings of their jobs; all ``[Q]``
     float64."""
 
@@ -43,38 +43,48 @@ class _Gains:
         return self.chosen_Q / self.chosen_length_Q - self.rejected_Q / self.rejected_length_Q
 
 
-def _sigmoid(gains: _Gains) -> Tensor:
-    logit_Q = gains.beta_Q * gains.margin()
-    return -F.logsigmoid(logit_Q) * (1 - gains.smoothing_Q) - F.logsigmoid(-logit_Q) * gains.smoothing_Q
+def _sigmoid(log_ratios: _LogRatios) -> Tensor:
+    logit_Q = log_ratios.beta_Q * log_ratios.margin()
+    return -F.logsigmoid(logit_Q) * (1 - log_ratios.smoothing_Q) - F.logsigmoid(-logit_Q) * log_ratios.smoothing_Q
 
 
-def _sigmoid_norm(gains: _Gains) -> Tensor:
-    return -F.logsigmoid(gains.beta_Q * gains.margin_per_token())
+def _sigmoid_norm(log_ratios: _LogRatios) -> Tensor:
+    return -F.logsigmoid(log_ratios.beta_Q * log_ratios.margin_per_token())
 
 
-def _robust(gains: _Gains) -> Tensor:
-    logit_Q = gains.beta_Q * gains.margin()
+def _robust(log_ratios: _LogRatios) -> Tensor:
+    logit_Q = log_ratios.beta_Q * log_ratios.margin()
     right_Q, wrong_Q = -F.logsigmoid(logit_Q), -F.logsigmoid(-logit_Q)
-    return (right_Q * (1 - gains.smoothing_Q) - wrong_Q * gains.smoothing_Q) / (1 - 2 * gains.smoothing_Q)
+    return (right_Q * (1 - log_ratios.smoothing_Q) - wrong_Q * log_ratios.smoothing_Q) / (
+        1 - 2 * log_ratios.smoothing_Q
+    )
 
 
-def _ipo(gains: _Gains) -> Tensor:
-    return (gains.margin_per_token() - 1 / (2 * gains.beta_Q)) ** 2
+def _ipo(log_ratios: _LogRatios) -> Tensor:
+    return (log_ratios.margin_per_token() - 1 / (2 * log_ratios.beta_Q)) ** 2
 
 
-def _hinge(gains: _Gains) -> Tensor:
-    return torch.relu(1 - gains.beta_Q * gains.margin())
+def _hinge(log_ratios: _LogRatios) -> Tensor:
+    return torch.relu(1 - log_ratios.beta_Q * log_ratios.margin())
 
 
-def _apo_zero(gains: _Gains) -> Tensor:
-    return 1 - torch.sigmoid(gains.beta_Q * gains.chosen_Q) + torch.sigmoid(gains.beta_Q * gains.rejected_Q)
+def _apo_zero(log_ratios: _LogRatios) -> Tensor:
+    return (
+        1
+        - torch.sigmoid(log_ratios.beta_Q * log_ratios.chosen_Q)
+        + torch.sigmoid(log_ratios.beta_Q * log_ratios.rejected_Q)
+    )
 
 
-def _apo_down(gains: _Gains) -> Tensor:
-    return torch.sigmoid(gains.beta_Q * gains.chosen_Q) + 1 - torch.sigmoid(gains.beta_Q * gains.margin())
+def _apo_down(log_ratios: _LogRatios) -> Tensor:
+    return (
+        torch.sigmoid(log_ratios.beta_Q * log_ratios.chosen_Q)
+        + 1
+        - torch.sigmoid(log_ratios.beta_Q * log_ratios.margin())
+    )
 
 
-_LOSSES: Mapping[str, Callable[[_Gains], Tensor]] = {
+_LOSSES: Mapping[str, Callable[[_LogRatios], Tensor]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid_norm,
     "ipo": _ipo,
@@ -89,13 +99,13 @@ _LOSSES: Mapping[str, Callable[[_Gains], Tensor]] = {
 class Dpo:
     """The mean over pairs; a reward is ``beta`` times what a reply has gained on the base.
 
-    ``kl`` is the mean gain of both replies, nats: an estimate of how far the adapter has gone from the base, on replies
-    that are the data's, not its own.
+    ``kl`` is the mean log-ratio of both replies, nats: an estimate of how far the adapter has gone from the base, on
+    replies that are the data's, not its own.
     """
 
     metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "kl")
-    gains: tuple[str, ...] = PREFERENCE_GAINS
-    asks_base = True
+    scores: tuple[str, ...] = PREFERENCE_SCORES
+    needs_reference = True
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
         check_pairs(dataset, "dpo")
@@ -103,29 +113,29 @@ class Dpo:
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
         assert batch.references_Q2 is not None, "the base has been asked"
         pairs = Pairs.of(losses_S, batch)
-        gains_Q2 = pairs.gains_on(batch.references_Q2)
-        gains = _Gains(
-            chosen_Q=gains_Q2[:, 0],
-            rejected_Q=gains_Q2[:, 1],
+        log_ratios_Q2 = pairs.gains_on(batch.references_Q2)
+        log_ratios = _LogRatios(
+            chosen_Q=log_ratios_Q2[:, 0],
+            rejected_Q=log_ratios_Q2[:, 1],
             chosen_length_Q=pairs.lengths_Q2[:, 0],
             rejected_length_Q=pairs.lengths_Q2[:, 1],
             beta_Q=pairs.of_jobs([config.beta for config in configs]),
             smoothing_Q=pairs.of_jobs([config.label_smoothing for config in configs]),
         )
-        rewards_Q2 = gains_Q2.detach() * gains.beta_Q[:, None]
-        metrics = {**preference_metrics(rewards_Q2), "kl": gains_Q2.detach().mean(1)}
-        return pairs.terms(_losses(gains, pairs, configs), metrics)
+        rewards_Q2 = log_ratios_Q2.detach() * log_ratios.beta_Q[:, None]
+        metrics = {**preference_metrics(rewards_Q2), "kl": log_ratios_Q2.detach().mean(1)}
+        return pairs.terms(_losses(log_ratios, pairs, configs), metrics)
 
 
-def _losses(gains: _Gains, pairs: Pairs, configs: Sequence[JobConfig]) -> Tensor:
+def _losses(log_ratios: _LogRatios, pairs: Pairs, configs: Sequence[JobConfig]) -> Tensor:
     """Loss of every pair in the form that its job asks for: each form of all pairs, not of some, which would lie
     elsewhere in a vector."""
     forms = [_form(config) for config in configs]
     first, *others = dict.fromkeys(forms)
-    losses_Q = _LOSSES[first](gains)
+    losses_Q = _LOSSES[first](log_ratios)
     for form in others:
         is_asked_Q = pairs.of_jobs([name == form for name in forms]) > 0
-        losses_Q = torch.where(is_asked_Q, _LOSSES[form](gains), losses_Q)
+        losses_Q = torch.where(is_asked_Q, _LOSSES[form](log_ratios), losses_Q)
     return losses_Q
 
 

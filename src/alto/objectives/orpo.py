@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.pairs import PREFERENCE_GAINS, PREFERENCE_METRICS, Pairs, check_pairs, preference_metrics
+from alto.objectives.pairs import PREFERENCE_METRICS, PREFERENCE_SCORES, Pairs, check_pairs, preference_metrics
 from alto.spec import JobConfig
 
 __all__ = ["Orpo"]
@@ -28,8 +28,8 @@ class Orpo:
     """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
 
     metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "chosen_loss")
-    gains: tuple[str, ...] = PREFERENCE_GAINS
-    asks_base = False
+    scores: tuple[str, ...] = PREFERENCE_SCORES
+    needs_reference = False
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
         check_pairs(dataset, "orpo")

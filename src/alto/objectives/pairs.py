@@ -17,11 +17,11 @@ from alto.errors import DataError
 from alto.objectives.base import Terms
 from alto.objectives.sums import run_sums, to_device
 
-__all__ = ["PREFERENCE_GAINS", "PREFERENCE_METRICS", "Pairs", "check_pairs", "preference_metrics"]
+__all__ = ["PREFERENCE_METRICS", "PREFERENCE_SCORES", "Pairs", "check_pairs", "preference_metrics"]
 
-PREFERENCE_GAINS = ("reward_accuracy", "reward_margin")
-PREFERENCE_METRICS = (*PREFERENCE_GAINS, "chosen_reward", "rejected_reward")
-"""What :func:`preference_metrics` gives; of the gains more is better."""
+PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
+PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
+"""What :func:`preference_metrics` gives; of the scores more is better."""
 
 _LANES = 16
 """PyTorch's CPU kernels compute whole vectors of so many float64 in one way, and those that are left over in another,

@@ -17,7 +17,7 @@ from alto.spec.method import ENTRY_POINT_GROUP
 __all__ = ["check_rows", "find_objective"]
 
 _OWN: dict[str, Objective] = {"sft": Sft(), "dpo": Dpo(), "orpo": Orpo()}
-_MEMBERS = ("metrics", "gains", "asks_base", "check", "terms")
+_MEMBERS = ("metrics", "scores", "needs_reference", "check", "terms")
 
 
 def find_objective(method: str) -> Objective:
@@ -55,10 +55,10 @@ def find_objective(method: str) -> Objective:
             f"method: expected {entry.value}, which is registered for {method!r}, to be an objective, found it without "
             f"{', '.join(missing)}; give it what docs/objectives.md lists"
         )
-    if "loss" in objective.metrics or not set(objective.gains) <= set(objective.metrics):
+    if "loss" in objective.metrics or not set(objective.scores) <= set(objective.metrics):
         raise UnsupportedError(
-            f"method: expected {entry.value}, which is registered for {method!r}, to measure its gains, "
-            f"found metrics {objective.metrics} and gains {objective.gains}; name every gain among the metrics, and "
+            f"method: expected {entry.value}, which is registered for {method!r}, to measure its scores, "
+            f"found metrics {objective.metrics} and scores {objective.scores}; name every score among the metrics, and "
             "none of them 'loss'"
         )
     return objective
@@ -71,7 +71,7 @@ def check_rows(objective: Objective, dataset: EncodedDataset, configs: Sequence[
         DataError: The rows are no pairs, or are pairs.
         SpecError: A setting is out of its domain.
     """
-    if objective.asks_base and not dataset.is_paired:
+    if objective.needs_reference and not dataset.is_paired:
         raise DataError(
             f"{type(objective).__name__} asks the base about the two replies of a pair: expected preference pairs, "
             "found rows with one reply; name a dataset of pairs"

@@ -19,12 +19,14 @@ class Sft:
     """Nats per trained token."""
 
     metrics: tuple[str, ...] = ()
-    gains: tuple[str, ...] = ()
-    asks_base = False
+    scores: tuple[str, ...] = ()
+    needs_reference = False
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
         if dataset.is_paired:
-            raise DataError("method sft: expected rows of talk, found preference pairs; write method: dpo")
+            raise DataError(
+                "method sft: expected rows that are conversations, found preference pairs; write method: dpo"
+            )
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))

@@ -6,7 +6,7 @@ from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, St
 from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
-from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, read_queue_history, told_gpus
+from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
 from alto.runs.result import has_result, task_result
 from alto.runs.run_dir import RunDir
 from alto.runs.tail import JournalTail
@@ -36,6 +36,7 @@ __all__ = [
     "TaskStage",
     "choice_notes",
     "cut_journal",
+    "gpus_to_json",
     "has_result",
     "is_disk_full",
     "load_run_task",
@@ -46,7 +47,6 @@ __all__ = [
     "replace_file",
     "sync_folder",
     "task_result",
-    "told_gpus",
     "write_error",
     "writing",
 ]

@@ -18,7 +18,7 @@ from alto.runs.fold import JournalFold
 from alto.runs.journal import Event
 from alto.runs.run_dir import RunDir
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import LOSS, gain_of
+from alto.spec.metric import LOSS, score_of
 
 __all__ = ["JobHistory", "Occupancy", "RunHistory", "RungOutcome", "Stage", "read_history"]
 
@@ -85,7 +85,7 @@ class JobHistory:
         metrics: What its method measured at each of them beside the loss, by name.
         best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
         best_validation_loss: The loss there, infinity if there is none yet.
-        best_gain: Value of the task's metric there, more is better; 0 where that is the loss.
+        best_score: Value of the task's metric there, more is better; 0 where that is the loss.
         best_metrics: What its method measured there.
         exit_reason: Why it ended early, as the journal spells it; None if it did not.
         origin: The job it is a clone of; None if it came with the task.
@@ -107,7 +107,7 @@ class JobHistory:
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     best_step: int = 0
     best_validation_loss: float = math.inf
-    best_gain: float = 0.0
+    best_score: float = 0.0
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     exit_reason: str | None = None
     exit_evidence: Mapping[str, Any] = field(default_factory=dict)
@@ -153,15 +153,15 @@ class JobHistory:
         return self.evaluations[-1].validation_loss if self.evaluations else None
 
     @property
-    def best_score(self) -> tuple[float, float]:
-        """Orders jobs, the least first, as :attr:`LossPoint.score` orders evaluations."""
-        return (-self.best_gain, self.best_validation_loss)
+    def best_sort_key(self) -> tuple[float, float]:
+        """Orders jobs, the least first, as :attr:`LossPoint.sort_key` orders evaluations."""
+        return (-self.best_score, self.best_validation_loss)
 
     @property
     def rank_key(self) -> tuple[bool, tuple[float, float], int]:
         """Sorts jobs best first; a job without a finite validation loss comes last."""
         has_none = not math.isfinite(self.best_validation_loss)
-        return (has_none, (0.0, 0.0) if has_none else self.best_score, self.position)
+        return (has_none, (0.0, 0.0) if has_none else self.best_sort_key, self.position)
 
 
 class RunHistory(JournalFold):
@@ -290,7 +290,7 @@ class RunHistory(JournalFold):
         for value in event["values"]:
             metrics = {name: _number(number) for name, number in (value.get("metrics") or {}).items()}
             start = StartValue(
-                validation_loss=_number(value.get("validation_loss")), gain=gain_of(self.metric, metrics)
+                validation_loss=_number(value.get("validation_loss")), score=score_of(self.metric, metrics)
             )
             for job in value["jobs"]:
                 self._job({"job": job}).start = start
@@ -354,12 +354,12 @@ class RunHistory(JournalFold):
             total_steps=int(event.get("total_steps") or job.total_steps or event["step"]),
             train_ema=_number(event.get("train_ema")),
             validation_loss=_number(event.get("validation_loss")),
-            gain=gain_of(self.metric, metrics),
+            score=score_of(self.metric, metrics),
         )
         job.evaluations.append(point)
         job.metrics.append(metrics)
         job.step = max(job.step, point.step)
-        leads = math.isfinite(point.validation_loss) and (not job.best_step or point.score < job.best_score)
+        leads = math.isfinite(point.validation_loss) and (not job.best_step or point.sort_key < job.best_sort_key)
         if event.get("is_best", leads):
             _keep_best(job, point.step, point.validation_loss)
 
@@ -431,7 +431,7 @@ def _keep_best(job: JobHistory, step: int, validation_loss: float) -> None:
     job.best_step, job.best_validation_loss = step, validation_loss
     for point, metrics in zip(job.evaluations, job.metrics, strict=True):
         if point.step == step:
-            job.best_gain, job.best_metrics = point.gain, metrics
+            job.best_score, job.best_metrics = point.score, metrics
 
 
 def _number(value: Any) -> float:

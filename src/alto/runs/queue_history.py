@@ -13,7 +13,15 @@ from alto.runs.fold import JournalFold
 from alto.runs.journal import Event
 from alto.runs.queue_dir import QueueDir
 
-__all__ = ["Attempt", "QueueHistory", "TaskHistory", "TaskStage", "gpus_of", "read_queue_history", "told_gpus"]
+__all__ = [
+    "Attempt",
+    "QueueHistory",
+    "TaskHistory",
+    "TaskStage",
+    "gpus_from_json",
+    "gpus_to_json",
+    "read_queue_history",
+]
 
 
 class TaskStage(StrEnum):
@@ -141,7 +149,7 @@ class QueueHistory(JournalFold):
         for entry in event["placements"]:
             placement = Placement(
                 task=str(entry["task"]),
-                gpus=gpus_of(entry["gpus"]),
+                gpus=gpus_from_json(entry["gpus"]),
                 start_s=at + float(entry["start_s"]),
                 duration_s=float(entry["duration_s"]),
             )
@@ -151,7 +159,7 @@ class QueueHistory(JournalFold):
     def _on_executor_started(self, event: Event) -> None:
         task = self.tasks[str(event["task"])]
         task.attempts.append(
-            Attempt(number=int(event["attempt"]), gpus=gpus_of(event["gpus"]), start=float(event["time"]))
+            Attempt(number=int(event["attempt"]), gpus=gpus_from_json(event["gpus"]), start=float(event["time"]))
         )
         task.state, task.failure = TaskStage.RUNNING, ""
 
@@ -175,12 +183,12 @@ class QueueHistory(JournalFold):
             attempt.outcome, attempt.reason = outcome, reason
 
 
-def told_gpus(gpus: Iterable[Gpu]) -> list[list[Any]]:
+def gpus_to_json(gpus: Iterable[Gpu]) -> list[list[Any]]:
     """GPUs as a journal holds them."""
     return [[gpu.node, gpu.index] for gpu in gpus]
 
 
-def gpus_of(told: Iterable[Any]) -> tuple[Gpu, ...]:
+def gpus_from_json(told: Iterable[Any]) -> tuple[Gpu, ...]:
     """GPUs as a journal told them."""
     return tuple(Gpu(str(node), int(index)) for node, index in told)
 

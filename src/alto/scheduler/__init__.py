@@ -1,4 +1,4 @@
-"""Decides who runs where, from plain numbers: seats, orders, and laws of memory and time."""
+"""Decides who runs where, from plain numbers: residents, orders, and models of memory and time."""
 
 from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
@@ -12,29 +12,29 @@ from alto.scheduler.inter_task import (
     schedule_tasks,
 )
 from alto.scheduler.intra_task import plan_residents
+from alto.scheduler.last_jobs import LastJob, LastJobsForecast, forecast_last_jobs
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
-from alto.scheduler.seating import JobDemand, ParkReason, SeatingLimits, SeatingPlan, SeatReason
-from alto.scheduler.tail import TailForecast, TailJob, forecast_tail
+from alto.scheduler.residents import AdmitReason, JobDemand, ParkReason, ResidentLimits, ResidentPlan
 
 __all__ = [
     "LIST_METHODS",
     "METHODS",
+    "AdmitReason",
     "JobDemand",
     "JobWork",
+    "LastJob",
+    "LastJobsForecast",
     "MemoryFit",
     "Packing",
     "PackingRequest",
     "ParkReason",
     "RankDemand",
     "RankSlots",
+    "ResidentLimits",
+    "ResidentPlan",
     "RunningTask",
     "SchedulingProblem",
-    "SeatReason",
-    "SeatingLimits",
-    "SeatingPlan",
-    "TailForecast",
-    "TailJob",
     "TaskDemand",
     "ThroughputFit",
     "assign_ranks",
@@ -44,7 +44,7 @@ __all__ = [
     "expected_duration_s",
     "fit_memory",
     "fit_throughput",
-    "forecast_tail",
+    "forecast_last_jobs",
     "imbalance",
     "max_tokens",
     "plan_residents",

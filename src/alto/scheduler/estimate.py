@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from alto.records import Rung, Throughput
+from alto.scheduler.admission import JobDemand, ResidentLimits
 from alto.scheduler.intra_task import plan_residents
-from alto.scheduler.seating import JobDemand, SeatingLimits
 from alto.spec.rungs import places_at
 
 __all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]
@@ -33,11 +33,11 @@ class JobWork:
 
 
 def estimate_duration_s(
-    jobs: Iterable[JobWork], throughput: Throughput, limits: SeatingLimits, *, validation_tokens: int
+    jobs: Iterable[JobWork], throughput: Throughput, limits: ResidentLimits, *, validation_tokens: int
 ) -> float:
     """Seconds until every job has done all its steps: what the task takes with early exit off, and at most.
 
-    The jobs are seated by `plan_residents`. Between two changes of the residents all steps take the same time, so the
+    The jobs are admitted by `plan_residents`. Between two changes of the residents all steps take the same time, so the
     clock goes from one change to the next.
 
     Args:
@@ -49,7 +49,7 @@ def estimate_duration_s(
     duration_s = sum(job.num_evaluations for job in work.values()) * validation_tokens * throughput.eval_token_s
     while left:
         plan = plan_residents((_demand(work[name], left[name], slots.get(name)) for name in left), limits)
-        slots.update((seating.job, seating.slot) for seating in plan.seat)
+        slots.update((admission.job, admission.slot) for admission in plan.admit)
         tokens = sum(work[name].num_tokens for name in slots)
         step_s = throughput.duration_s(len(slots), tokens)
         num_steps = min(left[name] for name in slots)
@@ -64,7 +64,7 @@ def estimate_duration_s(
 def expected_duration_s(
     jobs: Sequence[JobWork],
     throughput: Throughput,
-    limits: SeatingLimits,
+    limits: ResidentLimits,
     *,
     validation_tokens: int,
     rungs: Sequence[Rung],

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from alto.scheduler.dealing import deal_out
-from alto.scheduler.seating import JobDemand, Parking, ParkReason, Seating, SeatingLimits, SeatingPlan, SeatReason
+from alto.scheduler.admission import (
+    Admission,
+    AdmitReason,
+    JobDemand,
+    Parking,
+    ParkReason,
+    ResidentLimits,
+    ResidentPlan,
+)
+from alto.scheduler.rank_assignment import assign_slots
 
 __all__ = ["plan_residents"]
 
 
-def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> SeatingPlan:
+def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> ResidentPlan:
     """Fill the slots with jobs that can train, as far as their tokens fit.
 
     A resident that can train keeps its slot. Jobs without one come in decreasing batch size, those that share the batch
     size of most residents first, so that jobs of equal length run side by side; among equals, jobs that have started
     come before fresh ones, then the lower id. One that does not fit lets those after it pass; one that is larger than
-    the limit is seated when nobody else trains. A resident that waits at a rung is parked only when its slot is wanted.
-    The room that is left goes to waiting jobs that may run ahead, those with a slot first.
+    the limit is admitted when nobody else trains. A resident that waits at a rung is parked only when its slot is
+    wanted. The room that is left goes to waiting jobs that may run ahead, those with a slot first.
 
-    On several ranks, the jobs that are to have a slot are dealt out afterwards (`alto.scheduler.dealing`).
+    On several ranks, the jobs that are to have a slot are dealt out afterwards (`alto.scheduler.rank_assignment`).
 
     The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
     it changes nothing.
@@ -39,21 +47,21 @@ def plan_residents(demands: Iterable[JobDemand], limits: SeatingLimits) -> Seati
             certain.append(demand)
     usual = _usual_batch_size(training)
     preference = _preference(usual)
-    seats = _Seats(limits, training, waiting)
+    residents = _Residents(limits, training, waiting)
     for demand in sorted(training, key=preference):
-        seats.keep_or_park(demand)
+        residents.keep_or_park(demand)
     # With all slots full of jobs that train, which is so at most steps, nothing is sorted.
-    if seats.has_slot:
-        seats.seat_all(sorted(applicants, key=preference), usual)
-        seats.run_ahead(sorted(certain, key=preference))
-    plan = SeatingPlan(park=tuple(seats.parked), seat=tuple(seats.seated), ahead=frozenset(seats.ahead))
-    return plan if limits.num_ranks == 1 else deal_out(plan, demands, limits)
+    if residents.has_slot:
+        residents.admit_all(sorted(applicants, key=preference), usual)
+        residents.run_ahead(sorted(certain, key=preference))
+    plan = ResidentPlan(park=tuple(residents.parked), admit=tuple(residents.admitted), ahead=frozenset(residents.ahead))
+    return plan if limits.num_ranks == 1 else assign_slots(plan, demands, limits)
 
 
-class _Seats:
+class _Residents:
     """The slots and the tokens of a plan in the making."""
 
-    def __init__(self, limits: SeatingLimits, training: Iterable[JobDemand], waiting: Iterable[JobDemand]) -> None:
+    def __init__(self, limits: ResidentLimits, training: Iterable[JobDemand], waiting: Iterable[JobDemand]) -> None:
         self._max_tokens = limits.max_tokens
         # Who may not run ahead has less use for a slot.
         self._leavers = sorted(waiting, key=lambda demand: (demand.may_run_ahead, demand.job))
@@ -62,7 +70,7 @@ class _Seats:
         self._num_training = 0
         self._num_tokens = 0
         self.parked: list[Parking] = []
-        self.seated: list[Seating] = []
+        self.admitted: list[Admission] = []
         self.ahead: list[str] = []
 
     @property
@@ -76,7 +84,7 @@ class _Seats:
         else:
             self._park(resident, ParkReason.OVER_LIMIT)
 
-    def seat_all(self, applicants: Iterable[JobDemand], usual: int | None) -> None:
+    def admit_all(self, applicants: Iterable[JobDemand], usual: int | None) -> None:
         """Seat as many as there is room for, in their order."""
         someone_passed = False
         for applicant in applicants:
@@ -85,12 +93,12 @@ class _Seats:
             if not self._fits(applicant):
                 someone_passed = True
             elif self._is_too_large(applicant):
-                self._seat(applicant, SeatReason.ALONE)
+                self._admit(applicant, AdmitReason.ALONE)
             elif someone_passed:
-                self._seat(applicant, SeatReason.FILLS_UP)
+                self._admit(applicant, AdmitReason.FILLS_UP)
             else:
                 same = applicant.batch_size == usual
-                self._seat(applicant, SeatReason.SAME_BATCH_SIZE if same else SeatReason.LARGEST_FIRST)
+                self._admit(applicant, AdmitReason.SAME_BATCH_SIZE if same else AdmitReason.LARGEST_FIRST)
 
     def run_ahead(self, certain: Iterable[JobDemand]) -> None:
         """Let waiting jobs train in what room is left: those that kept their slots, then ``certain`` ones without."""
@@ -101,7 +109,7 @@ class _Seats:
                 self.ahead.append(resident.job)
         for demand in certain:
             if self.has_slot and self._fits(demand):
-                self._seat(demand, SeatReason.RUNS_AHEAD)
+                self._admit(demand, AdmitReason.RUNS_AHEAD)
                 self.ahead.append(demand.job)
 
     def _fits(self, demand: JobDemand) -> bool:
@@ -118,11 +126,11 @@ class _Seats:
         self._num_training += 1
         self._num_tokens += demand.num_tokens
 
-    def _seat(self, demand: JobDemand, reason: SeatReason) -> None:
+    def _admit(self, demand: JobDemand, reason: AdmitReason) -> None:
         if not self._free:
             self._park(self._leavers.pop(0), ParkReason.SLOT_WANTED)
         self._count(demand)
-        self.seated.append(Seating(job=demand.job, slot=self._free.pop(0), reason=reason))
+        self.admitted.append(Admission(job=demand.job, slot=self._free.pop(0), reason=reason))
 
     def _park(self, resident: JobDemand, reason: ParkReason) -> None:
         assert resident.slot is not None
@@ -137,5 +145,5 @@ def _usual_batch_size(training: Iterable[JobDemand]) -> int | None:
 
 
 def _preference(usual: int | None) -> Callable[[JobDemand], tuple[bool, int, bool, str]]:
-    """Sorts those first that should be seated first."""
+    """Sorts those first that should be admitted first."""
     return lambda demand: (demand.batch_size != usual, -demand.batch_size, not demand.has_started, demand.job)

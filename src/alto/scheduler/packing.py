@@ -63,18 +63,20 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     smallest = min(request.step_tokens)
     saturating = max(math.ceil(saturated / smallest), request.num_ranks)
     wanted = request.max_slots or min(len(request.step_tokens), saturating)
-    least_pass = max(request.longest_row, request.max_tokens_per_pass or 0)
+    least_micro_batch = max(request.longest_row, request.max_tokens_per_pass or 0)
     of_rank = saturated / request.num_ranks
     for num_slots in range(math.ceil(wanted / request.num_ranks), 0, -1):
         room = _room(memory, num_slots * request.slot_bytes)
-        if room >= max(least_pass, min(of_rank, num_slots * smallest)) or (num_slots == 1 and room >= least_pass):
+        if room >= max(least_micro_batch, min(of_rank, num_slots * smallest)) or (
+            num_slots == 1 and room >= least_micro_batch
+        ):
             break
-        if request.max_slots is not None and room < least_pass:
-            raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
+        if request.max_slots is not None and room < least_micro_batch:
+            raise DeviceMemoryError(_does_not_fit(request, memory, least_micro_batch))
         if request.max_slots is not None:
             break
     else:
-        raise DeviceMemoryError(_does_not_fit(request, memory, least_pass))
+        raise DeviceMemoryError(_does_not_fit(request, memory, least_micro_batch))
     usual = max(request.usual_tokens_per_pass, request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, room)
     step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
@@ -98,10 +100,10 @@ def _room(memory: MemoryProfile, bank_bytes: int) -> int:
     return 2**24 if room is None else min(room, 2**24)
 
 
-def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: int) -> str:
+def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_batch: int) -> str:
     num_ranks = request.num_ranks
     num_slots = math.ceil((request.max_slots or 1) / num_ranks)
-    need = memory.peak_bytes(least_pass, num_slots * request.slot_bytes)
+    need = memory.peak_bytes(least_micro_batch, num_slots * request.slot_bytes)
     planned = memory.margin * memory.capacity_bytes
     room = _room(memory, request.slot_bytes)
     if room < request.longest_row:
@@ -121,6 +123,6 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_pass: in
     where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return (
         f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
-        f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a pass of {least_pass:,} tokens take "
+        f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a pass of {least_micro_batch:,} tokens take "
         f"{need / 2**30:,.2f} GiB{where}; {remedy}"
     )

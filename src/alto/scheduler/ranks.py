@@ -37,7 +37,7 @@ class RankSlots:
         """The rank whose bank has ``slot``."""
         return slot // self.per_rank
 
-    def place_of(self, slot: int) -> int:
+    def local_slot_of(self, slot: int) -> int:
         """Where ``slot`` lies in the bank of its rank."""
         return slot % self.per_rank
 

@@ -17,7 +17,7 @@ from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import check_method, learns_from_pairs, method_defaults
-from alto.spec.metric import LOSS, OWN_GAINS, check_metric
+from alto.spec.metric import LOSS, OWN_SCORES, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
@@ -173,8 +173,8 @@ class Task(SpecModel):
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
         super().__init__(**given)
-        if self.method in OWN_GAINS:
-            check_metric(self.metric, self.method, OWN_GAINS[self.method])
+        if self.method in OWN_SCORES:
+            check_metric(self.metric, self.method, OWN_SCORES[self.method])
         JobConfig(**fixed)
         method_defaults(self.method, fixed)  # what is wrong with every job is not blamed on the first
         self._fixed = {key: plain(value) for key, value in fixed.items()}

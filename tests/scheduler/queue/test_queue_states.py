@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.tell(Submitted(time_s=self.now_s, demand=demand))
 
     @rule(passed_s=durations)
-    def time_passes(self, passed_s: float) -> None:
+    def time_micro_batches(self, passed_s: float) -> None:
         self.now_s += passed_s
         self.tell(Woken(time_s=self.now_s))
 

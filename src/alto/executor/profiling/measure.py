@@ -150,14 +150,14 @@ def measure(
     trainer = _trainer(task, backbone, rows, shapes, num_jobs, refused, ranks)
     chosen = [runs[index * len(runs) // num_jobs] for index in range(num_jobs)]
     for slot, run in enumerate(chosen):
-        trainer.seat_fresh(run, slot)
+        trainer.admit_fresh(run, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
     budget = _Budget(began, task, lengths, num_rows)
     try:
         for packing in todo:
-            seated = _seated(chosen, packing, len(rows.train), ranks)
-            of_all = sum(rows.train.input_ids[row].numel() for run in seated for row in run.order.rows_of_step(0))
+            admitted = _admitted(chosen, packing, len(rows.train), ranks)
+            of_all = sum(rows.train.input_ids[row].numel() for run in admitted for row in run.order.rows_of_step(0))
             num_tokens = of_all // ranks.size
             if memory and ranks.any(
                 num_tokens > max_tokens
@@ -166,13 +166,15 @@ def measure(
             ):
                 break
             reset_peak(backbone.device)
-            seconds = ranks.max(statistics.median(_steps_s(trainer, seated, ranks)))
+            seconds = ranks.max(statistics.median(_steps_s(trainer, admitted, ranks)))
             if refused:
                 break
             peak = int(ranks.max(peak_bytes(backbone.device) - bank))
             memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
-            durations.append(ThroughputPoint(num_jobs=len(seated), num_tokens=of_all, duration_s=seconds))
-        eval_token_s = _eval_token_s(trainer, _seated(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks), rows, ranks)
+            durations.append(ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds))
+        eval_token_s = _eval_token_s(
+            trainer, _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks), rows, ranks
+        )
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
     finally:
@@ -250,12 +252,12 @@ def _trainer(
     return trainer
 
 
-def _seated(chosen: Sequence[JobRun], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobRun]:
+def _admitted(chosen: Sequence[JobRun], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobRun]:
     """The first of ``chosen`` on every rank, with batches of the packing's size."""
     return [
-        replace(run, slot=rank * len(chosen) + place, order=DataOrder(num_rows, packing.batch_size, place))
+        replace(run, slot=rank * len(chosen) + local_slot, order=DataOrder(num_rows, packing.batch_size, local_slot))
         for rank in range(ranks.size)
-        for place, run in enumerate(chosen[: packing.num_jobs])
+        for local_slot, run in enumerate(chosen[: packing.num_jobs])
     ]
 
 

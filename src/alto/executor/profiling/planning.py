@@ -22,14 +22,14 @@ from alto.scheduler import (
     JobWork,
     Packing,
     PackingRequest,
-    SeatingLimits,
+    ResidentLimits,
     choose_packing,
     estimate_duration_s,
     expected_duration_s,
 )
 from alto.spec import Task
 
-__all__ = ["USUAL_TOKENS_PER_PASS", "Subject", "pack", "plan"]
+__all__ = ["USUAL_TOKENS_PER_PASS", "TaskContext", "pack", "plan"]
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 """Beyond which a pass gains nothing: what a CPU's caches hold; what keeps a GPU busy with a small base."""
@@ -41,7 +41,7 @@ _LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TaskContext:
     """A task whose rows and model have been read, and whose jobs are known to fit them.
 
     Attributes:
@@ -65,7 +65,7 @@ def _has_open_limits(task: Task) -> bool:
     return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
 
 
-def pack(subject: Subject) -> tuple[Task, TaskPlan | None]:
+def pack(context: TaskContext) -> tuple[Task, TaskPlan | None]:
     """The task with every limit set, and the plan they come from.
 
     On a GPU, and where a CPU's memory might become tight, the task is profiled first, if it was not before. Else a
@@ -74,13 +74,13 @@ def pack(subject: Subject) -> tuple[Task, TaskPlan | None]:
     Raises:
         DeviceMemoryError: The task cannot fit; says what does.
     """
-    task = subject.task
+    task = context.task
     if not _has_open_limits(task):
         return task, None
-    device = subject.backbone.device
-    if device.type == "cpu" and _is_roomy(subject) and not subject.ranks.from_first(_is_profiled(subject), bool):
+    device = context.backbone.device
+    if device.type == "cpu" and _is_roomy(context) and not context.ranks.broadcast(_is_profiled(context), bool):
         return _with_usual_limits(task), None
-    found = plan(subject)
+    found = plan(context)
     return (
         task.replace(
             max_slots=found.max_slots,
@@ -101,7 +101,7 @@ def _with_usual_limits(task: Task) -> Task:
     )
 
 
-def plan(subject: Subject, *, refresh: bool = False) -> TaskPlan:
+def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
     """What the task takes.
 
     Args:
@@ -111,29 +111,29 @@ def plan(subject: Subject, *, refresh: bool = False) -> TaskPlan:
         DeviceMemoryError: The task cannot fit; says what does.
         ProfileError: It could not be measured.
     """
-    task = subject.task
+    task = context.task
     if task.gradient_checkpointing != "auto":
-        return _plan(subject, task, refresh=refresh)
+        return _plan(context, task, refresh=refresh)
     try:
-        return _plan(subject, task.replace(gradient_checkpointing=False), refresh=refresh)
+        return _plan(context, task.replace(gradient_checkpointing=False), refresh=refresh)
     except DeviceMemoryError:
-        subject.backbone.checkpoint_layers()
-        return _plan(subject, task.replace(gradient_checkpointing=True), refresh=refresh)
+        context.backbone.checkpoint_layers()
+        return _plan(context, task.replace(gradient_checkpointing=True), refresh=refresh)
 
 
-def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
-    runs, device = subject.runs, subject.backbone.device
-    profile = _profile(subject, task, refresh=refresh)
+def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
+    runs, device = context.runs, context.backbone.device
+    profile = _profile(context, task, refresh=refresh)
     bytes_per_slot = slot_bytes(task, [run.shape for run in runs])
-    works = [_work(run, subject.row_tokens) for run in runs]
-    longest = max(subject.data.train.longest_row, subject.data.validation.longest_row)
+    works = [_work(run, context.row_tokens) for run in runs]
+    longest = max(context.data.train.longest_row, context.data.validation.longest_row)
     packing = choose_packing(
         PackingRequest(
             step_tokens=[work.num_tokens for work in works],
             longest_row=longest,
             slot_bytes=bytes_per_slot,
             usual_tokens_per_pass=USUAL_TOKENS_PER_PASS[device.type],
-            num_ranks=subject.ranks.size,
+            num_ranks=context.ranks.size,
             max_slots=task.max_slots,
             max_tokens_per_step=task.max_tokens_per_step,
             max_tokens_per_pass=task.max_tokens_per_pass,
@@ -141,13 +141,13 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
         profile.memory,
         profile.throughput,
     )
-    limits = SeatingLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
-    validation_tokens = subject.data.validation.num_tokens
+    limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
+    validation_tokens = context.data.validation.num_tokens
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     rungs = policy_from(task.early_exit).rungs
     asking_s = 0.0
-    if find_objective(task.method).asks_base:  # at most: an earlier task may have
-        asking_s = (subject.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
+    if find_objective(task.method).needs_reference:  # at most: an earlier task may have
+        asking_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
     expected_s = (
         expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
         if rungs
@@ -160,14 +160,14 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
         device=str(device),
         num_jobs=len(runs),
         num_parameters=(min(parameters), max(parameters)),
-        row_tokens=(subject.row_tokens, longest),
+        row_tokens=(context.row_tokens, longest),
         slot_bytes=bytes_per_slot,
         max_slots=packing.max_slots,
         max_tokens_per_step=packing.max_tokens_per_step,
         max_tokens_per_pass=packing.max_tokens_per_pass,
         gradient_checkpointing=task.gradient_checkpointing is True,
         peak_bytes=packing.peak_bytes,
-        packings=_forecasts(profile, packing, bytes_per_slot, len(runs), subject.ranks.size),
+        packings=_forecasts(profile, packing, bytes_per_slot, len(runs), context.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
         duration_s=asking_s + duration_s,
@@ -177,43 +177,43 @@ def _plan(subject: Subject, task: Task, *, refresh: bool) -> TaskPlan:
     )
 
 
-def _profile(subject: Subject, task: Task, *, refresh: bool) -> Profile:
-    device, lengths = subject.backbone.device, lengths_of(subject.data.train)
-    found = None if refresh else find_profile(task, lengths, device, num_ranks=subject.ranks.size)
-    found = subject.ranks.from_first(found, Profile | None)
+def _profile(context: TaskContext, task: Task, *, refresh: bool) -> Profile:
+    device, lengths = context.backbone.device, lengths_of(context.data.train)
+    found = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
+    found = context.ranks.broadcast(found, Profile | None)
     return found or profile_task(
         task,
         lengths,
         device,
-        num_rows=len(subject.data.train),
+        num_rows=len(context.data.train),
         max_tokens=2 * USUAL_TOKENS_PER_PASS[device.type],
-        backbone=subject.backbone,
-        ranks=subject.ranks,
+        backbone=context.backbone,
+        ranks=context.ranks,
     )
 
 
-def _is_profiled(subject: Subject) -> bool:
-    task, device = subject.task, subject.backbone.device
+def _is_profiled(context: TaskContext) -> bool:
+    task, device = context.task, context.backbone.device
     known = task.replace(gradient_checkpointing=task.gradient_checkpointing is True)
-    lengths = lengths_of(subject.data.train)
-    return find_profile(known, lengths, device, num_ranks=subject.ranks.size) is not None
+    lengths = lengths_of(context.data.train)
+    return find_profile(known, lengths, device, num_ranks=context.ranks.size) is not None
 
 
-def _is_roomy(subject: Subject) -> bool:
+def _is_roomy(context: TaskContext) -> bool:
     """Whether even a coarse upper bound of what the task takes is a small part of the memory."""
-    config = subject.backbone.model.config.get_text_config()
-    shapes = [run.shape for run in subject.runs]
+    config = context.backbone.model.config.get_text_config()
+    shapes = [run.shape for run in context.runs]
     # Twice what a layer of a gated transformer keeps for its backward pass, and the adapters' narrow activations.
     width = 20 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     narrow = sum(2 * max(shape.rank for shape in shapes) for _ in shapes[0].targets)
     bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size
-    weights = subject.backbone.num_bytes
-    num_slots = min(subject.task.max_slots or USUAL_SLOTS, len(shapes))
-    bank = slot_bytes(subject.task, shapes, num_slots)
-    longest = max(subject.data.train.longest_row, subject.data.validation.longest_row)
-    tokens = max(subject.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
+    weights = context.backbone.num_bytes
+    num_slots = min(context.task.max_slots or USUAL_SLOTS, len(shapes))
+    bank = slot_bytes(context.task, shapes, num_slots)
+    longest = max(context.data.train.longest_row, context.data.validation.longest_row)
+    tokens = max(context.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token
-    return bool(bound <= _ROOMY * MARGIN * capacity_bytes(subject.backbone.device, subject.ranks.size))
+    return bool(bound <= _ROOMY * MARGIN * capacity_bytes(context.backbone.device, context.ranks.size))
 
 
 def _work(run: JobRun, row_tokens: float) -> JobWork:

@@ -106,7 +106,7 @@ def profile_task(
     else:
         assert backbone is not None
         measured = measure(task, backbone, lengths, num_rows=num_rows, max_tokens=max_tokens, ranks=ranks)
-    measured = ranks.from_first(measured, Measured)
+    measured = ranks.broadcast(measured, Measured)
     if ranks.is_first:
         cache.save("profiles", _key(task, lengths, device, ranks.size), measured.to_dict())
     return _profile(measured, is_cached=False)

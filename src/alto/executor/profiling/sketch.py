@@ -31,7 +31,7 @@ class SpanLength(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowLength:
-    """The sequences of a row: one of talk, two of a pair."""
+    """The sequences of a row: one of a conversation, two of a pair."""
 
     spans: tuple[SpanLength, ...]
 

@@ -2,8 +2,8 @@
 
 from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
+from alto.scheduler.inter_task.reservations import fewest_nodes
 from alto.scheduler.inter_task.schedule import METHODS, schedule_tasks
-from alto.scheduler.inter_task.seats import fewest_nodes
 from alto.scheduler.inter_task.validate import check_schedule
 
 __all__ = [

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.seats import Seat
+from alto.scheduler.inter_task.reservations import Reservation
 
-__all__ = ["balanced_seats"]
+__all__ = ["balanced_reservations"]
 
 _TRIES = 30
 """Of one cooling, for each task."""
@@ -22,8 +22,11 @@ _WARMTH = 0.001
 """By how much of the makespan, about, a try may make things worse when a cooling begins."""
 
 
-def balanced_seats(problem: SchedulingProblem, seats: Sequence[Seat], *, bound: float, deadline: float) -> list[Seat]:
-    """Seats with the tasks of ``seats`` moved and swapped between nodes, so that the last node to end ends sooner.
+def balanced_reservations(
+    problem: SchedulingProblem, reservations: Sequence[Reservation], *, bound: float, deadline: float
+) -> list[Reservation]:
+    """Reservations with the tasks of ``reservations`` moved and swapped between nodes, so that the last node to end
+    ends sooner.
 
     The tasks of one node are stacked by their width: the widest last, and among equals the longest last, each on the
     GPUs that are free first counted from the end. Where widths divide each other no GPU waits in between, and the node
@@ -31,15 +34,20 @@ def balanced_seats(problem: SchedulingProblem, seats: Sequence[Seat], *, bound: 
     sooner than before, or a little later: that little shrinks to nothing (annealing), and then begins anew.
 
     Args:
-        seats: Each on one node, with no release, no quota and nothing of a higher priority in the way.
+        reservations: Each on one node, with no release, no quota and nothing of a higher priority in the way.
         bound: It is enough if all ends by then.
         deadline: When to stop at the latest, by ``time.monotonic``.
     """
     nodes = [_Stack(problem, node.name) for node in problem.nodes]
     for node in nodes:
-        node.put(sorted((seat.demand for seat in seats if node.name in seat.counts), key=_stack_order))
+        node.put(
+            sorted(
+                (reservation.demand for reservation in reservations if node.name in reservation.counts),
+                key=_stack_order,
+            )
+        )
     generator = random.Random(0)
-    num_tries = _TRIES * len(seats)
+    num_tries = _TRIES * len(reservations)
     best, best_height, num_vain = [list(node.tasks) for node in nodes], _last_end(nodes), 0
     while best_height > bound and num_vain < _MAX_COOLINGS and time.monotonic() < deadline:
         num_vain += 1
@@ -53,7 +61,7 @@ def balanced_seats(problem: SchedulingProblem, seats: Sequence[Seat], *, bound: 
                     break
     for node, tasks in zip(nodes, best, strict=True):
         node.put(tasks)
-    return [seat for node in nodes for seat in node.seats()]
+    return [reservation for node in nodes for reservation in node.reservations()]
 
 
 def _last_end(nodes: Iterable[_Stack]) -> float:
@@ -90,11 +98,13 @@ class _Stack:
             _stack(columns, demand)
         return columns[-1][0]
 
-    def seats(self) -> list[Seat]:
+    def reservations(self) -> list[Reservation]:
         columns = [(free_at, 0.0) for free_at in self.free_at]
         ends = [(demand, _stack(columns, demand)) for demand in self.tasks]
         height = columns[-1][0]
-        return [Seat(demand=demand, start=height - end, counts={self.name: demand.num_gpus}) for demand, end in ends]
+        return [
+            Reservation(demand=demand, start=height - end, counts={self.name: demand.num_gpus}) for demand, end in ends
+        ]
 
 
 def _stack(columns: list[tuple[float, float]], demand: TaskDemand) -> float:

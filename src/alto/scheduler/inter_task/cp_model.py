@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.seats import Seat, fewest_nodes, running_counts
+from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, running_counts
 
 __all__ = ["CpModel", "Solved"]
 
@@ -18,22 +18,22 @@ NUM_WORKERS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """What CP-SAT found: ``seats`` is empty where it found nothing, ``bound`` is of its objective."""
+    """What CP-SAT found: ``reservations`` is empty where it found nothing, ``bound`` is of its objective."""
 
-    seats: tuple[Seat, ...]
+    reservations: tuple[Reservation, ...]
     bound: float
     is_optimal: bool
 
 
 class CpModel:
-    """Seats for the tasks of ``problem`` that wait, in whole ticks, beside ``taken`` and what runs.
+    """Reservations for the tasks of ``problem`` that wait, in whole ticks, beside ``taken`` and what runs.
 
     A task has an interval, and on every node that may hold it an optional one with the same start; where it needs
     several nodes, the number of GPUs on each is a variable too. A tenant's quota is a cumulative constraint over the
     tenant's intervals.
     """
 
-    def __init__(self, cp_model: Any, problem: SchedulingProblem, taken: Iterable[Seat], horizon: float) -> None:
+    def __init__(self, cp_model: Any, problem: SchedulingProblem, taken: Iterable[Reservation], horizon: float) -> None:
         self._cp = cp_model
         self._problem = problem
         self._model = cp_model.CpModel()
@@ -61,15 +61,15 @@ class CpModel:
         for demand in problem.pending:
             self._model.add(self._makespan >= self._starts[demand.task] + int(demand.duration_s))
 
-    def least_makespan(self, hint: Sequence[Seat], *, at_least: float, deadline: float, gap: float) -> Solved:
-        """Seats whose last end is as early as can be, or proven to be so to ``gap``, but never counted as earlier than
-        ``at_least``."""
+    def least_makespan(self, hint: Sequence[Reservation], *, at_least: float, deadline: float, gap: float) -> Solved:
+        """Reservations whose last end is as early as can be, or proven to be so to ``gap``, but never counted as
+        earlier than ``at_least``."""
         self._model.add(self._makespan >= int(at_least))
         self._model.minimize(self._makespan)
         return self._solve(hint, deadline, gap)
 
-    def least_completions(self, hint: Sequence[Seat], *, makespan: float, deadline: float, gap: float) -> Solved:
-        """Seats that end by ``makespan``, with the least sum of their ends, or proven to be so to ``gap``."""
+    def least_completions(self, hint: Sequence[Reservation], *, makespan: float, deadline: float, gap: float) -> Solved:
+        """Reservations that end by ``makespan``, with the least sum of their ends, or proven to be so to ``gap``."""
         self._model.add(self._makespan <= int(makespan))
         self._model.minimize(sum(self._starts.values()))
         return self._solve(hint, deadline, gap)
@@ -86,12 +86,12 @@ class CpModel:
             for remaining, count in sorted(held.get(tenant, ()), reverse=True):
                 uses.append((self._fixed(0, remaining), min(count, left)))
                 left -= min(count, left)
-        for seat in self._taken:
-            use = self._fixed(seat.start, seat.demand.duration_s)
-            for name, count in seat.counts.items():
+        for reservation in self._taken:
+            use = self._fixed(reservation.start, reservation.demand.duration_s)
+            for name, count in reservation.counts.items():
                 self._uses[name].append((use, count))
-            if seat.demand.tenant in self._tenant_uses:
-                self._tenant_uses[seat.demand.tenant].append((use, seat.demand.num_gpus))
+            if reservation.demand.tenant in self._tenant_uses:
+                self._tenant_uses[reservation.demand.tenant].append((use, reservation.demand.num_gpus))
 
     def _fixed(self, start: float, duration: float) -> Any:
         return self._model.new_fixed_size_interval_var(int(start), int(duration), "")
@@ -132,29 +132,29 @@ class CpModel:
         if any(fewest_nodes(self._problem.nodes, demand.num_gpus) > 1 for demand in self._problem.pending):
             return []
         busy = {gpu.node for task in self._problem.running for gpu in task.gpus}
-        busy |= {name for seat in self._taken for name in seat.counts}
+        busy |= {name for reservation in self._taken for name in reservation.counts}
         alike: dict[int, list[str]] = {}
         for name, size in self._sizes.items():
             if name not in busy:
                 alike.setdefault(size, []).append(name)
         return list(alike.values())
 
-    def _add_hints(self, seats: Sequence[Seat]) -> None:
-        by_task = {seat.demand.task: seat for seat in seats}
+    def _add_hints(self, reservations: Sequence[Reservation]) -> None:
+        by_task = {reservation.demand.task: reservation for reservation in reservations}
         renamed = {name: name for name in self._sizes}
         for names in self._alike:
             # In the hint, too, the first task has to be on the first node.
             used = [name for demand in self._widest_first for name in by_task[demand.task].counts if name in names]
             renamed |= dict(zip(dict.fromkeys((*used, *names)), names, strict=True))
-        for task, seat in by_task.items():
-            self._model.add_hint(self._starts[task], int(seat.start))
-            counts = {renamed[name]: count for name, count in seat.counts.items()}
+        for task, reservation in by_task.items():
+            self._model.add_hint(self._starts[task], int(reservation.start))
+            counts = {renamed[name]: count for name, count in reservation.counts.items()}
             for name, presence in self._presences[task].items():
                 self._model.add_hint(presence, name in counts)
                 if not isinstance(self._counts[task][name], int):
                     self._model.add_hint(self._counts[task][name], counts.get(name, 0))
 
-    def _solve(self, hint: Sequence[Seat], deadline: float, gap: float) -> Solved:
+    def _solve(self, hint: Sequence[Reservation], deadline: float, gap: float) -> Solved:
         self._add_hints(hint)
         solver = self._cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
@@ -163,16 +163,18 @@ class CpModel:
         solver.parameters.num_workers = NUM_WORKERS
         status = solver.solve(self._model)
         if status not in (self._cp.OPTIMAL, self._cp.FEASIBLE):
-            return Solved(seats=(), bound=0.0, is_optimal=False)
-        seats = tuple(
-            Seat(
+            return Solved(reservations=(), bound=0.0, is_optimal=False)
+        reservations = tuple(
+            Reservation(
                 demand=demand,
                 start=float(solver.value(self._starts[demand.task])),
                 counts=self._counts_found(solver, demand.task),
             )
             for demand in self._problem.pending
         )
-        return Solved(seats=seats, bound=solver.best_objective_bound, is_optimal=status == self._cp.OPTIMAL)
+        return Solved(
+            reservations=reservations, bound=solver.best_objective_bound, is_optimal=status == self._cp.OPTIMAL
+        )
 
     def _counts_found(self, solver: Any, task: str) -> Mapping[str, int]:
         return {

@@ -12,13 +12,13 @@ from types import ModuleType
 
 from alto.errors import UnsupportedError
 from alto.records import Schedule
-from alto.scheduler.inter_task.balance import balanced_seats
+from alto.scheduler.inter_task.balance import balanced_reservations
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.cp_model import CpModel
-from alto.scheduler.inter_task.lists import list_seats, priority_classes, seats_in_order
+from alto.scheduler.inter_task.lists import list_reservations, priority_classes, reservations_in_order
 from alto.scheduler.inter_task.outcome import makespan_of, schedule_from
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.seats import Seat, place
+from alto.scheduler.inter_task.reservations import Reservation, place
 from alto.scheduler.inter_task.ticks import in_ticks
 
 __all__ = ["cp_sat_schedule"]
@@ -61,21 +61,21 @@ def cp_sat_schedule(
     ticks, tick_s, is_exact = in_ticks(problem)
     classes = priority_classes(ticks)
     # Where ticks round, what lpt finds without them may be better after all.
-    unrounded = place(problem, list_seats(problem, "lpt")) if len(classes) == 1 and not is_exact else None
-    seats: list[Seat] = []
+    unrounded = place(problem, list_reservations(problem, "lpt")) if len(classes) == 1 and not is_exact else None
+    reservations: list[Reservation] = []
     bound_s, is_proven = makespan_bound(problem), True
     for number, demands in enumerate(classes):
         now = time.monotonic()
         share = now + (deadline - now) / (len(classes) - number)
-        search = _Search(cp_model, replace(ticks, pending=demands), seats, hint, gap)
+        search = _Search(cp_model, replace(ticks, pending=demands), reservations, hint, gap)
         search.run(share)
-        seats += search.best
+        reservations += search.best
         is_proven = is_proven and search.is_proven
         if number == 0:
-            # Later bounds hold for the seats that were taken before, not for every schedule.
+            # Later bounds hold for the reservations that were taken before, not for every schedule.
             slack = 0 if is_exact else len(demands) + 1
             bound_s = max(bound_s, (search.bound - slack) * tick_s)
-    placements = place(problem, seats)
+    placements = place(problem, reservations)
     if unrounded is not None:
         placements = min(placements, unrounded, key=makespan_of)
     is_proven = is_proven and len(classes) <= 1
@@ -94,13 +94,13 @@ def _import_cp_model() -> ModuleType:
 
 
 class _Search:
-    """The search for seats of one priority; ``best`` is what it has, ``bound`` what it cannot beat."""
+    """The search for reservations of one priority; ``best`` is what it has, ``bound`` what it cannot beat."""
 
     def __init__(
         self,
         cp_model: ModuleType,
         problem: SchedulingProblem,
-        taken: Sequence[Seat],
+        taken: Sequence[Reservation],
         hint: Schedule | None,
         gap: float,
     ) -> None:
@@ -108,7 +108,7 @@ class _Search:
         self._gap = gap
         self._problem = problem
         self._taken = list(taken)
-        self._floor = max((seat.end for seat in taken), default=0.0)
+        self._floor = max((reservation.end for reservation in taken), default=0.0)
         # Ends are whole ticks.
         self.bound = max(math.ceil(makespan_bound(problem) - 1e-6), self._floor)
         self._hinted = {placement.task: placement for placement in hint.placements} if hint is not None else {}
@@ -119,7 +119,7 @@ class _Search:
             sorted(problem.pending, key=lambda demand: (-demand.num_gpus, -demand.duration_s)),
             sorted(problem.pending, key=lambda demand: demand.duration_s),
         ]
-        self.best = min((self._seats_in(order) for order in orders), key=self._cost)
+        self.best = min((self._reservations_in(order) for order in orders), key=self._cost)
 
     @property
     def is_proven(self) -> bool:
@@ -140,19 +140,19 @@ class _Search:
         start_s = self._hinted[demand.task].start_s if demand.task in self._hinted else math.inf
         return start_s, -demand.duration_s
 
-    def _seats_in(self, order: Sequence[TaskDemand]) -> list[Seat]:
-        return seats_in_order(self._problem, order, taken=self._taken)
+    def _reservations_in(self, order: Sequence[TaskDemand]) -> list[Reservation]:
+        return reservations_in_order(self._problem, order, taken=self._taken)
 
-    def _makespan(self, seats: Sequence[Seat]) -> float:
-        return max((seat.end for seat in seats), default=self._floor)
+    def _makespan(self, reservations: Sequence[Reservation]) -> float:
+        return max((reservation.end for reservation in reservations), default=self._floor)
 
-    def _cost(self, seats: Sequence[Seat]) -> tuple[float, float]:
-        return max(self._makespan(seats), self._floor), sum(seat.end for seat in seats)
+    def _cost(self, reservations: Sequence[Reservation]) -> tuple[float, float]:
+        return max(self._makespan(reservations), self._floor), sum(reservation.end for reservation in reservations)
 
-    def _keep(self, seats: Sequence[Seat]) -> bool:
-        if not seats or self._cost(seats) >= self._cost(self.best):
+    def _keep(self, reservations: Sequence[Reservation]) -> bool:
+        if not reservations or self._cost(reservations) >= self._cost(self.best):
             return False
-        self.best = list(seats)
+        self.best = list(reservations)
         return True
 
     def _solve_whole(self, deadline: float) -> None:
@@ -168,49 +168,51 @@ class _Search:
             solved = model.least_makespan(
                 self.best, at_least=self.bound, deadline=now + 0.7 * (deadline - now), gap=self._gap
             )
-            self._keep(solved.seats)
+            self._keep(solved.reservations)
             self.bound = max(self.bound, solved.bound)
         makespan = max(self._makespan(self.best), self._floor)
         model = CpModel(self._cp, self._problem, self._taken, makespan)
         if self._gap:
             now = time.monotonic()
             deadline = now + _FINISH_SHARE * (deadline - now)
-        self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline, gap=self._gap).seats)
+        self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline, gap=self._gap).reservations)
 
     def _nodes_are_apart(self) -> bool:
         """Whether nothing but the GPUs of its own node keeps a task from starting."""
         return not self._taken and not any(
-            demand.release_s or demand.tenant in self._problem.quotas or len(seat.counts) > 1
-            for seat in self.best
-            for demand in (seat.demand,)
+            demand.release_s or demand.tenant in self._problem.quotas or len(reservation.counts) > 1
+            for reservation in self.best
+            for demand in (reservation.demand,)
         )
 
     def _balance(self, deadline: float) -> None:
         # Of the earlier schedule, too, which tasks share a node: stacked there at once, with no search.
-        on_hinted = [replace(seat, counts=self._hinted_counts(seat)) for seat in self.best]
-        self._keep(balanced_seats(self._problem, on_hinted, bound=math.inf, deadline=deadline))
-        self._keep(balanced_seats(self._problem, self.best, bound=self.bound, deadline=deadline))
+        on_hinted = [replace(reservation, counts=self._hinted_counts(reservation)) for reservation in self.best]
+        self._keep(balanced_reservations(self._problem, on_hinted, bound=math.inf, deadline=deadline))
+        self._keep(balanced_reservations(self._problem, self.best, bound=self.bound, deadline=deadline))
 
-    def _hinted_counts(self, seat: Seat) -> Mapping[str, int]:
-        """The one node of a task in the earlier schedule, if it can be there still; else that of ``seat``."""
-        placement = self._hinted.get(seat.demand.task)
+    def _hinted_counts(self, reservation: Reservation) -> Mapping[str, int]:
+        """The one node of a task in the earlier schedule, if it can be there still; else that of ``reservation``."""
+        placement = self._hinted.get(reservation.demand.task)
         names = {gpu.node for gpu in placement.gpus} if placement is not None else set()
         for name in names:
-            if len(names) == 1 and len(self._problem.gpus_by_node.get(name, ())) >= seat.demand.num_gpus:
-                return {name: seat.demand.num_gpus}
-        return seat.counts
+            if len(names) == 1 and len(self._problem.gpus_by_node.get(name, ())) >= reservation.demand.num_gpus:
+                return {name: reservation.demand.num_gpus}
+        return reservation.counts
 
-    def _part(self, names: Sequence[str]) -> tuple[SchedulingProblem, list[Seat]]:
-        inside = [seat for seat in self.best if set(seat.counts) <= set(names)]
+    def _part(self, names: Sequence[str]) -> tuple[SchedulingProblem, list[Reservation]]:
+        inside = [reservation for reservation in self.best if set(reservation.counts) <= set(names)]
         problem = replace(
             self._problem,
             nodes=tuple(node for node in self._problem.nodes if node.name in names),
-            pending=tuple(seat.demand for seat in inside),
+            pending=tuple(reservation.demand for reservation in inside),
         )
         return problem, inside
 
-    def _replace(self, names: Sequence[str], seats: Sequence[Seat]) -> None:
-        self.best = [seat for seat in self.best if not set(seat.counts) <= set(names)] + list(seats)
+    def _replace(self, names: Sequence[str], reservations: Sequence[Reservation]) -> None:
+        self.best = [reservation for reservation in self.best if not set(reservation.counts) <= set(names)] + list(
+            reservations
+        )
 
     def _finish_nodes_sooner(self, deadline: float) -> None:
         """Node by node, the least sum of completion times that keeps the makespan."""
@@ -225,8 +227,10 @@ class _Search:
                 model = CpModel(self._cp, problem, (), makespan)
                 share = now + (deadline - now) / (len(names) - number)
                 solved = model.least_completions(inside, makespan=makespan, deadline=share, gap=self._gap)
-                if solved.seats and sum(seat.end for seat in solved.seats) < sum(seat.end for seat in inside):
-                    self._replace([name], solved.seats)
+                if solved.reservations and sum(reservation.end for reservation in solved.reservations) < sum(
+                    reservation.end for reservation in inside
+                ):
+                    self._replace([name], solved.reservations)
 
     def _is_too_long(self) -> bool:
         return self._makespan(self.best) > self.bound * (1.0 + self._gap)
@@ -234,13 +238,13 @@ class _Search:
     def _try_orders(self, deadline: float, *, times: int) -> None:
         """Move tasks to other places in the order of a list schedule, so often, and keep what is better."""
         generator = random.Random(0)
-        order = sorted(self.best, key=lambda seat: seat.start)
-        demands = [seat.demand for seat in order]
+        order = sorted(self.best, key=lambda reservation: reservation.start)
+        demands = [reservation.demand for reservation in order]
         for _ in range(times):
             if time.monotonic() >= deadline or not self._is_too_long():
                 return
             tried = list(demands)
             for _ in range(generator.randint(1, 4)):
                 tried.insert(generator.randrange(len(tried)), tried.pop(generator.randrange(len(tried))))
-            if self._keep(self._seats_in(tried)):
+            if self._keep(self._reservations_in(tried)):
                 demands = tried

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.seats import Seat, fewest_nodes, running_counts
+from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, running_counts
 
-__all__ = ["LIST_METHODS", "LIST_ORDERS", "list_seats", "priority_classes", "seats_in_order"]
+__all__ = ["LIST_METHODS", "LIST_ORDERS", "list_reservations", "priority_classes", "reservations_in_order"]
 
 _SortKey = Callable[[TaskDemand], tuple[float, ...]]
 LIST_ORDERS: Mapping[str, _SortKey] = {
@@ -22,17 +22,18 @@ LIST_ORDERS: Mapping[str, _SortKey] = {
 LIST_METHODS = tuple(LIST_ORDERS)
 
 
-def list_seats(problem: SchedulingProblem, method: str) -> list[Seat]:
-    """Seats by ``fifo`` (nobody overtakes), ``sjf`` or ``lpt`` (whoever fits and comes first in the order starts).
+def list_reservations(problem: SchedulingProblem, method: str) -> list[Reservation]:
+    """Reservations by ``fifo`` (nobody overtakes), ``sjf`` or ``lpt`` (whoever fits and comes first in the order
+    starts).
 
-    Priorities are seated one after the other, the highest first, each in the room that those before it leave; so the
-    seats of one are the same whether or not there are lower ones. Equal tasks keep the order they were given in.
+    Priorities are placed one after the other, the highest first, each in the room that those before it leave; so the
+    reservations of one are the same whether or not there are lower ones. Equal tasks keep the order they were given in.
     """
-    seats: list[Seat] = []
+    reservations: list[Reservation] = []
     for demands in priority_classes(problem):
         order = sorted(demands, key=LIST_ORDERS[method])
-        seats += seats_in_order(problem, order, taken=seats, is_strict=method == "fifo")
-    return seats
+        reservations += reservations_in_order(problem, order, taken=reservations, is_strict=method == "fifo")
+    return reservations
 
 
 def priority_classes(problem: SchedulingProblem) -> list[tuple[TaskDemand, ...]]:
@@ -41,10 +42,14 @@ def priority_classes(problem: SchedulingProblem) -> list[tuple[TaskDemand, ...]]
     return [tuple(demand for demand in problem.pending if demand.priority == priority) for priority in priorities]
 
 
-def seats_in_order(
-    problem: SchedulingProblem, order: Sequence[TaskDemand], *, taken: Iterable[Seat] = (), is_strict: bool = False
-) -> list[Seat]:
-    """Seats for ``order``, in the room that running tasks and the seats ``taken`` leave.
+def reservations_in_order(
+    problem: SchedulingProblem,
+    order: Sequence[TaskDemand],
+    *,
+    taken: Iterable[Reservation] = (),
+    is_strict: bool = False,
+) -> list[Reservation]:
+    """Reservations for ``order``, in the room that running tasks and the reservations ``taken`` leave.
 
     Args:
         is_strict: Nobody starts before one who comes earlier in the order.
@@ -96,7 +101,7 @@ class _Room:
 class _Machine:
     """The cluster under a clock that goes from one change to the next."""
 
-    def __init__(self, problem: SchedulingProblem, taken: Iterable[Seat], *, is_strict: bool) -> None:
+    def __init__(self, problem: SchedulingProblem, taken: Iterable[Reservation], *, is_strict: bool) -> None:
         self._problem = problem
         self._is_strict = is_strict
         self._now = 0.0
@@ -106,11 +111,11 @@ class _Machine:
             for name, count in running_counts(problem, task.gpus).items():
                 reserved.setdefault(("node", name), []).append((0.0, task.remaining_s, count))
             reserved.setdefault(("tenant", task.tenant), []).append((0.0, task.remaining_s, len(task.gpus)))
-        for seat in taken:
-            for name, count in seat.counts.items():
-                reserved.setdefault(("node", name), []).append((seat.start, seat.end, count))
-            span = (seat.start, seat.end, seat.demand.num_gpus)
-            reserved.setdefault(("tenant", seat.demand.tenant), []).append(span)
+        for reservation in taken:
+            for name, count in reservation.counts.items():
+                reserved.setdefault(("node", name), []).append((reservation.start, reservation.end, count))
+            span = (reservation.start, reservation.end, reservation.demand.num_gpus)
+            reserved.setdefault(("tenant", reservation.demand.tenant), []).append(span)
         self._nodes = {
             node.name: _Room(len(node.gpus), reserved.get(("node", node.name), ())) for node in problem.nodes
         }
@@ -122,7 +127,7 @@ class _Machine:
             {time for spans in reserved.values() for start, end, _ in spans for time in (start, end)}
         )
 
-    def run(self, order: Sequence[TaskDemand]) -> list[Seat]:
+    def run(self, order: Sequence[TaskDemand]) -> list[Reservation]:
         heapq.heapify(self._changes)
         for demand in order:
             heapq.heappush(self._changes, demand.release_s)
@@ -131,11 +136,11 @@ class _Machine:
         for position, demand in enumerate(order):
             shape = (0, "") if self._is_strict else (demand.num_gpus, demand.tenant)
             shapes.setdefault(shape, []).append((position, demand))
-        seats: list[Seat] = []
-        while len(seats) < len(order):
+        reservations: list[Reservation] = []
+        while len(reservations) < len(order):
             self._advance()
-            self._start_all(list(shapes.values()), seats)
-        return seats
+            self._start_all(list(shapes.values()), reservations)
+        return reservations
 
     def _advance(self) -> None:
         self._now = heapq.heappop(self._changes)
@@ -144,14 +149,14 @@ class _Machine:
         for room in self._rooms:
             room.advance(self._now)
 
-    def _start_all(self, queues: list[list[tuple[int, TaskDemand]]], seats: list[Seat]) -> None:
+    def _start_all(self, queues: list[list[tuple[int, TaskDemand]]], reservations: list[Reservation]) -> None:
         """Start whoever can start now, in order."""
         heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
         while heads:
             head = min(heads, key=lambda head: head[0])
             heads.remove(head)
             _, index, counts, queue = head
-            seats.append(self._start(queue.pop(index)[1], counts))
+            reservations.append(self._start(queue.pop(index)[1], counts))
             # Room has become less: who could not start before cannot now, and who could may not any more.
             queues = [queue, *(other for *_, other in heads)]
             heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
@@ -199,11 +204,11 @@ class _Machine:
         counts = {name: number for name, number in counts.items() if number}
         return min(self._nodes[name].free_for(number, self._now) for name, number in counts.items()), counts
 
-    def _start(self, demand: TaskDemand, counts: dict[str, int]) -> Seat:
+    def _start(self, demand: TaskDemand, counts: dict[str, int]) -> Reservation:
         end = self._now + demand.duration_s
         for name, count in counts.items():
             self._nodes[name].take(count, end)
         if demand.tenant in self._tenants:
             self._tenants[demand.tenant].take(demand.num_gpus, end)
         heapq.heappush(self._changes, end)
-        return Seat(demand=demand, start=self._now, counts=counts)
+        return Reservation(demand=demand, start=self._now, counts=counts)

@@ -12,10 +12,10 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
-from alto.scheduler.inter_task.lists import list_seats, priority_classes
+from alto.scheduler.inter_task.lists import list_reservations, priority_classes
 from alto.scheduler.inter_task.outcome import makespan_of, schedule_from
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.seats import Seat, fewest_nodes, place
+from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, place
 
 __all__ = ["milp_schedule"]
 
@@ -49,31 +49,34 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
     pywraplp = _import_pywraplp()
     deadline = time.monotonic() + time_limit_s
     classes = priority_classes(problem)
-    seats: list[Seat] = []
+    reservations: list[Reservation] = []
     notice = ""
     bound_s, is_proven = makespan_bound(problem), len(classes) <= 1
     for number, demands in enumerate(classes):
         now = time.monotonic()
-        taken = [seat.demand for seat in seats]
+        taken = [reservation.demand for reservation in reservations]
         share_s = (deadline - now) / (len(classes) - number)
         try:
             model = _Model(
-                pywraplp, replace(problem, pending=(*taken, *demands)), seats, build_by=now + _BUILD_SHARE * share_s
+                pywraplp,
+                replace(problem, pending=(*taken, *demands)),
+                reservations,
+                build_by=now + _BUILD_SHARE * share_s,
             )
             found = model.solve(now + share_s - _READ_SHARE * (time.monotonic() - now))
         except _OutOfTimeError:
             found = None
         if found is None:
-            seats, is_proven = list_seats(problem, "lpt"), False
+            reservations, is_proven = list_reservations(problem, "lpt"), False
             notice = f"scheduled by lpt: {len(taken) + len(demands)} tasks were too many for milp in {time_limit_s:g} s"
             break
-        seats = list(found.seats)
+        reservations = list(found.reservations)
         is_proven = is_proven and found.is_optimal
         if number == 0:
             bound_s = max(bound_s, found.bound)
-    placements = place(problem, seats)
+    placements = place(problem, reservations)
     if len(classes) == 1:
-        placements = min(placements, place(problem, list_seats(problem, "lpt")), key=makespan_of)
+        placements = min(placements, place(problem, list_reservations(problem, "lpt")), key=makespan_of)
     schedule = schedule_from("milp", placements, bound_s=bound_s, status="optimal" if is_proven else "feasible")
     return replace(schedule, notice=notice)
 
@@ -95,7 +98,7 @@ class _OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
-    seats: tuple[Seat, ...]
+    reservations: tuple[Reservation, ...]
     bound: float
     is_optimal: bool
 
@@ -113,7 +116,7 @@ class _Model:
     """
 
     def __init__(
-        self, pywraplp: ModuleType, problem: SchedulingProblem, taken: Sequence[Seat], *, build_by: float
+        self, pywraplp: ModuleType, problem: SchedulingProblem, taken: Sequence[Reservation], *, build_by: float
     ) -> None:
         self._lp = pywraplp
         self._problem = problem
@@ -132,8 +135,8 @@ class _Model:
             _check_time(build_by)
             self._keep_apart(first, second)
         self._wait_for_running()
-        for seat in taken:
-            self._fix(seat)
+        for reservation in taken:
+            self._fix(reservation)
 
     def solve(self, deadline: float) -> _Solved | None:
         left_s = deadline - time.monotonic()
@@ -145,7 +148,7 @@ class _Model:
         if status not in (self._lp.Solver.OPTIMAL, self._lp.Solver.FEASIBLE):
             return None
         return _Solved(
-            seats=tuple(self._seat(demand) for demand in self._problem.pending),
+            reservations=tuple(self._reservation(demand) for demand in self._problem.pending),
             bound=self._solver.Objective().BestBound() * self._horizon * (1 - _TOLERANCE),
             is_optimal=status == self._lp.Solver.OPTIMAL,
         )
@@ -203,20 +206,20 @@ class _Model:
                 if machine in on:
                     self._solver.Add(self._starts[name] >= end_s / self._horizon * on[machine])
 
-    def _fix(self, seat: Seat) -> None:
-        task = seat.demand.task
-        self._solver.Add(self._starts[task] == seat.start / self._horizon)
+    def _fix(self, reservation: Reservation) -> None:
+        task = reservation.demand.task
+        self._solver.Add(self._starts[task] == reservation.start / self._horizon)
         for node in self._nodes:
             here = sum(self._on[task]["node", node.name, index] for index in node.gpus)
-            self._solver.Add(here == seat.counts.get(node.name, 0))
+            self._solver.Add(here == reservation.counts.get(node.name, 0))
 
-    def _seat(self, demand: TaskDemand) -> Seat:
+    def _reservation(self, demand: TaskDemand) -> Reservation:
         counts: dict[str, int] = {}
         for (kind, name, _), on in self._on[demand.task].items():
             if kind == "node" and on.solution_value() > 0.5:
                 counts[name] = counts.get(name, 0) + 1
         start = self._starts[demand.task].solution_value() * self._horizon
-        return Seat(demand=demand, start=start, counts=counts)
+        return Reservation(demand=demand, start=start, counts=counts)
 
 
 def _check_time(deadline: float) -> None:

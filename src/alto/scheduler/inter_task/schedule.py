@@ -6,11 +6,11 @@ from alto.errors import SpecError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.cp_sat import cp_sat_schedule
-from alto.scheduler.inter_task.lists import LIST_METHODS, list_seats
+from alto.scheduler.inter_task.lists import LIST_METHODS, list_reservations
 from alto.scheduler.inter_task.milp import milp_schedule
 from alto.scheduler.inter_task.outcome import schedule_from
 from alto.scheduler.inter_task.problem import SchedulingProblem
-from alto.scheduler.inter_task.seats import place
+from alto.scheduler.inter_task.reservations import place
 
 __all__ = ["METHODS", "schedule_tasks"]
 
@@ -45,5 +45,5 @@ def schedule_tasks(
         return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint, gap=gap)
     if name == "milp":
         return milp_schedule(problem, time_limit_s=time_limit_s)
-    placements = place(problem, list_seats(problem, name), keeps_starts=True)
+    placements = place(problem, list_reservations(problem, name), keeps_starts=True)
     return schedule_from(name, placements, bound_s=makespan_bound(problem), status="heuristic")

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.kernels import DropoutKey, TokenSchedule, pass_table
+from alto.kernels import DropoutKey, TokenSchedule, forward_table
 from alto.kernels.dropout import kept_factor, stream_key, threshold
-from alto.kernels.pass_table import BLOCK_TOKENS
+from alto.kernels.forward_table import BLOCK_TOKENS
 
 CPU = torch.device("cpu")
 
@@ -52,8 +52,8 @@ def test_a_pass_without_dropout_says_so() -> None:
 
 
 def test_a_pass_sends_its_tables_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, upload = [], pass_table.upload
-    monkeypatch.setattr(pass_table, "upload", lambda *args: sent.append(args) or upload(*args))
+    sent, upload = [], forward_table.upload
+    monkeypatch.setattr(forward_table, "upload", lambda *args: sent.append(args) or upload(*args))
     schedule = TokenSchedule.build([0, 1], [2, 3], [1.0, 2.0])
     assert schedule.table(CPU) is schedule.table(CPU)
     assert len(sent) == 3, "blocks, segments, and factors"

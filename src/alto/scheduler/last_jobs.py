@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from alto.records import Throughput
 
-__all__ = ["TailForecast", "TailJob", "forecast_tail"]
+__all__ = ["LastJob", "LastJobsForecast", "forecast_last_jobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailJob:
+class LastJob:
     """A job that is left.
 
     Attributes:
@@ -32,7 +32,7 @@ class TailJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailForecast:
+class LastJobsForecast:
     """What is left of a task, in seconds of training.
 
     Attributes:
@@ -46,9 +46,9 @@ class TailForecast:
     spread_duration_s: float
 
 
-def forecast_tail(
-    jobs: Sequence[TailJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
-) -> TailForecast | None:
+def forecast_last_jobs(
+    jobs: Sequence[LastJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
+) -> LastJobsForecast | None:
     """Both ways to the end; None where there are no fewer jobs than ranks.
 
     Args:
@@ -71,10 +71,10 @@ def forecast_tail(
         spread_s += num_steps * throughput.duration_s(num_ranks * len(left), together)
         done = left[0].num_steps
         left = [job for job in left if job.num_steps > done]
-    return TailForecast(num_gpus=len(jobs), duration_s=alone_s, spread_duration_s=spread_s)
+    return LastJobsForecast(num_gpus=len(jobs), duration_s=alone_s, spread_duration_s=spread_s)
 
 
-def _steps_to_its_end(job: TailJob, index: int, places: Sequence[tuple[float, int]]) -> int:
+def _steps_to_its_end(job: LastJob, index: int, places: Sequence[tuple[float, int]]) -> int:
     """Steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
     total_steps = job.step + job.num_steps
     ends = [math.ceil(round(progress * total_steps, 9)) - job.step for progress, count in places if count <= index]

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from alto.backbone import release_memory
-from alto.data import EncodedDataset, JobRows, split_into_passes
+from alto.data import EncodedDataset, JobRows, split_into_micro_batches
 from alto.errors import DeviceMemoryError
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError
 
-__all__ = ["OnMemoryEvent", "Passes"]
+__all__ = ["MicroBatches", "OnMemoryEvent"]
 
 OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
 
 
-class Passes:
+class MicroBatches:
     """Runs work pass by pass; where a pass does not fit into memory, again from its beginning in smaller ones.
 
     Args:
@@ -37,19 +37,19 @@ class Passes:
         self,
         dataset: EncodedDataset,
         work: Sequence[JobRows],
-        run_pass: Callable[[Sequence[JobRows]], None],
+        run_micro_batch: Callable[[Sequence[JobRows]], None],
         *,
         forget: Callable[[], None],
         split_jobs: bool = False,
-        num_passes: int = 0,
+        num_micro_batches: int = 0,
     ) -> None:
         """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
 
         Args:
-            run_pass: Does one pass; raises :class:`NoMemoryError` where it does not fit.
+            run_micro_batch: Does one pass; raises :class:`NoMemoryError` where it does not fit.
             forget: Undoes all passes so far.
-            split_jobs: See :func:`alto.data.split_into_passes`.
-            num_passes: How many there are at least: where ``work`` has fewer, the last ones are empty.
+            split_jobs: See :func:`alto.data.split_into_micro_batches`.
+            num_micro_batches: How many there are at least: where ``work`` has fewer, the last ones are empty.
 
         Raises:
             RowTooLargeError: A row does not fit by itself; all passes are undone.
@@ -57,7 +57,9 @@ class Passes:
         """
         refused = set()
         while True:
-            failure = self._first_failure(dataset, work, run_pass, split_jobs=split_jobs, num_passes=num_passes)
+            failure = self._first_failure(
+                dataset, work, run_micro_batch, split_jobs=split_jobs, num_micro_batches=num_micro_batches
+            )
             if failure is None:
                 return
             phase, jobs = failure
@@ -79,7 +81,7 @@ class Passes:
 
     def count(self, dataset: EncodedDataset, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
         """How many passes ``work`` is cut into."""
-        return sum(1 for _ in split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs))
+        return sum(1 for _ in split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
 
     def tell(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
         """Say that memory ran out, and how large passes are from now on."""
@@ -91,16 +93,16 @@ class Passes:
         self,
         dataset: EncodedDataset,
         work: Sequence[JobRows],
-        run_pass: Callable[[Sequence[JobRows]], None],
+        run_micro_batch: Callable[[Sequence[JobRows]], None],
         *,
         split_jobs: bool,
-        num_passes: int,
+        num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
         """The first pass that does not fit, and what it was about; None when all is done."""
-        passes = list(split_into_passes(dataset, work, self.max_tokens, split_jobs=split_jobs))
-        for jobs in [*passes, *[[]] * (num_passes - len(passes))]:
+        micro_batches = list(split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
+        for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:
-                run_pass(jobs)
+                run_micro_batch(jobs)
             except NoMemoryError as error:
                 return error.phase, jobs
             self.largest = max(self.largest, _num_tokens(dataset, jobs))

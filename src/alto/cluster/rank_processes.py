@@ -1,8 +1,8 @@
 """The ranks of an executor beside its first: processes that the first one starts, watches and takes with it.
 
-The first is ``alto.cluster.worker``; each other is ``python -m alto.cluster.crew``, in the session of the first. One
-that dies leaves the others waiting for it in the middle of a pass, so the executor ends, within `GRACE_S` of that; one
-that hangs lets the heartbeat of the first stop, which whoever watches the executor sees.
+The first is ``alto.cluster.worker``; each other is ``python -m alto.cluster.rank_processes``, in the session of the
+first. One that dies leaves the others waiting for it in the middle of a pass, so the executor ends, within `GRACE_S`
+of that; one that hangs lets the heartbeat of the first stop, which whoever watches the executor sees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunWriteError
 from alto.runs import writing
 
-__all__ = ["GRACE_S", "Crew"]
+__all__ = ["GRACE_S", "RankProcesses"]
 
 GRACE_S = 5.0
 """How long the ranks may take to find out by themselves what ended one of them: mostly they meet the same."""
@@ -33,7 +33,7 @@ GRACE_S = 5.0
 WATCH_INTERVAL_S = 0.2
 
 
-class Crew:
+class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
@@ -79,7 +79,7 @@ class Crew:
         with log:
             return subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "alto.cluster.crew", str(self._attempt.root)),
+                    *(sys.executable, "-m", "alto.cluster.rank_processes", str(self._attempt.root)),
                     *("--entry", self._entry),
                     *("--first", str(os.getpid())),
                 ],
@@ -138,7 +138,7 @@ def main() -> None:
     is_written = is_well
     if not is_well:
         with contextlib.suppress(RunWriteError):
-            attempt.tell_ending(ending, rank)
+            attempt.write_ending(ending, rank)
             is_written = True
     with contextlib.suppress(OSError):
         sys.stdout.flush()

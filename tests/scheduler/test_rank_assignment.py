@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.scheduler import JobDemand, RankDemand, RankSlots, SeatingLimits, SeatingPlan, assign_ranks, plan_residents
+from alto.scheduler import JobDemand, RankDemand, RankSlots, ResidentLimits, ResidentPlan, assign_ranks, plan_residents
 
-Situation = tuple[list[JobDemand], SeatingLimits]
+Situation = tuple[list[JobDemand], ResidentLimits]
 
 
 @st.composite
@@ -20,15 +20,15 @@ def situations(draw: st.DrawFn) -> Situation:
     """Jobs of a task midway, on several ranks: all that sit are spread, or none is."""
     num_ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 4))
     row_tokens = draw(st.integers(1, 30))
-    limits = SeatingLimits(
+    limits = ResidentLimits(
         num_slots=num_ranks * per_rank,
         max_tokens=draw(st.none() | st.integers(1, 40 * row_tokens)),
         num_ranks=num_ranks,
-        may_spread=draw(st.booleans()),
+        may_data_parallel=draw(st.booleans()),
     )
-    is_spread = draw(st.booleans())
-    seats = list(draw(st.permutations(range(per_rank if is_spread else limits.num_slots))))
-    num_seated = draw(st.integers(0, min(len(seats), num_ranks - 1) if is_spread else len(seats)))
+    is_data_parallel = draw(st.booleans())
+    seats = list(draw(st.permutations(range(per_rank if is_data_parallel else limits.num_slots))))
+    num_seated = draw(st.integers(0, min(len(seats), num_ranks - 1) if is_data_parallel else len(seats)))
     demands = []
     for index in range(num_seated + draw(st.integers(0, 5))):
         batch_size = draw(st.sampled_from([1, 2, 4, 8]))
@@ -39,7 +39,7 @@ def situations(draw: st.DrawFn) -> Situation:
                 batch_size=batch_size,
                 num_tokens=row_tokens * batch_size,
                 slot=seats[index] if index < num_seated else None,
-                is_spread=is_spread and index < num_seated,
+                is_data_parallel=is_data_parallel and index < num_seated,
                 is_waiting=is_waiting,
                 may_run_ahead=is_waiting and draw(st.booleans()),
                 has_started=draw(st.booleans()),
@@ -48,25 +48,25 @@ def situations(draw: st.DrawFn) -> Situation:
     return demands, limits
 
 
-def slots_of(limits: SeatingLimits) -> RankSlots:
+def slots_of(limits: ResidentLimits) -> RankSlots:
     return RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
 
 
-def carry_out(demands: Iterable[JobDemand], plan: SeatingPlan) -> list[JobDemand]:
+def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
     """The jobs after ``plan``, as the executor would have them: one leaves its slot before another may enter it."""
     after = {demand.job: demand for demand in demands}
     for parking in plan.park:
         assert after[parking.job].slot is not None
-        after[parking.job] = replace(after[parking.job], slot=None, is_spread=False)
+        after[parking.job] = replace(after[parking.job], slot=None, is_data_parallel=False)
     for seating in plan.seat:
         assert after[seating.job].slot is None
         after[seating.job] = replace(
-            after[seating.job], slot=seating.slot, is_spread=seating.is_spread, has_started=True
+            after[seating.job], slot=seating.slot, is_data_parallel=seating.is_data_parallel, has_started=True
         )
     return list(after.values())
 
 
-def train(demands: Iterable[JobDemand], plan: SeatingPlan) -> list[JobDemand]:
+def train(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
     """Those of the jobs after ``plan`` that take the next step."""
     return [d for d in demands if d.slot is not None and (not d.is_waiting or d.job in plan.ahead)]
 
@@ -80,9 +80,9 @@ def test_a_place_of_a_bank_holds_one_job(situation: Situation) -> None:
         if demand.slot is None:
             continue
         assert 0 <= demand.slot < limits.num_slots
-        assert not demand.is_spread or slots.rank_of(demand.slot) == 0
-        ranks = range(limits.num_ranks) if demand.is_spread else [slots.rank_of(demand.slot)]
-        places = {(rank, slots.place_of(demand.slot)) for rank in ranks}
+        assert not demand.is_data_parallel or slots.rank_of(demand.slot) == 0
+        ranks = range(limits.num_ranks) if demand.is_data_parallel else [slots.rank_of(demand.slot)]
+        places = {(rank, slots.local_slot_of(demand.slot)) for rank in ranks}
         assert taken.isdisjoint(places)
         taken |= places
 
@@ -111,16 +111,18 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
         was = before[seating.job]
         assert (seating.reason in ("balances", "spreads")) == (was.slot is not None)
         if was.slot is not None:
-            assert seating.reason == ("spreads" if seating.is_spread else "balances")
-            assert seating.is_spread != was.is_spread or slots.rank_of(seating.slot) != slots.rank_of(was.slot)
+            assert seating.reason == ("spreads" if seating.is_data_parallel else "balances")
+            assert seating.is_data_parallel != was.is_data_parallel or slots.rank_of(seating.slot) != slots.rank_of(
+                was.slot
+            )
 
 
 @given(situations())
 def test_those_that_train_are_on_the_ranks_they_are_assigned_to(situation: Situation) -> None:
     demands, limits = situation
     slots = slots_of(limits)
-    plan = plan_residents(demands, replace(limits, may_spread=False))
-    before = {d.job: None if d.slot is None or d.is_spread else slots.rank_of(d.slot) for d in demands}
+    plan = plan_residents(demands, replace(limits, may_data_parallel=False))
+    before = {d.job: None if d.slot is None or d.is_data_parallel else slots.rank_of(d.slot) for d in demands}
     training = train(carry_out(demands, plan), plan)
     assigned = assign_ranks(
         (RankDemand(job=d.job, num_tokens=d.num_tokens, rank=before[d.job]) for d in training), slots
@@ -141,7 +143,7 @@ def test_one_that_waits_moves_only_where_it_is_in_the_way(situation: Situation) 
             assert was.slot is not None
             home = slots.rank_of(was.slot)
             on_it = [d for d in after if d.slot is not None and slots.rank_of(d.slot) == home]
-            assert was.is_spread or len(on_it) == slots.per_rank
+            assert was.is_data_parallel or len(on_it) == slots.per_rank
 
 
 @given(situations(), st.randoms(use_true_random=False))
@@ -166,12 +168,12 @@ def test_jobs_are_spread_where_all_train_and_are_fewer_than_the_ranks(situation:
     plan = plan_residents(demands, limits)
     after = carry_out(demands, plan)
     is_tail = (
-        limits.may_spread
+        limits.may_data_parallel
         and len(train(after, plan)) == len(demands) < limits.num_ranks
         and len(demands) <= slots_of(limits).per_rank
         and any(demand.batch_size > 1 for demand in demands)
     )
-    assert all(demand.is_spread == (is_tail and demand.slot is not None) for demand in after)
+    assert all(demand.is_data_parallel == (is_tail and demand.slot is not None) for demand in after)
 
 
 def job(name: str, batch_size: int, **state: Any) -> JobDemand:
@@ -179,13 +181,13 @@ def job(name: str, batch_size: int, **state: Any) -> JobDemand:
     return JobDemand(job=name, batch_size=batch_size, num_tokens=10 * batch_size, **state)
 
 
-FOUR = SeatingLimits(num_slots=8, num_ranks=4)
+FOUR = ResidentLimits(num_slots=8, num_ranks=4)
 
 
-def told(plan: SeatingPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
+def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
     return (
         [(parking.job, parking.reason) for parking in plan.park],
-        [(seating.job, seating.slot, seating.reason, seating.is_spread) for seating in plan.seat],
+        [(seating.job, seating.slot, seating.reason, seating.is_data_parallel) for seating in plan.seat],
     )
 
 
@@ -213,8 +215,8 @@ def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
     assert told(plan_residents(spread[:1], FOUR)) == ([], [])
     four = [*spread, job("c", 2), job("d", 2)]
     added = carry_out(four, plan_residents(four, FOUR))
-    assert [(d.slot, d.is_spread) for d in added] == [(0, False), (6, False), (2, False), (4, False)]
-    off = replace(FOUR, may_spread=False)
+    assert [(d.slot, d.is_data_parallel) for d in added] == [(0, False), (6, False), (2, False), (4, False)]
+    off = replace(FOUR, may_data_parallel=False)
     assert told(plan_residents(spread, off)) == (
         [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "balances", False), ("b", 2, "balances", False)],
     )  # fmt: skip
@@ -222,13 +224,13 @@ def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
 
 def test_a_spread_job_that_waits_leaves_the_other_ranks() -> None:
     """Its place on them may be wanted; it keeps a slot of one."""
-    spread = [job("a", 4, slot=0, is_spread=True), job("b", 1, slot=1, is_spread=True, is_waiting=True)]
+    spread = [job("a", 4, slot=0, is_data_parallel=True), job("b", 1, slot=1, is_data_parallel=True, is_waiting=True)]
     after = carry_out(spread, plan_residents(spread, FOUR))
-    assert [(demand.slot, demand.is_spread) for demand in after] == [(0, False), (2, False)]
+    assert [(demand.slot, demand.is_data_parallel) for demand in after] == [(0, False), (2, False)]
 
 
 def test_one_that_waits_makes_way_and_keeps_a_slot() -> None:
-    two_ranks = SeatingLimits(num_slots=4, num_ranks=2)
+    two_ranks = ResidentLimits(num_slots=4, num_ranks=2)
     demands = [job("a", 8, slot=0), job("w", 4, slot=2, is_waiting=True), job("x", 4, slot=3, is_waiting=True)]
     plan = plan_residents([*demands, job("b", 8)], two_ranks)
     assert told(plan) == (

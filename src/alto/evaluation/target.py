@@ -12,7 +12,7 @@ from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task
 from alto.spec import Task
 
-__all__ = ["BASE", "Subject", "find_subject"]
+__all__ = ["BASE", "EvaluationTarget", "find_target"]
 
 BASE = "base"
 """What the base model alone is called among the weights that are measured."""
@@ -21,7 +21,7 @@ _LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "trust_remote_code", "use_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class EvaluationTarget:
     """Adapters of one base model, and what is needed to measure them.
 
     Attributes:
@@ -37,7 +37,7 @@ class Subject:
     run_dirs: tuple[Path, ...]
 
 
-def find_subject(
+def find_target(
     targets: Sequence[Path],
     *,
     jobs: Sequence[str],
@@ -45,7 +45,7 @@ def find_subject(
     base: str | None,
     dataset: str | None,
     trust_remote_code: bool = False,
-) -> Subject:
+) -> EvaluationTarget:
     """The adapters that ``targets`` mean: the best of runs, or what lies in the folders themselves.
 
     Args:
@@ -88,7 +88,9 @@ def find_subject(
     else:
         assert dataset is not None
         task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code)
-    return Subject(adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs))
+    return EvaluationTarget(
+        adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs)
+    )
 
 
 def _common_task(runs: Sequence[RunDir], *, trust_remote_code: bool) -> Task:

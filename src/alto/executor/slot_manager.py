@@ -13,7 +13,7 @@ from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.job_run import JobRun
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
-from alto.executor.passes import OnMemoryEvent
+from alto.executor.micro_batches import OnMemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.lora import (
@@ -33,7 +33,7 @@ from alto.runs import RunDir
 from alto.spec import Task
 from alto.spec.job_config import OptimizerName
 
-__all__ = ["Roster"]
+__all__ = ["SlotManager"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class _BankSize:
     optims: frozenset[OptimizerName]
 
 
-class Roster:
+class SlotManager:
     """Moves jobs between the slots of the banks and their folders.
 
-    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a roster and does the
-    same with it; what concerns a job that sits with another rank is only noted.
+    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a slot manager and
+    does the same with it; what concerns a job that sits with another rank is only noted.
 
     Args:
         max_tokens_per_pass: Most tokens of a pass to begin with.
@@ -92,33 +92,33 @@ class Roster:
         """Of all ranks together."""
         return self.trainer.slots.num_slots
 
-    def seat(self, run: JobRun, slot: int, *, is_spread: bool = False) -> None:
+    def admit(self, run: JobRun, slot: int, *, is_data_parallel: bool = False) -> None:
         """Put a job without a slot into ``slot``, as it was when it left its last one; one that is spread into the
         same place of every rank's bank."""
-        run.slot, run.is_spread = slot, is_spread
-        place = self.trainer.place(run)
-        if place is None:
+        run.slot, run.is_data_parallel = slot, is_data_parallel
+        local_slot = self.trainer.local_slot(run)
+        if local_slot is None:
             return
         if run.step:
-            self.trainer.seat_again(run, place, *read_state(self._store.folder(run.id, "last")))
+            self.trainer.readmit(run, local_slot, *read_state(self._store.folder(run.id, "last")))
         elif run.starts_warm:
-            self.trainer.seat_warm(run, place, read_adapter(self._run_dir.job(run.id, "start")))
+            self.trainer.admit_warm(run, local_slot, read_adapter(self._run_dir.job(run.id, "start")))
         else:
-            self.trainer.seat_fresh(run, place)
+            self.trainer.admit_fresh(run, local_slot)
 
-    def leave(self, run: JobRun) -> int:
+    def evict(self, run: JobRun) -> int:
         """Put everything the slot holds of the job on disk, then free the slot and return it."""
         assert run.slot is not None
         self.save(run)
-        place = self.trainer.place(run)
-        if place is not None:
-            self.trainer.release(place)
-        slot, run.slot, run.is_spread = run.slot, None, False
+        local_slot = self.trainer.local_slot(run)
+        if local_slot is not None:
+            self.trainer.release(local_slot)
+        slot, run.slot, run.is_data_parallel = run.slot, None, False
         return slot
 
     def keep_best(self, run: JobRun) -> None:
         """The adapter in the job's slot is its best so far."""
-        run.unsaved_best = (run.step, self.trainer.bank.read(self._place(run)) if self._is_ours(run) else None)
+        run.unsaved_best = (run.step, self.trainer.bank.read(self._local_slot(run)) if self._is_ours(run) else None)
 
     def save(self, run: JobRun) -> None:
         """Put what the job's slot holds on disk, where it is not there already."""
@@ -131,8 +131,8 @@ class Roster:
             run.saved_best_step, run.unsaved_best = step, None
         if run.slot is not None and run.saved_step != run.step:
             if self._is_ours(run):
-                place = self._place(run)
-                weights, optimizer = self.trainer.bank.read(place), self.trainer.optimizer.read(place)
+                local_slot = self._local_slot(run)
+                weights, optimizer = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
 
                 def fill(folder: Path) -> None:
                     self._write_adapter(folder, run, weights)
@@ -171,36 +171,36 @@ class Roster:
         if wanted == self._wanted:
             return ()
         # Whoever was spread sits where the first of its copies was, until the next plan.
-        seated = [(run, run.slot) for run in runs if run.slot is not None]
-        for run, _ in seated:
-            self.leave(run)
+        residents = [(run, run.slot) for run in runs if run.slot is not None]
+        for run, _ in residents:
+            self.evict(run)
         self._ranks.wait()
-        max_tokens = self.trainer.passes.max_tokens
+        max_tokens = self.trainer.micro_batches.max_tokens
         del self.trainer
         eject(self._backbone.model)  # which holds the bank too
         try:
             self._build(wanted, max_tokens)
         except DeviceMemoryError:
             self._build(before, max_tokens)
-            self._seat_again(seated)
+            self._readmit(residents)
             raise
-        self._seat_again(seated)
-        return tuple(run for run, _ in seated if run.slot is None)
+        self._readmit(residents)
+        return tuple(run for run, _ in residents if run.slot is None)
 
     def _is_ours(self, run: JobRun) -> bool:
-        """Whether this rank writes the states of a seated job; one that is spread is written by the first of those
+        """Whether this rank writes the states of a resident job; one that is spread is written by the first of those
         that have it."""
         assert run.slot is not None
         return self.trainer.slots.rank_of(run.slot) == self._ranks.rank
 
-    def _place(self, run: JobRun) -> int:
+    def _local_slot(self, run: JobRun) -> int:
         assert run.slot is not None
-        return self.trainer.slots.place_of(run.slot)
+        return self.trainer.slots.local_slot_of(run.slot)
 
-    def _seat_again(self, seated: Iterable[tuple[JobRun, int]]) -> None:
-        for run, slot in seated:
+    def _readmit(self, residents: Iterable[tuple[JobRun, int]]) -> None:
+        for run, slot in residents:
             if slot < self.num_slots:
-                self.seat(run, slot)
+                self.admit(run, slot)
 
     def _size_for(self, runs: Sequence[JobRun]) -> _BankSize:
         targeted = {module for run in runs for module in run.shape.targets}

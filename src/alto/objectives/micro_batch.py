@@ -13,7 +13,7 @@ from alto.objectives.base import Objective, Terms
 from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
-__all__ = ["job_losses", "pass_terms", "reference_log_probs", "terms_of", "token_losses"]
+__all__ = ["job_losses", "micro_batch_terms", "reference_log_probs", "terms_of", "token_losses"]
 
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
@@ -24,7 +24,9 @@ def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
     return backbone.token_losses(hidden_TH.index_select(0, batch.loss_positions_S), batch.loss_targets_S)
 
 
-def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()) -> Terms:
+def micro_batch_terms(
+    objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
+) -> Terms:
     """What ``batch`` adds to the loss of every job in it; of a batch that is nobody's, one number that counts nowhere.
 
     Args:
@@ -38,7 +40,7 @@ def pass_terms(objective: Objective, backbone: Backbone, batch: TokenBatch, conf
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-    """:func:`pass_terms` of a batch whose trained tokens have ``losses_S``."""
+    """:func:`micro_batch_terms` of a batch whose trained tokens have ``losses_S``."""
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
     terms = objective.terms(losses_S, batch, configs)
@@ -63,7 +65,7 @@ def job_losses(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Tensor:
     """Loss of every job, ``[J]`` float32; of one whose batch is spread over passes, what this pass adds to it."""
-    sums_J = pass_terms(objective, backbone, batch, configs).sums_J
+    sums_J = micro_batch_terms(objective, backbone, batch, configs).sums_J
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from alto.data import EncodedDataset, JobRows
-from alto.executor import passes
+from alto.executor import micro_batches
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, RowTooLargeError
-from alto.executor.passes import Passes
+from alto.executor.micro_batches import MicroBatches
 
 LENGTHS = (40, 10, 30, 20)
 ROWS = tuple(torch.arange(length) for length in LENGTHS)
@@ -23,26 +23,26 @@ Jobs = Sequence[JobRows]
 @pytest.fixture(autouse=True)
 def nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """These passes hold no tensors, and looking for some takes long."""
-    monkeypatch.setattr(passes, "release_memory", lambda: None)
+    monkeypatch.setattr(micro_batches, "release_memory", lambda: None)
 
 
 class Device:
     """Does passes that ``fits`` says yes to; remembers the rows done, and what it was told."""
 
     def __init__(self, fits: Callable[[Jobs], bool]) -> None:
-        self.passes = Passes(100, self._hear)
+        self.micro_batches = MicroBatches(100, self._hear)
         self.events: list[MemoryEvent] = []
         self.done: list[tuple[int, int]] = []
         self._fits = fits
 
     def run(self, work: Jobs = WORK) -> None:
         self.done.clear()
-        self.passes.run(DATASET, work, self._run_pass, forget=self.done.clear)
+        self.micro_batches.run(DATASET, work, self._run_micro_batch, forget=self.done.clear)
 
     def _hear(self, event: MemoryEvent) -> None:
         self.events.append(event)
 
-    def _run_pass(self, jobs: Jobs) -> None:
+    def _run_micro_batch(self, jobs: Jobs) -> None:
         if not self._fits(jobs):
             raise NoMemoryError("backward")
         self.done += rows_of(jobs)
@@ -64,7 +64,7 @@ def test_the_limit_halves_until_passes_fit_and_stays() -> None:
         ("backward", (0, 1), 100, 50),
         ("backward", (0,), 50, 25),
     ]
-    assert (device.passes.max_tokens, device.passes.largest) == (25, 40)
+    assert (device.micro_batches.max_tokens, device.micro_batches.largest) == (25, 40)
     device.run()
     assert device.done == EVERY_ROW_ONCE
     assert len(device.events) == 2

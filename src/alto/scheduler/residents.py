@@ -1,4 +1,4 @@
-"""The words of seating: what jobs ask for, what the bank allows, and a plan of who sits where."""
+"""The words of admission: what jobs ask for, what the bank allows, and a plan of who sits where."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = [
+    "Admission",
+    "AdmitReason",
     "JobDemand",
     "ParkReason",
     "Parking",
-    "SeatReason",
-    "Seating",
-    "SeatingLimits",
-    "SeatingPlan",
+    "ResidentLimits",
+    "ResidentPlan",
 ]
 
 
-class SeatReason(StrEnum):
+class AdmitReason(StrEnum):
     """Why a job is given a slot.
 
-    ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be seated is larger.
+    ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be admitted is larger.
     ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
     limit, and nobody else trains. ``runs_ahead``: it is certain to be kept at its rung, and nobody else wants the room.
     ``balances``: it leaves a rank that has more to do than this one, or all ranks, or makes room for one that does.
@@ -56,7 +56,7 @@ class JobDemand:
         batch_size: Rows of one of its steps.
         num_tokens: Tokens of one of its steps in expectation, rounded up.
         slot: Where it sits; None if it is pending or parked.
-        is_spread: Its rows are spread over all ranks; the place of its slot is taken on each of them.
+        is_data_parallel: Its rows are spread over all ranks; the place of its slot is taken on each of them.
         is_waiting: It has reached a rung that the others have not.
         may_run_ahead: It waits, but is certain to be kept, so it may train on where nobody else can.
         has_started: It has trained before.
@@ -66,27 +66,27 @@ class JobDemand:
     batch_size: int
     num_tokens: int
     slot: int | None = None
-    is_spread: bool = False
+    is_data_parallel: bool = False
     is_waiting: bool = False
     may_run_ahead: bool = False
     has_started: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatingLimits:
+class ResidentLimits:
     """How many jobs may sit, and how many may train.
 
     Attributes:
         num_slots: Slots of the bank.
         max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
         num_ranks: Ranks that the slots are divided among, equally; see `RankSlots`.
-        may_spread: Whether jobs that are fewer than the ranks may be spread over all of them.
+        may_data_parallel: Whether jobs that are fewer than the ranks may be spread over all of them.
     """
 
     num_slots: int
     max_tokens: int | None = None
     num_ranks: int = 1
-    may_spread: bool = True
+    may_data_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +98,25 @@ class Parking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seating:
+class Admission:
     """A job that gets a slot; one that is spread gets the same place on every rank, ``slot`` being the first's."""
 
     job: str
     slot: int
-    reason: SeatReason
-    is_spread: bool = False
+    reason: AdmitReason
+    is_data_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatingPlan:
+class ResidentPlan:
     """What changes, in this order, and who trains besides the residents that do not wait.
 
     Attributes:
         park: Jobs that leave their slots.
-        seat: Jobs that get one.
+        admit: Jobs that get one.
         ahead: Waiting jobs with a slot that train on before their rung is held.
     """
 
     park: tuple[Parking, ...] = ()
-    seat: tuple[Seating, ...] = ()
+    admit: tuple[Admission, ...] = ()
     ahead: frozenset[str] = frozenset()

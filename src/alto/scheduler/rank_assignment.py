@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from alto.scheduler.admission import (
+    Admission,
+    AdmitReason,
+    JobDemand,
+    Parking,
+    ParkReason,
+    ResidentLimits,
+    ResidentPlan,
+)
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
-from alto.scheduler.seating import JobDemand, Parking, ParkReason, Seating, SeatingLimits, SeatingPlan, SeatReason
 
-__all__ = ["deal_out"]
+__all__ = ["assign_slots"]
 
 
-def deal_out(plan: SeatingPlan, demands: Iterable[JobDemand], limits: SeatingLimits) -> SeatingPlan:
+def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: ResidentLimits) -> ResidentPlan:
     """``plan``, which was made as if there was one bank, with its slots on ranks that have about as much to do.
 
     Who has a slot and who trains stays as planned. Those that train are moved to make their ranks even
@@ -20,28 +28,36 @@ def deal_out(plan: SeatingPlan, demands: Iterable[JobDemand], limits: SeatingLim
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
-    reasons = {seating.job: seating.reason for seating in plan.seat}
+    reasons = {admission.job: admission.reason for admission in plan.admit}
     parked = {parking.job for parking in plan.park}
     holders = [d for d in demands if d.job in reasons or (d.slot is not None and d.job not in parked)]
     training = [demand for demand in holders if not demand.is_waiting or demand.job in plan.ahead]
-    is_spread = limits.may_spread and len(training) == len(demands) and _gain_by_spreading(training, slots)
-    if is_spread:
+    is_data_parallel = (
+        limits.may_data_parallel and len(training) == len(demands) and _gain_by_spreading(training, slots)
+    )
+    if is_data_parallel:
         rank_of = {demand.job: 0 for demand in training}  # where the slot that is told of lies; the others are alike
     else:
         rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
     moving = [
-        d for d in holders if d.slot is None or d.is_spread != is_spread or slots.rank_of(d.slot) != rank_of[d.job]
+        d
+        for d in holders
+        if d.slot is None or d.is_data_parallel != is_data_parallel or slots.rank_of(d.slot) != rank_of[d.job]
     ]
     taken = {demand.slot for demand in holders if demand not in moving}
-    reason = SeatReason.SPREADS if is_spread else SeatReason.BALANCES
-    seat: list[Seating] = []
+    reason = AdmitReason.SPREADS if is_data_parallel else AdmitReason.BALANCES
+    admit: list[Admission] = []
     for demand in moving:
         slot = _first_free(rank_of[demand.job], slots, taken)
         taken.add(slot)
-        seat.append(Seating(job=demand.job, slot=slot, reason=reasons.get(demand.job, reason), is_spread=is_spread))
+        admit.append(
+            Admission(
+                job=demand.job, slot=slot, reason=reasons.get(demand.job, reason), is_data_parallel=is_data_parallel
+            )
+        )
     moved = (Parking(job=d.job, reason=ParkReason.REBALANCED) for d in moving if d.slot is not None)
-    return SeatingPlan(park=(*plan.park, *moved), seat=tuple(seat), ahead=plan.ahead)
+    return ResidentPlan(park=(*plan.park, *moved), admit=tuple(admit), ahead=plan.ahead)
 
 
 def _gain_by_spreading(training: Sequence[JobDemand], slots: RankSlots) -> bool:
@@ -53,7 +69,7 @@ def _gain_by_spreading(training: Sequence[JobDemand], slots: RankSlots) -> bool:
 
 def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
     """The rank that a job sits with; None where it sits with none, or with all."""
-    return None if demand.slot is None or demand.is_spread else slots.rank_of(demand.slot)
+    return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
 
 
 def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:

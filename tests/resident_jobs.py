@@ -133,7 +133,7 @@ class Bank:
         self.backbone = backbone = Backbone(model, None, "unused")
         modules = linear_modules(model)
         objective = find_objective(task.method)
-        self.data = with_references(backbone, data) if objective.asks_base else data
+        self.data = with_references(backbone, data) if objective.needs_reference else data
         self.runs: list[JobRun] = plan_jobs(task, backbone, data)
         self.memory_events: list[MemoryEvent] = []
         self.trainer = Trainer(
@@ -150,7 +150,7 @@ class Bank:
         )
         for run, slot in zip(self.runs, slots or range(len(self.runs)), strict=True):
             run.slot = slot
-            self.trainer.seat_fresh(run, slot)
+            self.trainer.admit_fresh(run, slot)
 
     @property
     def training(self) -> list[JobRun]:

@@ -13,18 +13,18 @@ from alto.early_exit.policy import Policy
 from alto.early_exit.progress import point_at_share
 from alto.early_exit.smoothing import Ema
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason, LossPoint, Rung, Selection, Standing, StartValue
+from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, Standing, StartValue
 from alto.spec.rungs import rung_step
 
-__all__ = ["Race"]
+__all__ = ["Selection"]
 
-# Above every gain.
+# Above every score.
 UNBEATABLE = sys.float_info.max
 
 
 @dataclass(slots=True)
 class _Runner:
-    """What the race knows of one job."""
+    """What the selection knows of one job."""
 
     total_steps: int
     ema: Ema
@@ -64,21 +64,22 @@ class _Runner:
         return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
 
 
-class Race:
+class Selection:
     """Follows all jobs of a task and decides which end; the executor and the replay run this very code.
 
     Told what happened (`observe_losses`, `observe`, `end`), it answers who ends. The executor's loop::
 
-        while race.training:
-            job = any of race.training that does not wait, or of race.certain_to_be_kept()
-            train it to its next evaluation step, never past race.next_stop(job), or race.furthest_stop(job)
-            verdict = race.observe_losses(job, first_step, losses) or race.observe(job, step, validation_loss, gain)
-            while race.rung_ready():
-                selection = race.select()
+        while selection.training:
+            job = any of selection.training that does not wait, or of selection.certain_to_be_kept()
+            train it to its next evaluation step, never past selection.next_stop(job), or selection.furthest_stop(job)
+            verdict = selection.observe_losses(job, first_step, losses)
+            verdict = verdict or selection.observe(job, step, validation_loss, score)
+            while selection.rung_ready():
+                rung_result = selection.select()
 
     Nothing depends on the order in which jobs are told of: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
-    journal again rebuilds it (`alto.early_exit.audit.race_of`).
+    journal again rebuilds it (`alto.early_exit.audit.selection_of`).
 
     A job that waits may train on where its place is certain, as far as the rung after. The rung ranks it all the same
     by what it was worth there, whatever has become of it: verdicts past a rung change nothing of that rung.
@@ -146,13 +147,14 @@ class Race:
         runner.start = start
 
     def observe(
-        self, job: str, step: int, validation_loss: float, gain: float = 0.0, gain_rows: Sequence[float] = ()
+        self, job: str, step: int, validation_loss: float, score: float = 0.0, score_rows: Sequence[float] = ()
     ) -> ExitDecision | None:
         """Take in an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
-            gain: What :func:`alto.spec.metric.gain_of` says of it, a finite number; without one the loss decides alone.
-            gain_rows: The metric on every validation row, where it is known.
+            score: What :func:`alto.spec.metric.score_of` says of it, a finite number; without one the loss decides
+                alone.
+            score_rows: The metric on every validation row, where it is known.
         """
         runner = self._runners[job]
         done, last = runner.ema.count, runner.steps
@@ -166,8 +168,8 @@ class Race:
             total_steps=runner.total_steps,
             train_ema=runner.ema.value,
             validation_loss=validation_loss,
-            gain=gain,
-            gain_rows=tuple(gain_rows),
+            score=score,
+            score_rows=tuple(score_rows),
             loss_scale=runner.loss_scale,
             start_loss=None if runner.start is None else runner.start.validation_loss,
         )
@@ -175,7 +177,7 @@ class Race:
         self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
-            if runner.peak is None or point.gain > runner.peak.gain:
+            if runner.peak is None or point.score > runner.peak.score:
                 runner.peak = point
             # Steps that are each within noise of the one before must not lead away from the best score.
             if runner.best is None or (is_better(point, runner.best) and is_within_noise(point, runner.peak)):
@@ -270,10 +272,10 @@ class Race:
         present = [standing for standing in self.standings() if standing.job not in coming]
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
-        if any(standing.gain_rows for standing in present):
+        if any(standing.score_rows for standing in present):
             return frozenset()  # a job still to come may change who lies within noise of whom
         better = [
-            Standing(job=job, step=0, validation_loss=0.0, gain=UNBEATABLE, is_training=True) for job in sorted(coming)
+            Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE, is_training=True) for job in sorted(coming)
         ]
         kept = self._ranked([*present, *better]).kept
         return frozenset(
@@ -295,8 +297,8 @@ class Race:
                         job=job,
                         step=runner.ema.count,
                         validation_loss=point.validation_loss,
-                        gain=point.gain,
-                        gain_rows=point.gain_rows,
+                        score=point.score,
+                        score_rows=point.score_rows,
                         loss_scale=point.loss_scale,
                         start_loss=point.start_loss,
                         is_training=runner.trains,
@@ -304,19 +306,19 @@ class Race:
                 )
         return tuple(standings)
 
-    def select(self) -> Selection:
+    def select(self) -> RungResult:
         """Hold the next rung: rank, end those dropped, and let the others train on."""
         _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
         standings = self.standings()
-        selection = self._ranked(standings)
-        for decision in selection.dropped:
+        rung_result = self._ranked(standings)
+        for decision in rung_result.dropped:
             self.end(decision)
         for standing in standings:
-            self._runners[standing.job].competes &= standing.job in selection.kept
+            self._runners[standing.job].competes &= standing.job in rung_result.kept
             self._runners[standing.job].was_ranked = True
         self._num_changes += 1
         self._rungs_held += 1
-        return selection
+        return rung_result
 
     def start_of(self, job: str) -> StartValue | None:
         """What validation gave before the first step of ``job``; None where it is not known."""
@@ -347,14 +349,14 @@ class Race:
         bests = [runner.best for runner in self._runners.values() if runner.best is not None]
         return ordered(bests)[:count]
 
-    def cannot_be_told_from_the_winner(self) -> list[LossPoint]:
+    def within_noise_of_winner(self) -> list[LossPoint]:
         """The best evaluations of other jobs, with other scores than the winner's, that the validation rows cannot tell
         from the best score; best score first."""
         group = leading_group(runner.best for runner in self._runners.values() if runner.best is not None)
-        others = [point for point in group if point.gain != group[0].gain]
-        return sorted(others, key=lambda point: (point.score, point.job))
+        others = [point for point in group if point.score != group[0].score]
+        return sorted(others, key=lambda point: (point.sort_key, point.job))
 
-    def _ranked(self, standings: Sequence[Standing]) -> Selection:
+    def _ranked(self, standings: Sequence[Standing]) -> RungResult:
         """The outcome of the next rung, if ``standings`` were all who compete at it."""
         entered = {job for job, runner in self._runners.items() if runner.was_ranked}
         return self.policy.select(self._rungs_held, standings, len(entered | {one.job for one in standings}))
@@ -385,4 +387,6 @@ class Race:
 
 def _require(condition: bool, expected_and_found: str) -> None:
     if not condition:
-        raise RunError(f"Early exit: expected {expected_and_found}. Tell the race of every event once and in order.")
+        raise RunError(
+            f"Early exit: expected {expected_and_found}. Tell the selection of every event once and in order."
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, kept_factor, stream_key, threshold
 
-__all__ = ["BLOCK_TOKENS", "PassTable", "upload"]
+__all__ = ["BLOCK_TOKENS", "ForwardTable", "upload"]
 
 BLOCK_TOKENS = 64
 """Most tokens of a block. One number for all kernels, so that one table serves them: 64 rows fill the matrix unit of a
@@ -25,7 +25,7 @@ def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dty
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-class PassTable:
+class ForwardTable:
     """The segments of one pass in device memory.
 
     Attributes:

@@ -11,7 +11,7 @@ import pytest
 
 from alto.cluster.attempt import AttemptDir
 from alto.cluster.base import Outcome
-from alto.cluster.crew import Crew
+from alto.cluster.rank_processes import RankProcesses
 
 
 @pytest.fixture
@@ -38,5 +38,5 @@ def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir)
 def test_a_rank_that_can_write_nothing_is_quoted_from_its_own_log(attempt: AttemptDir) -> None:
     attempt.stderr.write_text("what the first rank said\n", encoding="utf-8")
     attempt.rank_log(2).write_text("what the third rank said\n", encoding="utf-8")
-    crew = Crew(attempt, "none:none", 3, on_death=lambda _: None)
+    crew = RankProcesses(attempt, "none:none", 3, on_death=lambda _: None)
     assert crew._ending(2, 83).reason.endswith("its log ends with: what the third rank said")

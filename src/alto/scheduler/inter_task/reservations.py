@@ -1,4 +1,4 @@
-"""From seats, which say when and on which nodes, to placements, which say on which GPUs too."""
+"""From reservations, which say when and on which nodes, to placements, which say on which GPUs too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from alto.records import Gpu, Node, Placement
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
 
-__all__ = ["Seat", "fewest_nodes", "place", "running_counts"]
+__all__ = ["Reservation", "fewest_nodes", "place", "running_counts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Reservation:
     """When one task runs, and how many GPUs of which nodes it has.
 
     Which GPUs these are does not matter until the end: of intervals that never need more GPUs than a node has, taken
@@ -51,15 +51,18 @@ def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str,
     return counts
 
 
-def place(problem: SchedulingProblem, seats: Iterable[Seat], *, keeps_starts: bool = False) -> tuple[Placement, ...]:
-    """Placements that keep the order and the nodes of ``seats`` and lose all idle time that their order does not need.
+def place(
+    problem: SchedulingProblem, reservations: Iterable[Reservation], *, keeps_starts: bool = False
+) -> tuple[Placement, ...]:
+    """Placements that keep the order and the nodes of ``reservations`` and lose all idle time that their order does
+    not need.
 
-    Only the order of the seats' starts is used; times come from ``problem``. So seats of a problem whose durations
-    were rounded up end here no later than they did there.
+    Only the order of the reservations' starts is used; times come from ``problem``. So reservations of a problem whose
+    durations were rounded up end here no later than they did there.
 
     Args:
-        keeps_starts: Nobody starts before its seat does: idle time is kept, as where nobody may overtake. Seats have
-            to be in seconds.
+        keeps_starts: Nobody starts before its reservation does: idle time is kept, as where nobody may overtake.
+            Reservations have to be in seconds.
     """
     free_at = {node.name: dict.fromkeys(node.gpus, 0.0) for node in problem.nodes}
     quota_free_at = {tenant: [0.0] * quota for tenant, quota in problem.quotas.items()}
@@ -74,13 +77,13 @@ def place(problem: SchedulingProblem, seats: Iterable[Seat], *, keeps_starts: bo
         times[: len(held)] = sorted(held)[-len(times) :]
     demands = {demand.task: demand for demand in problem.pending}
     placements = []
-    for seat in sorted(seats, key=lambda seat: (seat.start, seat.demand.task)):
-        demand = demands[seat.demand.task]
-        gpus = [gpu for name, count in seat.counts.items() for gpu in _first_free(name, free_at[name], count)]
+    for reservation in sorted(reservations, key=lambda reservation: (reservation.start, reservation.demand.task)):
+        demand = demands[reservation.demand.task]
+        gpus = [gpu for name, count in reservation.counts.items() for gpu in _first_free(name, free_at[name], count)]
         times = sorted(quota_free_at.get(demand.tenant, ()))
         start_s = max(demand.release_s, *(free_at[gpu.node][gpu.index] for gpu in gpus), *times[: demand.num_gpus][-1:])
         if keeps_starts:
-            start_s = max(start_s, seat.start)
+            start_s = max(start_s, reservation.start)
         end_s = start_s + demand.duration_s
         for gpu in gpus:
             free_at[gpu.node][gpu.index] = end_s

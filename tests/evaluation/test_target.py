@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import make_task
 
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation.subject import Subject, find_subject
+from alto.evaluation.target import Subject, find_target
 
 
 def find(
@@ -23,7 +23,7 @@ def find(
     base: str | None = None,
     dataset: str | None = None,
 ) -> Subject:
-    return find_subject(targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
+    return find_target(targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
 
 
 def folders(subject: Subject) -> dict[str, Path]:
