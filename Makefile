@@ -41,7 +41,7 @@ test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more example
 	$(PYTEST) --all
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, types and the doors between rooms
+lint: $(VENV)/.dev ## Set up, then check style, types and allowed imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
