@@ -224,7 +224,7 @@ def test_gpus_are_free_again_when_their_executor_has_ended(start_cluster: StartC
 
 
 @here
-@pytest.mark.slow
+@pytest.mark.slow("campaigns")
 def test_a_task_killed_mid_step_and_resumed_ends_as_if_it_had_not_been(
     start_cluster: StartCluster, tmp_path: Path
 ) -> None:

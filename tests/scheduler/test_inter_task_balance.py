@@ -14,17 +14,17 @@ from alto.scheduler import RunningTask, SchedulingProblem, check_schedule
 from alto.scheduler.inter_task import balance
 from alto.scheduler.inter_task.balance import balanced_reservations
 from alto.scheduler.inter_task.outcome import schedule_from
-from alto.scheduler.inter_task.reservations import Seat, place
+from alto.scheduler.inter_task.reservations import Reservation, place
 
 
-def all_on_the_first_node(problem: SchedulingProblem) -> list[Seat]:
+def all_on_the_first_node(problem: SchedulingProblem) -> list[Reservation]:
     return [
-        Seat(demand=demand, start=float(number), counts={"n0": demand.num_gpus})
+        Reservation(demand=demand, start=float(number), counts={"n0": demand.num_gpus})
         for number, demand in enumerate(problem.pending)
     ]
 
 
-def balanced(problem: SchedulingProblem, *, bound: float, deadline: float = math.inf) -> list[Seat]:
+def balanced(problem: SchedulingProblem, *, bound: float, deadline: float = math.inf) -> list[Reservation]:
     seats = balanced_reservations(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
     assert {seat.demand for seat in seats} == set(problem.pending)
     check_schedule(problem, schedule_from("cp-sat", place(problem, seats), bound_s=0.0, status="feasible"))
