@@ -1,6 +1,5 @@
 """Decides who runs where, from plain numbers: residents, orders, and models of memory and time."""
 
-from alto.scheduler.admission import AdmitReason, JobDemand, ParkReason, ResidentLimits, ResidentPlan
 from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
@@ -16,6 +15,7 @@ from alto.scheduler.intra_task import plan_residents
 from alto.scheduler.last_jobs import LastJob, LastJobsForecast, forecast_last_jobs
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
+from alto.scheduler.residents import AdmitReason, JobDemand, ParkReason, ResidentLimits, ResidentPlan
 
 __all__ = [
     "LIST_METHODS",
