@@ -13,6 +13,8 @@ from memory_lib.plans import PLANS
 from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 IN_CHILD = memory.in_child
 
 

@@ -16,7 +16,7 @@ SLOW_KINDS = {
     "campaigns": "runs killed and resumed at many instants, damaged in every way, on disks that end",
     "kernels": "every kernel in Triton's interpreter over all shapes, and compiled for every GPU",
     "listings": "the long listings of the documentation",
-    "models": "every architecture, quantisation and mixture beyond one of each kind",
+    "models": "architectures, mixtures and quantisations beyond one of each sort, and torch.compile",
     "ray": "clusters of Ray, with nodes that die",
 }
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
@@ -46,7 +46,7 @@ def examples(full: int) -> int:
 
 
 def reason_to_skip(item: pytest.Item) -> str:
-    """Why a test does not run without ``--all``; empty if it does.
+    """Why a test does not run without ``--all``; empty if it does, as do those of the GPU, where there is one.
 
     Raises:
         pytest.UsageError: The test is marked ``slow`` without one of `SLOW_KINDS`.
@@ -57,5 +57,6 @@ def reason_to_skip(item: pytest.Item) -> str:
                 f"{item.nodeid}: expected the marker slow with one of {', '.join(SLOW_KINDS)}, found "
                 f"slow{mark.args}; name the kind, or add one to tests/support/budgets.py"
             )
-        return f"only with --all: {SLOW_KINDS[mark.args[0]]}"
+        if item.get_closest_marker("gpu") is None:
+            return f"only with --all: {SLOW_KINDS[mark.args[0]]}"
     return ""
