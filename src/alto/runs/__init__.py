@@ -1,9 +1,19 @@
 """Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
 
 from alto.runs.choice import choice_notes
+from alto.runs.events import Event, JournalEntry
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
-from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
+from alto.runs.journal import (
+    Journal,
+    Observer,
+    SilentJournal,
+    cut_journal,
+    read_entries,
+    read_events,
+    read_intact_entries,
+    read_intact_events,
+)
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
@@ -20,6 +30,7 @@ __all__ = [
     "Event",
     "JobHistory",
     "Journal",
+    "JournalEntry",
     "JournalTail",
     "Mailbox",
     "Observer",
@@ -40,8 +51,10 @@ __all__ = [
     "has_result",
     "is_disk_full",
     "load_run_task",
+    "read_entries",
     "read_events",
     "read_history",
+    "read_intact_entries",
     "read_intact_events",
     "read_queue_history",
     "replace_file",
