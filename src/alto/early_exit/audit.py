@@ -98,8 +98,11 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
                 selection.observe_base(job, start)
         case WarmupEnded():
             selection.select()
-        case JobExited(job=job, reason=reason) if selection.is_training(job) and reason in EXITS_FROM_OUTSIDE:
-            selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=event.evidence))
+        case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
+            evidence = {key: float(value) for key, value in event.evidence.items()}
+            selection.end(
+                ExitDecision(job=job, step=event.step or 0, reason=ExitReason(event.reason), evidence=evidence)
+            )
         case JobAdded(job=job):
             selection.add(job, event.total_steps, loss_scale(event.config))
         case JobReopened(job=job):

@@ -87,7 +87,7 @@ def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[ExitReason, int
     for entry in map(as_entry, entries):
         match entry.event:
             case JobExited(job=job, reason=reason, step=step):
-                exits[job] = (reason, step or 0)
+                exits[job] = (ExitReason(reason), step or 0)
             case JobReopened(job=job):
                 exits.pop(job, None)
     return exits

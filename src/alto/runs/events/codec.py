@@ -235,8 +235,12 @@ def _put(line: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _refusal(error: WrongValueError, line: Mapping[str, Any], source: object) -> str:
-    where = f"event {line['seq']} ({line.get('event')})" if "seq" in line else f"event {line.get('event')}"
+    where = f"event {line.get('seq', '')} ({line.get('event')})"
+    if error.is_missing:
+        what = f"has no {pointer(error.path)}"
+    else:
+        what = f"has {error.found!r:.100} for {pointer(error.path)}, expected {error.expected}"
     return (
-        f"Expected a journal as ALTO writes it, found another event in {source}: {where} has {error.found!r:.100} for "
-        f"{pointer(error.path)}, expected {error.expected}. Put the file back as it was."
+        f"Expected a journal as ALTO writes it, found another event in {source}: {where} {what}. "
+        "Put the file back as it was."
     )

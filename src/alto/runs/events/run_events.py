@@ -288,7 +288,7 @@ class JobExited:
 
     Attributes:
         job: Job id.
-        reason: Why.
+        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``.
         evidence: Numbers that the decision was based on, by name.
         slot: Slot that it left; None where it was in none.
         step: Steps done; None where the journal does not say.
@@ -299,8 +299,8 @@ class JobExited:
     """
 
     job: str
-    reason: ExitReason
-    evidence: Mapping[str, float] = field(metadata=wire(if_absent={}, key_aliases=_EVIDENCE))
+    reason: ExitReason | str
+    evidence: Mapping[str, float | str] = field(metadata=wire(if_absent={}, key_aliases=_EVIDENCE))
     slot: int | None = field(metadata=wire(if_absent=None))
     step: int | None = field(metadata=wire(if_absent=None))
     best_step: int = field(metadata=wire(if_absent=0))
