@@ -1,4 +1,4 @@
-"""The facts rooms hand each other: frozen, plain, no torch.
+"""The facts that packages exchange: frozen, plain, no torch.
 
 A record says what happened or what was decided; it has no behaviour beyond reading itself.
 """
@@ -333,7 +333,7 @@ class DataPreview:
 
     Attributes:
         dataset, model: As the task names them; of the model only the tokenizer is used.
-        form: The form of the rows that was named or told by their columns.
+        form: The form of the rows that was named, or recognised by their columns.
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.

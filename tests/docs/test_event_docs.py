@@ -10,7 +10,7 @@ from typing import get_args
 
 from alto.runs.events import WIRE_NAMES, QueueEvent, RunEvent
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_generator() -> ModuleType:

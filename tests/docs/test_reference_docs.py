@@ -22,7 +22,7 @@ from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent, as_entry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_generator() -> Any:
