@@ -20,6 +20,8 @@ class Launch:
         task: Unique within the queue.
         run_dir: Folder of the run, made already and seen by every node; what an earlier attempt left there is gone on
             with.
+        entry: What the executor does, ``module:function``: it is called with the run directory and a function that says
+            whether to stop.
         gpus: Its own for as long as it runs.
         num_ranks: Processes that it is, each on its share of the GPUs; one process has them all.
         trust_remote_code: Whether the user allows code of the base model, where the run's task asks for it.
@@ -27,6 +29,7 @@ class Launch:
 
     task: str
     run_dir: str
+    entry: str
     gpus: tuple[Gpu, ...]
     attempt: int
     num_ranks: int = 1

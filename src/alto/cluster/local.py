@@ -29,8 +29,6 @@ class LocalCluster:
     n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
 
     Args:
-        entry: ``module:function`` that an executor calls with the run directory and a function that says whether to
-            stop; the latter must be called at least once in ``heartbeat_timeout_s``.
         total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
             has; None makes it one.
         heartbeat_timeout_s: An executor that has told something and then gives no sign of life for so long is killed
@@ -46,7 +44,6 @@ class LocalCluster:
     def __init__(
         self,
         *,
-        entry: str,
         total_gpus: int | None = None,
         heartbeat_timeout_s: float = 300.0,
         start_timeout_s: float = 3600.0,
@@ -57,7 +54,6 @@ class LocalCluster:
                 "cluster: 'local' keeps account of its processes as Linux lists them, found a machine without /proc; "
                 "run one task at a time with: alto tune"
             )
-        self._entry = entry
         self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._devices = _visible_devices()
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
@@ -81,7 +77,6 @@ class LocalCluster:
         try:
             self._executors[launch.task] = LocalExecutor(
                 launch,
-                entry=self._entry,
                 devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
                 num_threads=max(1, num_threads),
                 timeouts=self._timeouts,

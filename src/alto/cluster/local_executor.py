@@ -39,7 +39,6 @@ class LocalExecutor:
     """A process group that works on the run of ``launch``.
 
     Args:
-        entry: ``module:function`` that does the work.
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
 
@@ -47,9 +46,7 @@ class LocalExecutor:
         OSError: It cannot be started. (`RunWriteError` is one.)
     """
 
-    def __init__(
-        self, launch: Launch, *, entry: str, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts
-    ) -> None:
+    def __init__(self, launch: Launch, *, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts) -> None:
         self.launch = launch
         self._timeouts = timeouts
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
@@ -61,7 +58,7 @@ class LocalExecutor:
             "alto.cluster.worker",
             (
                 str(self._attempt.root),
-                *("--entry", entry),
+                *("--entry", launch.entry),
                 *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),

@@ -1,10 +1,11 @@
 """Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
 
+from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
 from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
-from alto.runs.mailbox import Action, Answer, Command, Mailbox
+from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
 from alto.runs.result import has_result, task_result
@@ -13,9 +14,11 @@ from alto.runs.tail import JournalTail
 from alto.runs.trust import load_run_task
 
 __all__ = [
+    "FLUSH_TIMEOUT_S",
     "Action",
     "Answer",
     "Attempt",
+    "BackgroundObserver",
     "Command",
     "Event",
     "JobHistory",
@@ -24,9 +27,12 @@ __all__ = [
     "Mailbox",
     "Observer",
     "Occupancy",
+    "QueueAction",
+    "QueueCommand",
     "QueueDir",
     "QueueEntry",
     "QueueHistory",
+    "QueueMailbox",
     "RunDir",
     "RunHistory",
     "RungOutcome",
@@ -36,8 +42,10 @@ __all__ = [
     "TaskStage",
     "choice_notes",
     "cut_journal",
+    "ending_in_time",
     "gpus_to_json",
     "has_result",
+    "in_background",
     "is_disk_full",
     "load_run_task",
     "read_events",

@@ -245,7 +245,7 @@ class Queue:
             return f"{task.name} was stopped"
         if is_shrinking and task.offer is not None and event.is_retryable and not task.has_lost_gpu:
             return self._shrink(task, task.offer)
-        task.num_failures += not task.has_lost_gpu
+        task.num_failures = 0 if event.came_further else task.num_failures + (not task.has_lost_gpu)
         verdict = self._verdict(task, event)
         if verdict:
             return self._give_up(task, verdict, actions)
@@ -264,7 +264,7 @@ class Queue:
         """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot tell."""
         if not event.is_retryable and not task.has_lost_gpu:
             return f"{event.reason} (another attempt would end the same)"
-        if task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
+        if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
             return f"{event.reason} (attempt {task.attempt}, those whose GPUs were lost among them)"
         return ""
 
@@ -287,7 +287,7 @@ class Queue:
         for task in self._waiting:
             if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
                 task.has_lost_gpu = True
-                task.num_failures -= 1
+                task.num_failures = max(0, task.num_failures - 1)
                 task.ready_s = self._now_s
 
     def _moved(self, task: QueuedTask, estimate_s: float) -> str:
