@@ -2,9 +2,19 @@
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
+from alto.runs.events import Event, JournalEntry
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
-from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
+from alto.runs.journal import (
+    Journal,
+    Observer,
+    SilentJournal,
+    cut_journal,
+    read_entries,
+    read_events,
+    read_intact_entries,
+    read_intact_events,
+)
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
@@ -23,6 +33,7 @@ __all__ = [
     "Event",
     "JobHistory",
     "Journal",
+    "JournalEntry",
     "JournalTail",
     "Mailbox",
     "Observer",
@@ -48,8 +59,10 @@ __all__ = [
     "in_background",
     "is_disk_full",
     "load_run_task",
+    "read_entries",
     "read_events",
     "read_history",
+    "read_intact_entries",
     "read_intact_events",
     "read_queue_history",
     "replace_file",
