@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def start_local(tmp_path: Path) -> Iterator[StartLocal]:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -57,6 +59,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_gpus_are_those_of_the_machine(total_gpus: int | None, gpus: tuple[int, ...]) -> None:
     cluster = LocalCluster(total_gpus=total_gpus)
     assert (cluster.nodes, cluster.has_gpus) == ((Node(name="local", gpus=gpus),), True)
+    cluster.close()
 
 
 @pytest.mark.parametrize(("total_gpus", "gpus"), [(None, (0,)), (3, (0, 1, 2))])

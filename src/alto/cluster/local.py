@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
+from alto.cluster.device_locks import DeviceLocks
 from alto.cluster.entry import ending_by
 from alto.cluster.launches import check_launch
 from alto.cluster.local_executor import LocalExecutor, Timeouts
@@ -28,15 +29,19 @@ class LocalCluster:
     On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
     n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
 
+    Its GPUs are locked from now on until it is closed, so that no other controller of this user takes them; slots of
+    the CPU are not.
+
     Args:
         total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
             has; None makes it one.
-        heartbeat_timeout_s: An executor that has told something and then gives no sign of life for so long is killed
-            and ends as ``lost``. A sign is a line in its journal, or its training loop asking whether to stop.
-        start_timeout_s: The same before it has told anything, while it loads the model and reads the data.
+        heartbeat_timeout_s: An executor that has written into its journal and then gives no sign of life for so long is
+            killed and ends as ``lost``. A sign is a line in its journal, or its training loop asking whether to stop.
+        start_timeout_s: The same before it has written anything, while it loads the model and reads the data.
         drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
 
     Raises:
+        DeviceBusyError: Another controller has one of the GPUs; says which, and its process.
         SpecError: There are fewer GPUs than asked for.
         UnsupportedError: The machine does not run Linux.
     """
@@ -57,6 +62,8 @@ class LocalCluster:
         self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._devices = _visible_devices()
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
+        used = range(len(self._node.gpus)) if self._devices else ()
+        self._locks = DeviceLocks([_lock_name(index, self._devices[index]) for index in used])
         self._executors: dict[str, LocalExecutor] = {}
         self._events: list[ClusterEvent] = []
 
@@ -113,11 +120,12 @@ class LocalCluster:
             time.sleep(WATCH_INTERVAL_S)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, then give the GPUs back."""
         while self._executors:
             self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
             if self._executors:
                 time.sleep(WATCH_INTERVAL_S)
+        self._locks.release()
 
 
 def _visible_devices() -> tuple[str, ...]:
@@ -126,6 +134,13 @@ def _visible_devices() -> tuple[str, ...]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in chosen.split(",")] if chosen is not None else [str(i) for i in range(count)]
     return tuple(names[:count])
+
+
+def _lock_name(index: int, name: str) -> str:
+    """What the GPU with this number, called ``name`` in CUDA_VISIBLE_DEVICES, is called in every process.
+
+    A part of a GPU (MIG) has a UUID of its own there, which CUDA does not report."""
+    return name if name.startswith("MIG-") else f"{torch.cuda.get_device_properties(index).uuid}"
 
 
 def _num_gpus(asked: int | None, found: int) -> int:

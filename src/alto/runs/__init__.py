@@ -3,7 +3,7 @@
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
 from alto.runs.events import Event, JournalEntry
-from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
+from alto.runs.files import cache_home, is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
 from alto.runs.journal import (
     Journal,
@@ -15,6 +15,7 @@ from alto.runs.journal import (
     read_intact_entries,
     read_intact_events,
 )
+from alto.runs.lock import LockFile
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
@@ -35,6 +36,7 @@ __all__ = [
     "Journal",
     "JournalEntry",
     "JournalTail",
+    "LockFile",
     "Mailbox",
     "Observer",
     "Occupancy",
@@ -51,6 +53,7 @@ __all__ = [
     "Stage",
     "TaskHistory",
     "TaskStage",
+    "cache_home",
     "choice_notes",
     "cut_journal",
     "ending_in_time",

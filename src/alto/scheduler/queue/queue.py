@@ -104,7 +104,7 @@ class Queue:
                 declared, or than the quota of its tenant. Or a task that the queue does not know, or an estimate that
                 is no duration. Nothing has been taken in then.
         """
-        self._check(events)
+        self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
         lost = {event.gpu for event in events if isinstance(event, GpuLost)}
         for task in self._with_gpus.values() if lost else ():
@@ -122,7 +122,8 @@ class Queue:
 
     # What is told.
 
-    def _check(self, events: Sequence[QueueEvent]) -> None:
+    def check(self, *events: QueueEvent) -> None:
+        """Whether :meth:`apply` would take in ``events``; raises what it would."""
         known = set()
         for event in events:
             match event:
