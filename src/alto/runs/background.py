@@ -10,7 +10,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from alto.runs.journal import Event, Observer
+from alto.runs.events import JournalEntry, as_entry
+from alto.runs.journal import Observer
 
 __all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_background"]
 
@@ -21,15 +22,15 @@ _logger = logging.getLogger(__name__)
 
 
 class BackgroundObserver:
-    """Shows events to one observer, from a daemon thread.
+    """Shows journal entries to one observer, from a daemon thread.
 
     An observer that raises, whatever it raises, is told nothing more, and one warning says so.
 
     Args:
         name: What warnings call it.
-        show: Called with every event, in order.
+        show: Called with every entry, in order.
         finish: Called after the last one.
-        max_waiting: So many events are kept for an observer that lags behind; those beyond are dropped and counted.
+        max_waiting: So many entries are kept for an observer that lags behind; those beyond are dropped and counted.
             None keeps all.
     """
 
@@ -45,19 +46,19 @@ class BackgroundObserver:
         self._show = show
         self._finish = finish
         # Unbounded, so that None, the end, always fits in; `observe` holds the bound.
-        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[JournalEntry | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         self._num_dropped = 0
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name=f"alto-{name}", daemon=True)
         self._thread.start()
 
-    def observe(self, event: Event) -> None:
-        """Take an event; never blocks."""
+    def observe(self, entry: JournalEntry) -> None:
+        """Take an entry; never blocks."""
         if self._has_failed:
             return
         if self._max_waiting is None or self._waiting.qsize() < self._max_waiting:
-            self._waiting.put(event)
+            self._waiting.put(as_entry(entry))
         else:
             self._num_dropped += 1
 
@@ -77,15 +78,15 @@ class BackgroundObserver:
             self._warn(f"could not keep up and was not told of {self._num_dropped} events. The journal has them all")
 
     def _work(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            self._guarded(self._show, event)
+        while (entry := self._waiting.get()) is not None:
+            self._guarded(self._show, entry)
         self._guarded(self._finish)
 
-    def _guarded(self, call: Callable[..., None], *events: Event) -> None:
+    def _guarded(self, call: Callable[..., None], *entries: JournalEntry) -> None:
         if self._has_failed:
             return
         try:
-            call(*events)
+            call(*entries)
         except BaseException as error:  # an observer that calls sys.exit is no reason to lose the warning
             if self._has_failed:  # meanwhile given up
                 return
