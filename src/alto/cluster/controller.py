@@ -98,6 +98,11 @@ class Controller:
             self._check_alive()
             self._pause(num_turns)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is done any more: it was closed or drained, or cannot go on."""
+        return self._has_ended
+
     def begin_drain(self) -> None:
         """Have what runs save and end, and start nothing any more; returns at once."""
         self._call(self._dispatcher.drain)

@@ -222,9 +222,7 @@ class Dispatcher:
             return
         attempt.history.apply(written.entry)
         self._show(
-            JournalEntry(
-                seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry)
-            )
+            JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
         )
         event, share = written.entry.event, attempt.history.settled_share
         if isinstance(event, journaled.TaskStarted | journaled.TaskResumed):

@@ -51,13 +51,12 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """The tasks of ``queue_dir``, run by ``controller``.
+    """The tasks of ``queue_dir``, run by ``controller``. It waits for further tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
         controller: Not started yet; nothing was submitted to it.
         journal: The queue's and the controller's.
-        keeps_open: Wait for further tasks when all have ended, until :meth:`finish`.
     """
 
     def __init__(
@@ -66,14 +65,12 @@ class LiveQueue:
         controller: Controller,
         journal: Journal,
         intake: QueueIntake,
-        *,
-        keeps_open: bool = False,
     ) -> None:
         self._queue_dir = queue_dir
         self._controller = controller
         self._journal = journal
         self._intake = intake
-        self._keeps_open = keeps_open
+        self._keeps_open = True
         self._has_completed = False
         self._mailbox = QueueMailbox(queue_dir.run)
         controller.on_turn(self._carry_out_commands)

@@ -64,7 +64,9 @@ class Measurement:
     def _measure(self, tasks: Mapping[str, Task]) -> dict[int, float]:
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as temporary:
             folder = Path(temporary)
-            queue = Queue(self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo"))
+            queue = Queue(
+                self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
+            )
             with Journal(folder / "journal.jsonl") as journal, Controller(self.cluster, queue, journal) as controller:
                 controller.start()
                 at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]

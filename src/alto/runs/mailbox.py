@@ -240,7 +240,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
     _remedy = "alto list"
 
     def submit(self, values: Mapping[str, Any], *, tenant: str = "", priority: int = 0) -> str:
-        """Ask for a task to be run; returns the command's id. Arguments as of `QueueCommand`, errors as of :meth:`ask`."""
+        """Ask for a task to be run; the command's id. Arguments as of `QueueCommand`, errors as of :meth:`ask`."""
         return self._send({"action": QueueAction.SUBMIT, "values": values, "tenant": tenant, "priority": priority})
 
     def ask(self, action: QueueAction, task: str = "") -> str:
