@@ -32,9 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
-    launch = Launch(
-        task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}", gpus=(Gpu("node", 7),), attempt=1
-    )
+    launch = Launch(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}", gpus=(Gpu("node", 7),), attempt=1)
     return Starter(launch, has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
 
 
