@@ -25,7 +25,8 @@ from alto.executor import Executor, Trainer, plan_jobs
 from alto.executor.profiling import Subject, pack, plan
 from alto.executor.profiling.meter import peak_bytes, reset_peak
 from alto.lora import linear_modules
-from alto.runs import Journal, RunDir, read_events
+from alto.runs import Journal, RunDir, read_entries
+from alto.runs.events import JobCompleted
 from alto.spec import Task
 
 STEPS = 8
@@ -92,7 +93,7 @@ def find_duration(subject: Subject) -> dict[str, Any]:
         with Journal(run_dir.journal_file) as journal:
             Executor(task, subject.runs, subject.backbone, subject.data, run_dir=run_dir, journal=journal).run()
         duration_s = time.perf_counter() - start
-        completed = sum(event["event"] == "job_completed" for event in read_events(run_dir.journal_file))
+        completed = sum(isinstance(entry.event, JobCompleted) for entry in read_entries(run_dir.journal_file))
     if completed != len(subject.runs):
         raise RuntimeError(f"expected {len(subject.runs)} jobs that came to their end, found {completed}")
     return {"duration_s": duration_s}

@@ -9,7 +9,8 @@ from types import FrameType
 
 import typer
 
-from alto.runs import Event
+from alto.runs import JournalEntry, events
+from alto.runs.events import as_entry
 
 __all__ = ["Interrupt", "catching_signals"]
 
@@ -31,12 +32,15 @@ class Interrupt:
         """Whether a signal came while the task trained."""
         return self.exit_code != 0
 
-    def observe(self, event: Event) -> None:
-        """Events say whether there is anything to stop cleanly."""
-        if event["event"] in ("task_started", "task_resumed", "queue_started", "queue_resumed"):
-            self._is_training = True
-        elif event["event"] in ("task_completed", "task_interrupted", "queue_completed", "queue_interrupted"):
-            self._is_training = False
+    def observe(self, entry: JournalEntry) -> None:
+        """Find out from what happens whether there is anything to stop cleanly."""
+        match as_entry(entry).event:
+            case events.TaskStarted() | events.TaskResumed() | events.QueueStarted() | events.QueueResumed():
+                self._is_training = True
+            case events.TaskCompleted() | events.TaskInterrupted():
+                self._is_training = False
+            case events.QueueCompleted() | events.QueueInterrupted():
+                self._is_training = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """The signal handler."""

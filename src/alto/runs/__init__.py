@@ -1,9 +1,10 @@
-"""Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
+"""Runs and queues of runs on disk: their folders, their journals, and what follows from these. No torch here."""
 
 from alto.runs.choice import choice_notes
 from alto.runs.events import Event, JournalEntry
 from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
-from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
+from alto.runs.history import RunHistory, read_history
+from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
 from alto.runs.journal import (
     Journal,
     Observer,
@@ -17,6 +18,7 @@ from alto.runs.journal import (
 from alto.runs.mailbox import Action, Answer, Command, Mailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
+from alto.runs.queue_progress import QueueProgress
 from alto.runs.result import has_result, task_result
 from alto.runs.run_dir import RunDir
 from alto.runs.tail import JournalTail
@@ -38,8 +40,10 @@ __all__ = [
     "QueueDir",
     "QueueEntry",
     "QueueHistory",
+    "QueueProgress",
     "RunDir",
     "RunHistory",
+    "RunStatus",
     "RungOutcome",
     "SilentJournal",
     "Stage",

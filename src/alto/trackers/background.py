@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from alto.runs import Event, Observer
+from alto.runs import JournalEntry, Observer
+from alto.runs.events import as_entry
 from alto.trackers.base import Tracker
 from alto.trackers.feed import Feed
 
@@ -29,7 +30,7 @@ _logger = logging.getLogger(__name__)
 class BackgroundTracker:
     """Feeds one tracker from a daemon thread.
 
-    A tracker that raises, whatever it raises, is told nothing more, and one warning says so. Events beyond
+    A tracker that raises, whatever it raises, is not called again, and one warning says so. Events beyond
     ``max_waiting`` are dropped and counted.
     """
 
@@ -37,17 +38,17 @@ class BackgroundTracker:
         self._name = name
         self._feed = Feed(tracker, run_dir)
         # Unbounded, so that None, the end, always fits in; `observe` holds the bound.
-        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[JournalEntry | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         self._num_dropped = 0
         self._has_failed = False
         self._thread = threading.Thread(target=self._work, name=f"alto-tracker-{name}", daemon=True)
         self._thread.start()
 
-    def observe(self, event: Event) -> None:
-        """Take an event; never blocks."""
+    def observe(self, entry: JournalEntry) -> None:
+        """Take an entry; never blocks."""
         if self._waiting.qsize() < self._max_waiting:
-            self._waiting.put(event)
+            self._waiting.put(as_entry(entry))
         else:
             self._num_dropped += 1
 
@@ -56,7 +57,7 @@ class BackgroundTracker:
         self._waiting.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for what was taken to be told, at most ``timeout_s``; warn of what was not."""
+        """Wait until all that was taken is passed on, at most ``timeout_s``; warn of what was not."""
         self._thread.join(timeout_s)
         if self._has_failed:
             return
@@ -67,15 +68,15 @@ class BackgroundTracker:
             self._warn(f"could not keep up and was not told of {self._num_dropped} events. The journal has them all")
 
     def _work(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            self._guarded(self._feed.apply, event)
+        while (entry := self._waiting.get()) is not None:
+            self._guarded(self._feed.apply, entry)
         self._guarded(self._feed.finish)
 
-    def _guarded(self, tell: Callable[..., None], *events: Event) -> None:
+    def _guarded(self, call: Callable[..., None], *entries: JournalEntry) -> None:
         if self._has_failed:
             return
         try:
-            tell(*events)
+            call(*entries)
         except BaseException as error:  # a tool that calls sys.exit is no reason to lose the warning
             if self._has_failed:  # meanwhile given up
                 return

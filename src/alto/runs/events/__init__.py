@@ -4,7 +4,18 @@
 calls them, ``codec`` reads and writes lines.
 """
 
-from alto.runs.events.codec import NO_SEQ, Event, JournalEntry, TaskRelayed, UnknownEvent, decode, encode, name_of
+from alto.runs.events.codec import (
+    NO_SEQ,
+    Event,
+    JournalEntry,
+    TaskRelayed,
+    UnknownEvent,
+    as_entry,
+    decode,
+    encode,
+    name_of,
+    settings_of,
+)
 from alto.runs.events.facts import (
     BaseDescription,
     JobDescription,
@@ -14,6 +25,7 @@ from alto.runs.events.facts import (
     StartMeasurement,
     TiedJob,
 )
+from alto.runs.events.names import WIRE_NAMES
 from alto.runs.events.queue_events import (
     ExecutorExited,
     ExecutorStarted,
@@ -58,6 +70,7 @@ from alto.runs.events.run_events import (
 __all__ = [
     "FORMAT",
     "NO_SEQ",
+    "WIRE_NAMES",
     "AdapterChecked",
     "BaseDescription",
     "BaseEvaluated",
@@ -104,7 +117,9 @@ __all__ = [
     "TrainSteps",
     "UnknownEvent",
     "WarmupEnded",
+    "as_entry",
     "decode",
     "encode",
     "name_of",
+    "settings_of",
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from alto.errors import RunError
 from alto.runs.events.names import CLASSES, RELAYED, WIRE_NAMES
 from alto.runs.events.queue_events import QueueEvent
-from alto.runs.events.run_events import RunEvent
+from alto.runs.events.run_events import RunEvent, TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "encode",
     "event_from",
     "name_of",
+    "settings_of",
 ]
 
 NO_SEQ = -1
@@ -162,7 +163,8 @@ def as_entry(event: JournalEntry | Mapping[str, Any]) -> JournalEntry:
         return event
     line: dict[str, Any] = {"time": 0.0, **event}
     if line["event"] == "told":
-        line = {**line, "event": RELAYED, "entry": as_entry(line.pop("line")).to_dict()}
+        relayed = as_entry(line.pop("line")).to_dict()
+        line |= {"event": RELAYED, "entry": relayed}
     return decode(line)
 
 
@@ -202,6 +204,11 @@ def _event(name: str, facts: Mapping[str, Any]) -> tuple[Any, dict[Path, Any]]:
     if name in CLASSES:
         return from_wire(CLASSES[name], facts)
     return UnknownEvent(name=name, fields=dict(facts)), {}
+
+
+def settings_of(started: TaskStarted) -> dict[str, Any]:
+    """What holds for the whole task, in plain values by the journal's names; without jobs, notes and the format."""
+    return {key: value for key, value in _facts(started).items() if key not in ("jobs", "notes", "format")}
 
 
 def _facts(event: Event) -> dict[str, Any]:

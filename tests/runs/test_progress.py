@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from alto.export.pace import Pace, expected_samples_left, next_stop
 from alto.records import Rung
 from alto.runs import RunHistory
+from alto.runs.progress import Pace, expected_samples_left, next_stop
 
 
 def pace_of(*points) -> Pace:
