@@ -132,12 +132,12 @@ class TaskRunner:
         """Fingerprint and precision of the base model, which are those that the run began with."""
         found = base_fingerprint(task.base_model) if self.ranks.is_first else {}
         fingerprint = self.ranks.broadcast(found, dict[str, Any])
-        base = BaseDescription(
-            **fingerprint,
-            dtype=str(backbone.dtype).removeprefix("torch."),
+        precision = {
+            "dtype": str(backbone.dtype).removeprefix("torch."),
             **quantisation_keys(task.base_model.quantisation),
-            adapter_dtype=task.adapter_dtype,
-        )
+            "adapter_dtype": task.adapter_dtype,
+        }
+        base = BaseDescription(**(fingerprint | precision))
         remedy = "put it back as it was, or start a new run with: alto tune"
         check_base(resume_state, fingerprint, model=task.model, remedy=remedy)
         check_precision(resume_state, base)
