@@ -18,21 +18,13 @@ from alto.engine.queues import QueueRunner, QueueSetup
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.task_queue import TaskQueue
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation import (
-    BaseModel,
-    EvaluationSettings,
-    OnProgress,
-    add_evaluation,
-    check_metrics,
-    find_target,
-    measure,
-)
+from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
 from alto.executor import ResumeState, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
 from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
-from alto.spec import EarlyExit, Task
+from alto.spec import BaseModelSpec, EarlyExit, Task
 
 __all__ = ["Engine"]
 
@@ -161,10 +153,10 @@ class Engine:
             AltoError: What is wrong with the data, or with the model's tokenizer.
         """
         rows = read_task_rows(task)
-        tokenizer = load_tokenizer(task.model, trust_remote_code=task.trust_remote_code)
-        limits = limits_of(load_config(task.model, trust_remote_code=task.trust_remote_code))
+        tokenizer = load_tokenizer(task.base_model)
+        limits = limits_of(load_config(task.base_model))
         shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
-        skeleton = build_skeleton(task.model, trust_remote_code=task.trust_remote_code)
+        skeleton = build_skeleton(task.base_model)
         return replace(shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs])))
 
     def evaluate(
@@ -226,21 +218,14 @@ class Engine:
             check_metrics(adapter.folder)
         task = target.task
         if base is None:
-            _check_trained_on(target.run_dirs, target.base_model, task)
+            _check_trained_on(target.run_dirs, target.base_model)
         rows = read_heldout_rows(task, dataset)
         result = measure(
             target.adapters,
             rows,
             settings,
-            base=BaseModel(
-                model=target.base_model,
-                dtype=task.dtype,
-                load_in_4bit=task.load_in_4bit,
-                load_in_8bit=task.load_in_8bit,
-                device=self._device,
-                trust_remote_code=task.trust_remote_code,
-                use_safetensors=task.use_safetensors,
-            ),
+            base=target.base_model,
+            device=self._device,
             max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._device.type],
             max_length=rows.max_length if target.run_dirs else None,
             on_progress=on_progress,
@@ -364,21 +349,21 @@ class Engine:
         return task.num_gpus > 1 and self._setup.strategy != "single"
 
 
-def _check_trained_on(run_dirs: Sequence[Path], model: str, task: Task) -> None:
-    """Make sure that ``model`` is what the adapters of runs were trained on."""
+def _check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
+    """Make sure that ``base`` is what the adapters of runs were trained on."""
     if not run_dirs:
         return
-    found = base_fingerprint(model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code)
+    found = base_fingerprint(base)
     for run_dir in run_dirs:
         with contextlib.suppress(RunNotFoundError):  # its journal is gone, and with it what it could be compared with
-            resume_state = ResumeState(events=read_intact_events(RunDir(run_dir).journal_file))
+            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
             remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
-            check_base(resume_state, found, model=model, remedy=remedy)
+            check_base(resume_state, found, model=base.id, remedy=remedy)
 
 
 def _is_finished(run_dir: RunDir) -> bool:
     """Whether nothing is left to be trained."""
     try:
-        return ResumeState(events=read_intact_events(run_dir.journal_file)).is_finished
+        return ResumeState(lines=read_intact_events(run_dir.journal_file)).is_finished
     except RunNotFoundError:
         return False
