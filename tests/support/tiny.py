@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from alto.backbone import Backbone, resolve_model
 from alto.data import TaskData, read_task_rows
-from alto.executor import Executor, plan_jobs
+from alto.executor import Executor, RunStart, TaskContext
 from alto.records import TaskResult
 from alto.runs import Journal, Observer, RunDir, read_history, task_result
 from alto.spec import Task
@@ -81,7 +81,7 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
     """Train ``task`` on the random Llama."""
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:
-        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+        Executor.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)).run()
     return task_result(read_history(run_dir.root), run_dir)
 
 

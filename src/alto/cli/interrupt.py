@@ -26,25 +26,28 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self._is_training = False
+        self._is_asked = False
+        self._has_ended = False
 
     def requested(self) -> bool:
-        """Whether a signal came while the task trained."""
+        """Whether a signal came while the task trained. Whoever asks this can be stopped cleanly."""
+        self._is_asked = True
         return self.exit_code != 0
 
     def observe(self, entry: JournalEntry) -> None:
-        """Find out from what happens whether there is anything to stop cleanly."""
+        """Find out from what happens whether there is nothing left to stop cleanly. That there is, training says by
+        asking: events are seen a moment later, on another thread."""
         match as_entry(entry).event:
-            case events.TaskStarted() | events.TaskResumed() | events.QueueStarted() | events.QueueResumed():
-                self._is_training = True
             case events.TaskCompleted() | events.TaskInterrupted():
-                self._is_training = False
+                self._has_ended = True
             case events.QueueCompleted() | events.QueueInterrupted():
-                self._is_training = False
+                self._has_ended = True
+            case events.TaskResumed() | events.QueueResumed():  # what came before was of an earlier process
+                self._has_ended = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """The signal handler."""
-        at_once = self.requested() or not self._is_training
+        at_once = self.exit_code != 0 or not self._is_asked or self._has_ended
         self.exit_code = 128 + number
         if at_once:
             raise KeyboardInterrupt

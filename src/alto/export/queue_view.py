@@ -21,7 +21,7 @@ from alto.export.wording import clean, format_duration, format_loss, format_shar
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
 from alto.runs.events import as_entry
 
-__all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary"]
+__all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
 
 REFRESHES_PER_SECOND = 2
 STYLES = {
@@ -29,8 +29,9 @@ STYLES = {
     TaskStage.RUNNING: "cyan",
     TaskStage.FINISHED: "green",
     TaskStage.FAILED: "red",
+    TaskStage.CANCELLED: "dim",
 }
-ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED)
+ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED, TaskStage.CANCELLED)
 # Lines of the live view that are no task.
 FRAME_LINES = 8
 _BAR = 10
@@ -77,6 +78,8 @@ class LiveQueueView:
 
     def _screen(self, now: float, *, height: int) -> RenderableType:
         queue = self.progress.queue
+        if queue.started is not None and not queue.tasks:
+            return Text("Waiting for tasks", style="dim")
         if not queue.tasks:
             return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
         tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
@@ -139,6 +142,23 @@ def queue_summary(
     return Group(*lines)
 
 
+def task_list(progress: QueueProgress) -> RenderableType:
+    """The tasks of a queue, for whom they run, and how far they are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("task", "state", "tenant", "priority", "GPUs", "done"):
+        table.add_column(column, overflow="fold")
+    for task in progress.queue.tasks.values():
+        table.add_row(
+            clean(task.task),
+            Text(task.state.value, style=STYLES[task.state]),
+            clean(task.tenant),
+            str(task.priority),
+            str(task.num_gpus),
+            format_share(progress.share(task)),
+        )
+    return table
+
+
 def gpu_lines(progress: QueueProgress) -> list[str]:
     """Which task runs on which GPU, a line a node."""
     holders = progress.holders()
@@ -152,9 +172,11 @@ def gpu_lines(progress: QueueProgress) -> list[str]:
 def _headline(queue: QueueHistory) -> str:
     devices = "GPUs" if queue.has_gpus else "CPU slots"
     num_done = len(queue.in_state(TaskStage.FINISHED))
-    failed = len(queue.in_state(TaskStage.FAILED))
-    return f"{num_done} of {len(queue.tasks)} tasks done on {queue.num_gpus} {devices}" + (
-        f", {failed} given up" if failed else ""
+    failed, cancelled = (len(queue.in_state(stage)) for stage in (TaskStage.FAILED, TaskStage.CANCELLED))
+    return (
+        f"{num_done} of {len(queue.tasks)} tasks done on {queue.num_gpus} {devices}"
+        + (f", {failed} given up" if failed else "")
+        + (f", {cancelled} cancelled" if cancelled else "")
     )
 
 
@@ -234,6 +256,8 @@ def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
 def _note(task: TaskHistory) -> str:
     if task.failure:
         return clean(task.failure)
+    if task.is_cancelled:
+        return "is cancelled, saves and ends" if task.state is TaskStage.RUNNING else ""
     lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
     return f"attempt {len(task.attempts)}; before: {clean(lost[-1].reason)}" if lost else ""
 
@@ -244,6 +268,10 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
     match event:
         case events.TaskMeasured(task=task, duration_s=duration_s):
             return f"{clean(task)} is thought to take {format_duration(duration_s)}"
+        case events.TaskSubmitted(task=task):
+            return f"{clean(task)} was submitted"
+        case events.TaskCancelled(task=task):
+            return f"{clean(task)} is cancelled"
         case events.QueueStarted() | events.QueueResumed() | events.QueueCompleted():
             return _headline(queue)
         case events.SchedulePlanned():

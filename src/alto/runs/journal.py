@@ -91,6 +91,11 @@ class Journal:
         self._started_at = max(time.time(), self.past[-1].time if self.past else 0.0)
         self._started_on = time.monotonic()
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
     def append(self, event: Event | str, **facts: Any) -> JournalEntry:
         """Write an event; the line is with the operating system when this returns.
 

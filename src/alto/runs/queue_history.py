@@ -32,6 +32,7 @@ class TaskStage(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
+    CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class TaskHistory:
         duration_s: As it was estimated before the queue began.
         first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
+        tenant, priority: As it was submitted.
+        is_cancelled: Nobody wants it any more; while an executor of it runs, that saves and ends.
     """
 
     task: str
@@ -67,6 +70,9 @@ class TaskHistory:
     attempts: list[Attempt] = field(default_factory=list)
     first_plan: Placement | None = None
     failure: str = ""
+    tenant: str = ""
+    priority: int = 0
+    is_cancelled: bool = False
 
     def spent_s(self, now: float) -> float:
         """Seconds that all its attempts took until ``now`` (unix seconds)."""
@@ -151,6 +157,12 @@ class QueueHistory(JournalFold):
                 self._on_started(event)
             case events.QueueResumed():
                 self._on_resumed(event, time)
+            case events.TaskSubmitted():
+                self._add(event)
+            case events.TaskCancelled():
+                task = self.tasks[event.task]
+                task.is_cancelled = True
+                task.state = TaskStage.CANCELLED if task.state is TaskStage.WAITING else task.state
             case events.SchedulePlanned():
                 self._on_planned(event, time)
             case events.ExecutorStarted():
@@ -160,7 +172,7 @@ class QueueHistory(JournalFold):
             case events.ExecutorExited():
                 task = self.tasks[event.task]
                 self._close(task, time, outcome=event.outcome, reason=event.reason)
-                task.state = TaskStage.FINISHED if event.outcome == "finished" else TaskStage.WAITING
+                task.state = TaskStage.FINISHED if event.outcome == "finished" else _unfinished(task)
             case events.TaskGivenUp():
                 task = self.tasks[event.task]
                 task.state, task.failure = TaskStage.FAILED, event.reason
@@ -170,10 +182,20 @@ class QueueHistory(JournalFold):
     def _on_started(self, event: events.QueueStarted) -> None:
         self.started = event
         for entry in event.tasks:
-            self.tasks[entry.task] = TaskHistory(task=entry.task, num_gpus=entry.num_gpus, duration_s=entry.duration_s)
+            self._add(entry)
+
+    def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
+        self.tasks[entry.task] = TaskHistory(
+            task=entry.task,
+            num_gpus=entry.num_gpus,
+            duration_s=entry.duration_s,
+            tenant=entry.tenant,
+            priority=entry.priority,
+        )
 
     def _on_resumed(self, event: events.QueueResumed, time: float) -> None:
         self._note_interruption(time)
+        self.is_completed = False
         self.notices += event.notes
         for task in self.tasks.values():
             if task.task in event.done:  # the line that says so may not have reached the disk
@@ -181,7 +203,7 @@ class QueueHistory(JournalFold):
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
-                task.state = TaskStage.WAITING
+                task.state = _unfinished(task)
 
     def _on_planned(self, event: events.SchedulePlanned, time: float) -> None:
         self.plans.append(
@@ -207,6 +229,11 @@ class QueueHistory(JournalFold):
             attempt = task.attempts[-1]
             attempt.end = attempt.start if end is None else max(attempt.start, end)
             attempt.outcome, attempt.reason = outcome, reason
+
+
+def _unfinished(task: TaskHistory) -> TaskStage:
+    """Where a task is whose executor has ended without a result."""
+    return TaskStage.CANCELLED if task.is_cancelled else TaskStage.WAITING
 
 
 def gpus_to_json(gpus: Iterable[Gpu]) -> list[list[Any]]:

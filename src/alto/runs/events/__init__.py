@@ -37,8 +37,10 @@ from alto.runs.events.queue_events import (
     QueueResumed,
     QueueStarted,
     SchedulePlanned,
+    TaskCancelled,
     TaskGivenUp,
     TaskMeasured,
+    TaskSubmitted,
 )
 from alto.runs.events.run_events import (
     FORMAT,
@@ -106,6 +108,7 @@ __all__ = [
     "SavedJob",
     "SchedulePlanned",
     "StartMeasurement",
+    "TaskCancelled",
     "TaskCompleted",
     "TaskGivenUp",
     "TaskInterrupted",
@@ -113,6 +116,7 @@ __all__ = [
     "TaskRelayed",
     "TaskResumed",
     "TaskStarted",
+    "TaskSubmitted",
     "TiedJob",
     "TrainSteps",
     "UnknownEvent",

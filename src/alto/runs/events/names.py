@@ -34,6 +34,8 @@ WIRE_NAMES: Mapping[type, str] = {
     run.TaskCompleted: "task_completed",
     queue.QueueStarted: "queue_started",
     queue.QueueResumed: "queue_resumed",
+    queue.TaskSubmitted: "task_submitted",
+    queue.TaskCancelled: "task_cancelled",
     queue.SchedulePlanned: "planned",
     queue.ExecutorStarted: "executor_started",
     queue.ExecutorExited: "executor_ended",

@@ -22,8 +22,10 @@ __all__ = [
     "QueueResumed",
     "QueueStarted",
     "SchedulePlanned",
+    "TaskCancelled",
     "TaskGivenUp",
     "TaskMeasured",
+    "TaskSubmitted",
 ]
 
 
@@ -57,6 +59,40 @@ class QueueResumed:
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
     notes: tuple[str, ...] = field(metadata=wire(if_absent=[]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSubmitted:
+    """A task came after the queue had started.
+
+    Attributes:
+        task: Name of the task in the queue.
+        num_gpus: GPUs that it runs on.
+        duration_s: What it is estimated to take in seconds, early exit counted.
+        priority: Higher goes first.
+        tenant: Whose task it is; empty where nobody was named.
+        command: Id of the command that submitted it; empty where the process that works on the queue did.
+    """
+
+    task: str
+    num_gpus: int
+    duration_s: float
+    priority: int = 0
+    tenant: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCancelled:
+    """Nobody wants a task any more: it is not started, or its executor saves and ends.
+
+    Attributes:
+        task: Name of the task in the queue.
+        command: Id of the command that cancelled it; empty where the process that works on the queue did.
+    """
+
+    task: str
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +221,8 @@ class TaskMeasured:
 QueueEvent: TypeAlias = (
     QueueStarted
     | QueueResumed
+    | TaskSubmitted
+    | TaskCancelled
     | SchedulePlanned
     | ExecutorStarted
     | ExecutorExited
