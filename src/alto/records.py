@@ -232,7 +232,13 @@ class AdapterCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistScore:
-    """How many of the validation questions a finalist answered right."""
+    """How many of the validation questions a finalist answered right.
+
+    Attributes:
+        job: Job id.
+        num_correct: Questions whose answer was right.
+        num_questions: Questions that were asked.
+    """
 
     job: str
     num_correct: int
@@ -432,6 +438,7 @@ class Node:
     """One machine of a cluster.
 
     Attributes:
+        name: Unique in the cluster.
         gpus: Numbers of its devices; a device that was lost leaves a gap.
     """
 
@@ -441,11 +448,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where and when one task runs; seconds count from the moment the schedule was made.
+    """Where and when one task runs.
 
     Attributes:
+        task: Name of the task.
         gpus: In rising order. All on one node wherever a node is large enough.
-        duration_s: As it was estimated.
+        start_s: Seconds after the schedule was made.
+        duration_s: Seconds, as estimated.
     """
 
     task: str
@@ -539,9 +548,12 @@ class MemoryProfile:
     """What a step takes: ``fixed_bytes + bytes_per_token * tokens``, and the bank's bytes on top.
 
     Attributes:
+        fixed_bytes: What does not depend on the tokens.
+        bytes_per_token: What each token of the step adds.
         capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned with, in (0, 1].
-        error_median, error_worst: Of the model against ``points``, relative to what was measured.
+        error_median: Median error of the model at ``points``, relative to what was measured.
+        error_worst: The largest of these errors.
         points: What was measured.
     """
 
@@ -620,7 +632,13 @@ class TaskPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputPoint:
-    """The duration of one measured training step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
+    """The duration of one measured training step.
+
+    Attributes:
+        num_jobs: Jobs that took the step together.
+        num_tokens: Tokens of all of them.
+        duration_s: Seconds.
+    """
 
     num_jobs: int
     num_tokens: int
@@ -632,6 +650,9 @@ class Throughput:
     """How long a training step takes: ``step_s + job_s * jobs + token_s * tokens`` seconds.
 
     Attributes:
+        step_s: Seconds of any step.
+        job_s: Seconds that each job of the step adds.
+        token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
         points: What was measured.
     """

@@ -27,7 +27,7 @@ from alto.errors import (
     TargetModuleError,
     UnsupportedError,
 )
-from alto.executor import plan_jobs
+from alto.executor import TaskContext
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, BankLayout, inject, read_adapter
 
@@ -106,7 +106,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     assert untuned_loss > result.best_validation_loss * 1.001
 
     backbone = Backbone(base, load_tokenizer(), base_path)
-    job = next(run for run in plan_jobs(task, backbone, data) if run.id == result.best_job)
+    job = next(job for job in TaskContext.of(task, backbone, data).jobs if job.id == result.best_job)
     bank = AdapterBank(BankLayout(modules=job.shape.targets, max_rank=job.shape.rank), 1)
     bank.occupy(0, job.shape)
     bank.write(0, read_adapter(folder))

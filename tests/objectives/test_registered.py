@@ -16,7 +16,7 @@ from resident_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_
 from alto.backbone import Backbone
 from alto.data import JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnsupportedError
-from alto.executor import Executor, plan_jobs
+from alto.executor import Executor, RunStart, TaskContext
 from alto.objectives import check_rows, find_objective, job_losses, micro_batch_terms, registry
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events
 from alto.spec import Task
@@ -106,7 +106,7 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     backbone = Backbone(make_model("llama"), None, "unused")
     data = TaskData(train=make_pairs(12, seed=1), validation=PAIRS.validation)
     with Journal(run_dir.journal_file) as journal:
-        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+        Executor.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)).run()
     events = read_events(run_dir.journal_file)
     assert (events[0]["method"], events[-1]["event"]) == ("simpo", "task_completed")
     assert "references" not in events[0]
@@ -184,7 +184,7 @@ def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
     mailbox = Mailbox(run_dir)
     command = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
     with Journal(run_dir.journal_file) as journal:
-        Executor(task, plan_jobs(task, backbone, PAIRS), backbone, PAIRS, run_dir=run_dir, journal=journal).run()
+        Executor.build(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)).run()
     events = read_events(run_dir.journal_file)
     refused = next(event for event in events if event["event"] == "command_refused")
     assert (refused["command"], refused["why"]) == (command, "beta is too large")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.trackers.background import BackgroundTracker, tracking
 from alto.trackers.base import JobOutcome, Point, TrackedRun
@@ -67,7 +68,7 @@ def show(events: Sequence[Event], trackers: dict[str, Tracker], run_dir: Path, *
     with tracking(trackers, run_dir, **settings) as observers:
         for event in events:
             for observe in observers:
-                observe(event)
+                observe(entry(event))
     return time.monotonic() - started
 
 
@@ -123,7 +124,7 @@ def test_tracker_that_is_given_up_warns_once(
     tracker = Tracker("log", hang_then_fail)
     worker = BackgroundTracker("late", tracker, tmp_path)
     for event in small_run:
-        worker.observe(event)
+        worker.observe(entry(event))
     worker.end()
     worker.join(0.05)
     gate.set()
@@ -143,11 +144,11 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
 
     tracker = Tracker("start", hang)
     worker = BackgroundTracker("lagging", tracker, tmp_path, max_waiting=10)
-    worker.observe(small_run[0])
+    worker.observe(entry(small_run[0]))
     assert started.wait(5)
     losses = next(event for event in small_run if event["event"] == "eval")
     for _ in range(1000):
-        worker.observe(losses)
+        worker.observe(entry(losses))
     gate.set()
     worker.end()
     worker.join(5)

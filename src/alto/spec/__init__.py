@@ -1,5 +1,6 @@
 """WHAT is asked: tasks, their search spaces and jobs, and the files they are written in. No torch here."""
 
+from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
@@ -13,9 +14,11 @@ __all__ = [
     "MAX_JOBS",
     "AdapterDtype",
     "ArrivingTask",
+    "BaseModelSpec",
     "EarlyExit",
     "Job",
     "JobConfig",
+    "Quantisation",
     "RowFormName",
     "SearchSpace",
     "Simulation",

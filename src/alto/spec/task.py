@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
+from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
@@ -23,10 +24,9 @@ from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
 from alto.spec.validation import SpecModel, plain
 
-__all__ = ["AdapterDtype", "Dtype", "Job", "RowFormName", "Task"]
+__all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RowFormName = Literal[
     "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference"
 ]
@@ -247,6 +247,18 @@ class Task(SpecModel):
     def jobs(self) -> tuple[Job, ...]:
         """All jobs of the search space, the last key varying fastest; always the same for equal tasks."""
         return self._jobs
+
+    @property
+    def base_model(self) -> BaseModelSpec:
+        """The base model that the task names, and how it is to be loaded."""
+        return BaseModelSpec(
+            id=self.model,
+            dtype=self.dtype,
+            quantisation=quantisation_of({"load_in_4bit": self.load_in_4bit, "load_in_8bit": self.load_in_8bit}),
+            torch_compile=self.torch_compile,
+            use_safetensors=self.use_safetensors,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     @property
     def fixed(self) -> dict[str, Any]:
