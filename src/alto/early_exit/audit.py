@@ -9,7 +9,7 @@ from alto.early_exit.journal import Event, exits_of, loss_of, metric_of, start_v
 from alto.early_exit.policy import policy_from
 from alto.early_exit.selection import Selection
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason
+from alto.records import ExitDecision, ExitReason, exit_reason
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import loss_scale, score_of
 
@@ -23,8 +23,8 @@ class Disagreement:
     """A job whose exit in the journal is not the one its losses lead to; each a reason and step, None for no exit."""
 
     job: str
-    journalled: tuple[ExitReason, int] | None
-    derived: tuple[ExitReason, int] | None
+    journalled: tuple[str, int] | None
+    derived: tuple[str, int] | None
 
 
 def audit(events: Iterable[Event]) -> tuple[Disagreement, ...]:
@@ -88,7 +88,7 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
         case "warmup_ended":
             selection.select()
         case "job_exited" if selection.is_training(event["job"]):
-            reason = ExitReason(event["reason"])
+            reason = exit_reason(event["reason"])
             if reason in EXITS_FROM_OUTSIDE:
                 evidence = {key: loss_of(value) for key, value in event["evidence"].items()}
                 selection.end(ExitDecision(job=event["job"], step=event["step"], reason=reason, evidence=evidence))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.errors import RunError
-from alto.records import ExitReason, StartValue
+from alto.records import StartValue, exit_reason
 from alto.spec.metric import LOSS, score_of
 
 __all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "start_values", "task_started"]
@@ -79,12 +79,12 @@ def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
     return curves
 
 
-def exits_of(events: Iterable[Event]) -> dict[str, tuple[ExitReason, int]]:
+def exits_of(events: Iterable[Event]) -> dict[str, tuple[str, int]]:
     """Reason and step of every job that the journal says ended early and was not reopened, by job id."""
-    exits: dict[str, tuple[ExitReason, int]] = {}
+    exits: dict[str, tuple[str, int]] = {}
     for event in events:
         if event["event"] == "job_exited":
-            exits[event["job"]] = (ExitReason(event["reason"]), event["step"])
+            exits[event["job"]] = (exit_reason(event["reason"]), event["step"])
         elif event["event"] == "job_reopened":
             exits.pop(event["job"], None)
     return exits

@@ -39,11 +39,10 @@ from alto.executor import (
 )
 from alto.executor.profiling import TaskContext, pack, plan
 from alto.export import export_best, write_report
-from alto.objectives import check_rows, find_objective
+from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
 from alto.spec import Task, read_run_task
-from alto.spec.metric import check_metric
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
@@ -117,13 +116,12 @@ class TaskRunner:
         """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
-        check_metric(task.metric, task.method, objective.scores)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = self._load(task)
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in (data.train, data.validation):
-            check_rows(objective, split, [job.config for job in task.jobs])
+            objective.check(split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         task = resolve_rungs(task, len(data.train))
         runs = plan_jobs(task, backbone, data)

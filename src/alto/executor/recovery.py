@@ -198,11 +198,14 @@ def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> 
     Raises:
         RunChangedError: ``task.yaml`` says something else now.
     """
-    changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
-    if EarlyExit.of_run(started["early_exit"]).resolved() != task.early_exit.resolved():
-        changed.append("early_exit")
+    changed = []
     if started["method"] != task.method:
         changed.append("method")
+    else:
+        began_with = {entry["job"]: task.job_config(entry["config"]) for entry in started["jobs"]}
+        changed += [job for job, config in began_with.items() if configs.get(job) != config]
+    if EarlyExit.of_run(started["early_exit"]).resolved() != task.early_exit.resolved():
+        changed.append("early_exit")
     if started.get("metric", LOSS) != task.metric:
         changed.append("metric")
     if started.get("eval_steps", task.eval_steps) != task.eval_steps:

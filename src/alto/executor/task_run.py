@@ -21,12 +21,11 @@ from alto.executor.recovery import ResumeState, check_data, check_jobs, data_fin
 from alto.executor.references import References, find_references
 from alto.executor.slot_manager import SlotManager
 from alto.executor.tally import Evaluated
-from alto.objectives import check_rows, find_objective
+from alto.objectives import find_objective
 from alto.records import ExitDecision, ExitReason, LossPoint, StartValue, TaskPlan, Throughput, ThroughputPoint
 from alto.runs import Journal, RunDir
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
-from alto.spec import Job, JobConfig, Task
-from alto.spec.method import METHOD_SETTINGS
+from alto.spec import Job, ObjectiveSettings, Task
 from alto.spec.metric import LOSS, loss_scale, metric_notes, score_of
 from alto.spec.rungs import places_at
 from alto.version import version_of
@@ -148,9 +147,9 @@ class TaskRun:
     def evaluate_base(self) -> None:
         """Find out, once, what validation gives before the first step of every job: what it gives with the frozen base.
         Where a row does not fit into memory, jobs that evaluate it will say so."""
-        alike: dict[tuple[Any, ...], list[JobRun]] = {}
+        alike: dict[ObjectiveSettings, list[JobRun]] = {}  # which have the same loss on the frozen base
         for run in self.runs.values():
-            alike.setdefault(_objective_settings(run.config), []).append(run)
+            alike.setdefault(run.config.objective, []).append(run)
         try:
             found = self.slot_manager.trainer.evaluate_base([runs[0].config for runs in alike.values()])
         except RowTooLargeError:
@@ -166,10 +165,9 @@ class TaskRun:
 
     def _start_like_others(self, clone: JobRun) -> None:
         """A clone that begins with fresh weights has the base's value that other jobs with the same loss have."""
-        like = _objective_settings(clone.config)
         for run in self.runs.values():
             start = self.selection.start_of(run.id)
-            if start is not None and _objective_settings(run.config) == like:
+            if start is not None and run.config.objective == clone.config.objective:
                 self.selection.observe_base(clone.id, start)
                 metrics = {} if self.task.metric == LOSS else {self.task.metric: start.score}
                 known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.score_rows)
@@ -297,8 +295,8 @@ class TaskRun:
             self.journal.append("job_exited", reason=decision.reason, evidence=dict(decision.evidence), **facts)
 
     def plan_clone(self, job: Job) -> JobRun:
-        """The run of a job that may be added; raises as :func:`check_rows` and :meth:`JobPlanner.plan` do."""
-        check_rows(find_objective(self.task.method), self._data.train, [job.config])
+        """The run of a job that may be added; raises as :meth:`Objective.check` and :meth:`JobPlanner.plan` do."""
+        find_objective(self.task.method).check(self._data.train, [job.config])
         return self._planner.plan(job)
 
     def add(self, clone: JobRun, origin: JobRun, command: str) -> None:
@@ -427,7 +425,7 @@ class TaskRun:
         clones = []
         for event in resume_state.events:
             if event["event"] == "job_added":
-                run = self._planner.plan(Job(id=event["job"], config=JobConfig(**event["config"])))
+                run = self._planner.plan(Job(id=event["job"], config=self.task.job_config(event["config"])))
                 run.starts_warm = event["warm"]
                 clones.append(run)
         return clones
@@ -489,11 +487,6 @@ class TaskRun:
 
 def _standing(point: LossPoint) -> dict[str, Any]:
     return {"job": point.job, "gain": point.score, "validation_loss": point.validation_loss}
-
-
-def _objective_settings(config: JobConfig) -> tuple[Any, ...]:
-    """Jobs that have these in common have the same loss on the frozen base."""
-    return tuple(getattr(config, key) for key in METHOD_SETTINGS)
 
 
 def _profile_facts(forecast: TaskPlan) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class RunHistory(JournalFold):
         written = self.settings.get("early_exit") or {}
         if not written.get("rungs"):
             return ()
-        early_exit = EarlyExit.of_run(written)
+        early_exit = EarlyExit.of_run({**written, "rules": {}})  # a package that brings one may not be here
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
     @property
