@@ -42,7 +42,7 @@ test-long: $(VENV)/.dev ## Set up, then run the tests that take longest
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/faults/test_kills.py tests/examples/test_paper_listing.py
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, types and the doors between rooms
+lint: $(VENV)/.dev ## Set up, then check style, types and allowed imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

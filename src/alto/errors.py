@@ -4,7 +4,7 @@
 
     AltoError
     ├── SpecError (ValueError)              a task asks for something that is not valid
-    │   ├── UnknownKeyError                 a key nobody knows; says which one was probably meant
+    │   ├── UnknownKeyError                 an unknown key; names the one that was probably meant
     │   └── ConflictingKeysError            two spellings of one field, or one field in two places
     ├── DataError (ValueError)              a dataset cannot be read or holds nothing to train on
     │   ├── DataFileNotFoundError (FileNotFoundError)
@@ -28,7 +28,7 @@
     ├── RankConnectionError (ConnectionError)  a rank is connected to something that is no rank of its executor
     ├── UntrustedCodeError (PermissionError)  a run's files ask for code to be run, and the caller has not allowed it
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
-    ├── ProfileError (ValueError)           measurements that do not tell what was asked of them
+    ├── ProfileError (ValueError)           measurements that do not determine the model fitted to them
     ├── ScheduleError (ValueError)          a schedule that must not be run
     ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
     └── ShapeError (ValueError)             tensors handed to an op disagree
@@ -87,7 +87,7 @@ class SpecError(AltoError, ValueError):
 
 
 class UnknownKeyError(SpecError):
-    """A key nobody knows."""
+    """An unknown key."""
 
 
 class ConflictingKeysError(SpecError):
@@ -147,7 +147,7 @@ class RunWriteError(RunError, OSError):
 
 
 class DiskFullError(RunWriteError):
-    """The run's disk is full, a quota is used up, or a file is as large as files may be: until somebody makes room,
+    """The run's disk is full, a quota is used up, or a file is as large as files may be: until space is freed,
     every other attempt would end the same."""
 
 
@@ -192,7 +192,7 @@ class DeviceMemoryError(AltoError, MemoryError):
 
 
 class ProfileError(AltoError, ValueError):
-    """Measurements of memory or time do not tell what was asked of them."""
+    """Measurements of memory or time do not determine the model fitted to them."""
 
 
 class ScheduleError(AltoError, ValueError):

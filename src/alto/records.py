@@ -1,4 +1,4 @@
-"""The facts rooms hand each other: frozen, plain, no torch.
+"""The facts that packages exchange: frozen, plain, no torch.
 
 A record says what happened or what was decided; it has no behaviour beyond reading itself.
 """
@@ -334,7 +334,7 @@ class DataPreview:
 
     Attributes:
         dataset, model: As the task names them; of the model only the tokenizer is used.
-        form: The form of the rows that was named or told by their columns.
+        form: The form of the rows that was named, or recognised by their columns.
         columns: Which column plays which role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
@@ -548,7 +548,7 @@ class MemoryProfile:
     Attributes:
         capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned with, in (0, 1].
-        error_median, error_worst: Of the law against ``points``, relative to what was measured.
+        error_median, error_worst: Of the model against ``points``, relative to what was measured.
         points: What was measured.
     """
 

@@ -16,8 +16,8 @@ from alto.cluster import Cluster
 @pytest.fixture(autouse=True)
 def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors import ``cluster_entries`` by the path that they inherit."""
-    tests = str(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
+    support = str(Path(__file__).parents[1] / "support")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ TIMEOUTS = Timeouts(heartbeat_s=60, start_s=60, drain_s=60)
 @pytest.fixture(autouse=True)
 def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")])
     )
 
 

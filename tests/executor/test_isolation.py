@@ -1,6 +1,7 @@
 """Law 1: a job in a batch equals the job alone, and a job that goes NaN touches nobody.
 
-The oracle is Hugging Face PEFT with torch's AdamW, or bitsandbytes', on the unmodified model (``tests/oracle.py``).
+The oracle is Hugging Face PEFT with torch's AdamW, or bitsandbytes', on the unmodified model
+(``tests/support/oracle.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Law 1 on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
 
-The oracle is TRL's ``DPOTrainer`` with PEFT and torch's AdamW on the unmodified model (``tests/oracle.py``).
+The oracle is TRL's ``DPOTrainer`` with PEFT and torch's AdamW on the unmodified model (``tests/support/oracle.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A base in 4 or 8 bits, or in half precision, trains every job as PEFT does on the same base.
 
-Oracle: transformers loads and quantises, PEFT adapts, torch's AdamW steps (``tests/oracle.py``).
+Oracle: transformers loads and quantises, PEFT adapts, torch's AdamW steps (``tests/support/oracle.py``).
 """
 
 from __future__ import annotations

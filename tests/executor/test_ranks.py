@@ -1,6 +1,6 @@
 """Law 1 on several ranks: a job beside others, on whichever rank and on however many, equals the job alone.
 
-What every rank does is checked where it does it (``tests/rank_jobs.py``); whole curves are compared here.
+What every rank does is checked where it does it (``tests/support/rank_jobs.py``); whole curves are compared here.
 """
 
 from __future__ import annotations

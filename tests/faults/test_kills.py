@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("kill_trials.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "kill_trials.py"
 NUM_KILLS = 52
 SEEDS = (1, 2) if os.environ.get("ALTO_TEST_LONG") else (1,)
 """Of which instants; `make test-long` tries more of them."""

@@ -207,8 +207,8 @@ def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
     """8 MiB do not hold a pass of one whole job."""
     free, capped = tmp_path / "free", tmp_path / "capped"
     capped.mkdir()
-    path = os.pathsep.join(map(str, (Path(__file__).parents[1], *sys.path)))
-    script = Path(__file__).with_name("capped_task.py")
+    path = os.pathsep.join(map(str, (Path(__file__).parents[1] / "support", *sys.path)))
+    script = Path(__file__).parents[1] / "support" / "capped_task.py"
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, script, capped, "8"], env=environment, check=True, timeout=300)
     (root,) = (capped / "runs").iterdir()

@@ -20,7 +20,7 @@ import alto
 from alto.early_exit import audit
 from alto.runs import QueueDir, RunDir, TaskStage, read_events, read_history, read_queue_history
 
-PROGRAM = Path(__file__).with_name("run_queue.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "run_queue.py"
 NAMES = ("one", "two")
 EPOCHS = 5
 LIMIT_S = 240.0

@@ -101,7 +101,7 @@ def test_ranks_that_die_cost_nothing_but_time(
 ) -> None:
     (tmp_path / DEATHS_FILE).write_text(json.dumps([*DEATHS, None]), encoding="utf-8")
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")])
     )
     monkeypatch.setattr("alto.engine.launched.TRAIN", "dying_ranks:train")
     ends = record_ends(monkeypatch)

@@ -145,7 +145,7 @@ def _attention_forward(
 def register() -> None:
     """Make :data:`NAME` known to transformers; calling it again changes nothing.
 
-    Sequences are told apart by where they lie, so there is no mask. No mask function is registered either: for an
+    Sequences are separated by their offsets, so there is no mask. No mask function is registered either: for an
     attention that has one, transformers looks for packed sequences in the position ids of every pass, and waits for the
     device to read what it found; for one that has none it builds no mask and looks at nothing.
     """

@@ -127,12 +127,12 @@ class Backbone:
     def checkpoint_layers(self) -> None:
         """Recompute every layer's activations in the backward pass from now on, instead of keeping them.
 
-        The layers are told one by one: the model's own switch has another name from version to version, and would also
+        The layers are set one by one: the model's own switch has another name from version to version, and would also
         ask for the gradient of the embeddings. They recompute in training mode only: the mode is set on the layer
         alone, and is off again while the layer computes, so that no dropout of the base wakes up inside it.
 
         Raises:
-            UnsupportedModelError: The model is not built of layers that can be told.
+            UnsupportedModelError: The model is not built of layers that have this switch.
         """
         for layer in _layers(self.model, "gradient_checkpointing"):
             layer.gradient_checkpointing = True

@@ -140,7 +140,7 @@ def _code(folder: Path) -> list[bytes]:
 
 
 def _tensors(file: Path) -> Iterator[bytes]:
-    """A piece for every tensor, from which it can be told."""
+    """A digest of every tensor, which identifies it."""
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             yield from _safetensors(opened)

@@ -10,7 +10,8 @@ it is shared, its last query sees all keys: so it is in version 2.1 and later.
 Bits: the backward pass is asked to be deterministic, as its gradient of the queries is otherwise summed by atomics in
 the order of their arrival. Where a pass has fewer sequences times heads than the GPU has multiprocessors, it sums that
 gradient in parts, whose number depends on that product; and a window counts as one only where a sequence of the pass
-is longer. So the same pass gives the same bits, and another company the same numbers up to rounding.
+is longer. So the same pass gives the same bits, and the same sequences among others give the same numbers up to
+rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Out-of-memory errors of every library below, told apart from other errors once."""
+"""Which errors of the libraries below mean that memory ran out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device_name(device: torch.device) -> str:
 
 
 def release_memory() -> None:
-    """Give back what nobody needs any more: cycles that hold tensors, and what PyTorch keeps for later."""
+    """Release unused memory: cycles that hold tensors, and what PyTorch keeps for later."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ Three questions, on rows longer than every window (windows are made small meanwh
 
 - Which tokens does each attention module see? Read off the model's own masks (:mod:`alto.backbone.windows`).
 - Are the losses the model's own? As far as the model's own rounding goes: its forward pass is run a second time with
-  every module's output rounded anew, and the losses may lie twice as far apart as those two passes do. A model of half
+  every module's output rounded again, and the losses may lie twice as far apart as those two passes do. A model of half
   precision is asked in float32 too.
 - Is every row alone? Another row's tokens must not change it by a bit; where the order of sums depends on all tokens,
   as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be exactly zero.

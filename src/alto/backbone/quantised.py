@@ -77,7 +77,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # of a plain layer it is a parameter
-        """``[N, K]`` in the dtype of the base, made anew each time."""
+        """``[N, K]`` in the dtype of the base, dequantised at each call."""
         if not self._is_4bit:
             return self.packed.to(self.dtype).mul_(self.scale_N1)
         from bitsandbytes.functional import dequantize_4bit

@@ -87,7 +87,7 @@ def find_roots(model: PreTrainedModel) -> None:
 def forget_micro_batch(model: PreTrainedModel) -> None:
     """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one.
 
-    PyTorch before 2.13 cannot be told to forget; it remembers a few references a pass until the next training step.
+    PyTorch before 2.13 cannot drop them; it keeps a few references a pass until the next training step.
     """
     body: Any = find_body(model)
     if is_sharded(body) and hasattr(body, "reset_iter_state"):

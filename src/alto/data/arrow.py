@@ -43,8 +43,8 @@ class _ArrowRows(Sequence[RawRow]):
         try:
             return RawRow(where, {name: _without_nulls(value) for name, value in self._row(index).items()})
         except UnicodeDecodeError as error:
-            raise DataFormatError(f"{where}: expected UTF-8 text, found {error}; write it anew") from None
-        except (ValueError, OverflowError) as error:  # a date beyond the year 9999, a time zone that nobody knows
+            raise DataFormatError(f"{where}: expected UTF-8 text, found {error}; write the file again") from None
+        except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
             raise DataFormatError(
                 f"{where}: expected values that Python can hold, found one that it cannot ({quoted(str(error))}); "
                 "leave its column out"
@@ -74,7 +74,7 @@ def read_parquet(path: Path) -> Sequence[RawRow]:
         table = parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataFormatError(
-            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write it anew"
+            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write the file again"
         ) from None
     names = table.column_names
     if len(set(names)) < len(names):

@@ -47,11 +47,11 @@ class TokenBatch:
         sequence_targets: How many of the ``S`` positions are each sequence's.
         job_targets: How many are each job's.
         job_rows: Rows of every job.
-        job_weights: What the rows of the job's whole batch count for, which may be spread over passes: its trained
-            tokens, or its pairs.
+        job_weights: What the rows of the job's whole batch count for, which may be split over micro-batches: its
+            trained tokens, or its pairs.
         job_first_tokens: How many tokens of it come before these.
         references_Q2: Of every pair, what the frozen base gives the chosen and the rejected reply, float64 nats; None
-            where nobody has asked it.
+            where they were not computed.
     """
 
     slots: tuple[int, ...]
@@ -99,8 +99,8 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
 
 
 def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
-    """One token that is nobody's, whose loss reaches no adapter: for a rank that has no rows in a pass of the others,
-    and still has its part in gathering the base."""
+    """A batch of one token that belongs to no job, whose loss reaches no adapter: for a rank without rows in a
+    micro-batch, and still has its part in gathering the base."""
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),
@@ -144,8 +144,8 @@ def split_into_micro_batches(
     A row larger than ``max_tokens`` is a pass of its own. No tensor is made, so it cannot run out of memory.
 
     Args:
-        split_jobs: Whether the rows of every job may be spread over passes, so that these are filled best. Where not,
-            only those of a job larger than ``max_tokens`` are.
+        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best. Where
+            not, only those of a job larger than ``max_tokens`` are.
     """
     current: list[JobRows] = []
     filled = 0

@@ -27,7 +27,7 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two conversations of one row; what both begin with is context, whoever says it.
+    """The two conversations of one row; what both begin with is context, whatever its role.
 
     Raises:
         DataFormatError: A column does not hold what the form says, or the conversations do not part at a reply of the
@@ -218,8 +218,6 @@ def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
         )
     asks, answers = chosen[shared - 1][0], (chosen[shared][0], rejected[shared][0])
     if asks == "assistant" or answers != ("assistant", "assistant"):
-        raise fields.wrong(
-            "both conversations of a pair to part where the assistant answers somebody", [asks, *answers]
-        )
+        raise fields.wrong("both conversations of a pair to differ first in a reply of the assistant", [asks, *answers])
     first, second = ([*_as_context(conversation[:shared]), *conversation[shared:]] for conversation in conversations)
     return first, second

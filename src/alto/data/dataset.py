@@ -56,7 +56,7 @@ class EncodedDataset:
         unread: What stands in the conversations and is not read.
         spans: The sequences of every row; by default one each.
         references: ``[rows, 2]`` float64, nats: what the frozen base gives the chosen and the rejected reply of every
-            pair; None until somebody has asked it.
+            pair; None until they are computed.
         num_trained: Trained tokens of every row.
         weights: What every row counts for in a mean over rows: its trained tokens; of pairs, each the same.
     """
@@ -85,7 +85,7 @@ class EncodedDataset:
         return len(self.input_ids)
 
     def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
-        """So many rows after the other, each part a dataset of its own; what was left out is nobody's."""
+        """So many rows after the other, each part a dataset of its own; rows that were left out are counted in none."""
         for start in range(0, len(self), num_rows):
             stop = start + num_rows
             yield EncodedDataset(

@@ -124,7 +124,7 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[Enco
 
     Raises:
         DataError: The template refuses the turns, does not show the call that is all of a reply, or rewrites what
-            stands before a reply, so that the reply's tokens cannot be told apart.
+            stands before a reply, so that the reply's tokens cannot be identified.
     """
     return Encoder(tokenizer).rows(conversation)
 

@@ -1,4 +1,4 @@
-"""Forms of rows: which one a dataset has is told by its columns, or named.
+"""Forms of rows: recognised by a dataset's columns, or named.
 
 ============================  ================================================================================
 form                          columns (optional ones in brackets)

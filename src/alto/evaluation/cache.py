@@ -1,4 +1,5 @@
-"""Keys and values of the tokens so far, in room that is kept: a token is written, and none before it is copied."""
+"""Keys and values of the tokens so far, in preallocated buffers: a new token is written without copying those before
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
 
 
 class _RoomyLayer(DynamicLayer):
-    """One layer's; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of room for more tokens."""
+    """One layer's; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class _RoomyLayer(DynamicLayer):
 
 
 def _with_room(known: Tensor, new: Tensor) -> Tensor:
-    """``known``, with room for ``new`` behind it and for more."""
+    """``known``, in a buffer that also holds ``new`` and has space for more."""
     num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
     rows, heads, _, size = new.shape
     room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)

@@ -23,7 +23,7 @@ class FinalistJudge:
 
     Args:
         rows: Of these, every one whose reply ends in ``#### N`` is asked.
-        backbone: The base, on which nobody trains when they are judged.
+        backbone: The base; no job trains on it while they are judged.
         model: Its name, for messages.
 
     Raises:

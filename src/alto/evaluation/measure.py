@@ -27,7 +27,7 @@ from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
 __all__ = ["OnProgress", "measure"]
 
 OnProgress = Callable[[str, int, int], None]
-"""Is told what is measured, how many rows of it are done, and of how many; a row counts once an adapter."""
+"""Called with what is measured, how many rows of it are done, and of how many; a row counts once an adapter."""
 
 
 def measure(
@@ -49,7 +49,7 @@ def measure(
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.
-        SpecError: The settings ask for what such rows cannot tell.
+        SpecError: The settings ask for a metric that such rows do not have.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite.
         DeviceMemoryError: There is not enough of it.
@@ -135,7 +135,7 @@ class _Found:
 
 
 class _Bench:
-    """Whom to measure, on what, and who is told."""
+    """What to measure, on which rows, and how progress is reported."""
 
     def __init__(
         self,

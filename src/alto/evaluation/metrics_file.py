@@ -34,7 +34,7 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
         replace_file(path, json.dumps({**metrics, _KEY: [*others, entry]}, indent=2) + "\n")
     except OSError as error:
         raise RunWriteError(
-            f"{path}: expected a file that can be written, found that it cannot ({error.strerror}); make room, "
+            f"{path}: expected a file that can be written, found that it cannot ({error.strerror}); free space, "
             "or copy the adapter to a folder of your own"
         ) from error
 

@@ -31,7 +31,7 @@ _MAX_SHOWN = 2
 
 
 class PeftCheck:
-    """Loads finished adapters into PEFT, on a base on which nobody trains any more.
+    """Loads finished adapters into PEFT, on a base that no job trains on any more.
 
     Args:
         backbone: The base the adapters were trained on. It has no adapters afterwards.

@@ -12,7 +12,7 @@ from alto.evaluation.base_model import BaseModel
 __all__ = ["complete_with_vllm"]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM lays out room for; an adapter gets the next larger."""
+"""Ranks that vLLM allocates for; an adapter gets the next larger."""
 
 _MAX_LORAS = 8
 """Adapters that it has on the GPU at a time; the others wait in the machine's memory."""

@@ -1,7 +1,8 @@
 """Dropout whose mask depends on the job alone.
 
 Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place in the job's
-batch and the feature: the same in any company, on any device and from every backend, and made again in the backward
+batch and the feature: the same whatever other jobs are in the batch, on any device and from every backend, and made
+    again in the backward
 pass instead of being stored. Modules that read the same input see the same mask.
 
 ``triton_kernels/dropout.py`` computes the same bits on a GPU. There a pass sends every segment's ``stream_key``,
@@ -23,10 +24,10 @@ _MASK = 0xFFFFFFFF
 
 
 class DropoutKey(NamedTuple):
-    """What a slot's dropout mask depends on, besides the module: the job alone, never its company.
+    """What a slot's dropout mask depends on, besides the module: the job alone, never the other jobs in the batch.
 
     Attributes:
-        first_token: Place of the pass's first token in the job's batch. Not 0 where the rows of a batch are spread over
+        first_token: Place of the pass's first token in the job's batch. Not 0 where the rows of a batch are split over
             passes, whose masks are then those of one pass.
     """
 

@@ -43,7 +43,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
         dys = [gradient.contiguous() for gradient in gradients]
         dx_TK = None
         if ctx.needs_input_grad[0]:
-            # A quantised base makes its weight anew each time it is asked: one at a time, and none is kept.
+            # A quantised base dequantises its weight at each use: one at a time, and none is kept.
             dx_TK = dys[0] @ ctx.bases[0].weight
             for dy_TN, base in zip(dys[1:], ctx.bases[1:], strict=True):
                 dx_TK.addmm_(dy_TN, base.weight)
@@ -65,7 +65,7 @@ def grouped_lora_linear(
     """``y[i] = x[i] Wᵀ + bias + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none. Under a schedule without segments tokens are nobody's, and go through the frozen layers alone.
+    get none. Under a schedule without segments no job owns the tokens, and they go through the frozen layers alone.
 
     Args:
         anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.

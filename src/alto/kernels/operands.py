@@ -46,7 +46,7 @@ class SlotMatrices:
 
 
 class LoraOperands:
-    """A group's view of the bank; the bank tells it who comes and goes.
+    """A group's view of the bank; the bank updates it when a slot is assigned or freed.
 
     Attributes:
         number: Of the group in the model, part of the key of its dropout masks. Not its place in the bank, which
@@ -124,7 +124,7 @@ class LoraOperands:
         self.alignment = math.gcd(self.alignment, *self._places[slot])
 
     def clear(self, slot: int) -> None:
-        """Tell that nobody sits in ``slot``."""
+        """Mark ``slot`` as free."""
         self.slots.pop(slot, None)
         self._places.pop(slot, None)
         self._table = None
@@ -133,10 +133,10 @@ class LoraOperands:
         """Where everything lies, on the bank's device: ``[Z, 2 + 3 M]`` int64.
 
         Of every slot ``Q`` and the start of ``A``; then of every member its first column in ``Q``, its rank, and the
-        start of its ``B``. Zeros where a slot targets no member. Sent again after somebody has come or gone.
+        start of its ``B``. Zeros where a slot targets no member. Uploaded again after a slot is assigned or freed.
         """
         if self._table is None:
-            nobody = (0,) * (2 + 3 * len(self.out_features))
-            rows = [self._places.get(slot, nobody) for slot in range(self.params_ZP.shape[0])]
+            free = (0,) * (2 + 3 * len(self.out_features))
+            rows = [self._places.get(slot, free) for slot in range(self.params_ZP.shape[0])]
             self._table = upload(rows, torch.int64, self.params_ZP.device)
         return self._table

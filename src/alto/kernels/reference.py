@@ -61,7 +61,7 @@ def grouped_backward_input(
 
     Args:
         dys: Upstream gradient ``[T, N]`` of every member.
-        dx_TK: The base's input gradient to add to; None where nobody asks for the input's gradient.
+        dx_TK: The base's input gradient to add to; None where the input needs no gradient.
 
     Returns:
         ``ds_TQ``, without the scale; columns past a slot's own are zero.

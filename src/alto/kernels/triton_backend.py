@@ -2,7 +2,8 @@
 
 Modules that read the same input share one pass over it, up to three members of a group one launch over what they write.
 Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op waits for the device, none uses atomics:
-the same inputs give the same bits, and a slot's bits do not depend on its company. What a kernel is compiled for does
+the same inputs give the same bits, and a slot's bits do not depend on the other slots. What a kernel is compiled for
+does
 not either: no argument that Triton specialises for changes as adapters come and go.
 """
 

@@ -55,7 +55,7 @@ class KernelConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told besides the constants.
+        """What the compiler gets besides the constants.
 
         Fused multiply-add by name, because Triton's default changes between versions, and with it the bits.
         """

@@ -73,7 +73,7 @@ def expected_duration_s(
     """Seconds that the task takes with early exit, in expectation.
 
     Nobody knows yet which jobs a rung keeps, so it keeps every n-th of them in the order of their batch sizes. From
-    rung to rung those that are left train their share of steps as in `estimate_duration_s`; nobody trains past a rung
+    rung to rung those that are left train their share of steps as in `estimate_duration_s`; no job trains past a rung
     before all are there. Of the sum, ``online_exit_share`` is spared by exits between rungs.
 
     Args:

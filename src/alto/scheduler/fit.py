@@ -1,4 +1,4 @@
-"""From measured steps to laws of memory and time. Pure."""
+"""Fits the memory model and the throughput model to measured steps. Pure."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
     )
 
 
-def max_tokens(law: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
+def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
     """Most tokens that a step may have so that it and the bank stay within ``margin * capacity_bytes``.
 
     It is 0 where the base model and the bank alone are too much, and None where tokens take no memory to speak of.
     """
-    left = margin * capacity_bytes - bank_bytes - law.fixed_bytes
+    left = margin * capacity_bytes - bank_bytes - model.fixed_bytes
     if left <= 0.0:
         return 0
-    return math.floor(left / law.bytes_per_token) if law.bytes_per_token else None
+    return math.floor(left / model.bytes_per_token) if model.bytes_per_token else None
 
 
 def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
-    """The law of step durations with the least squares of relative errors; no coefficient is below 0.
+    """The model of step durations with the least squares of relative errors; no coefficient is below 0.
 
     Raises:
         ProfileError: There is no point.

@@ -1,4 +1,5 @@
-"""Which jobs of a task sit in the bank's slots now, and which train. Pure: the same in every replay, on every rank."""
+"""Which jobs of a task are in the bank's slots now, and which of them train. Pure: the same in every replay, on every
+rank."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> Resi
     A resident that can train keeps its slot. Jobs without one come in decreasing batch size, those that share the batch
     size of most residents first, so that jobs of equal length run side by side; among equals, jobs that have started
     come before fresh ones, then the lower id. One that does not fit lets those after it pass; one that is larger than
-    the limit is admitted when nobody else trains. A resident that waits at a rung is parked only when its slot is
-    wanted. The room that is left goes to waiting jobs that may run ahead, those with a slot first.
+    the limit is admitted when no other job trains. A resident that waits at a rung is parked only when its slot is
+    wanted. What is left of the token limit goes to waiting jobs that may run ahead, those with a slot first.
 
-    On several ranks, the jobs that are to have a slot are dealt out afterwards (`alto.scheduler.rank_assignment`).
+    On several ranks, the jobs that are to have a slot are assigned to ranks afterwards
+    (`alto.scheduler.rank_assignment`).
 
     The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
     it changes nothing.
@@ -85,7 +87,7 @@ class _Residents:
             self._park(resident, ParkReason.OVER_LIMIT)
 
     def admit_all(self, applicants: Iterable[JobDemand], usual: int | None) -> None:
-        """Seat as many as there is room for, in their order."""
+        """Admit as many as fit, in their order."""
         someone_passed = False
         for applicant in applicants:
             if not self.has_slot:
@@ -101,7 +103,8 @@ class _Residents:
                 self._admit(applicant, AdmitReason.SAME_BATCH_SIZE if same else AdmitReason.LARGEST_FIRST)
 
     def run_ahead(self, certain: Iterable[JobDemand]) -> None:
-        """Let waiting jobs train in what room is left: those that kept their slots, then ``certain`` ones without."""
+        """Let waiting jobs train within what is left of the limit: those that kept their slots, then ``certain`` ones
+        without."""
         for resident in [leaver for leaver in self._leavers if leaver.may_run_ahead]:
             if self._fits(resident):
                 self._leavers.remove(resident)

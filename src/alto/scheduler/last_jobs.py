@@ -1,8 +1,8 @@
-"""The end of a task, when fewer jobs are left than it has ranks: on all of them, or on as many as there are jobs. Pure.
+"""The last jobs of a task, when they are fewer than its ranks: on all ranks, or on as many as there are jobs. Pure.
 
 On all of them every job's rows are shared out, and each rank does the fixed work of a step for all jobs. On as few as
 there are jobs a step takes as long as that of the largest job alone, and the other GPUs go back to the queue. Which is
-better is told by what a step was measured to take. Rungs that are still ahead end jobs on both ways.
+better follows from the measured duration of a step. Rungs that are still ahead end jobs on both ways.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Packing:
 def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: Throughput) -> Packing:
     """As many slots as a step needs to reach the device's best rate of tokens, even with the smallest jobs, and as fit.
 
-    Slots beyond that would only delay the first results. Slots that leave no room for such a step beside them are
+    Slots beyond that would only delay the first results. Slots that leave too little memory for such a step are
     given up for longer passes. Several ranks get a slot each at least, and steps in which each may train the largest
     job. What the task itself sets is kept; where that does not fit, the error says what does.
 
@@ -66,19 +66,19 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     least_micro_batch = max(request.longest_row, request.max_tokens_per_pass or 0)
     of_rank = saturated / request.num_ranks
     for num_slots in range(math.ceil(wanted / request.num_ranks), 0, -1):
-        room = _room(memory, num_slots * request.slot_bytes)
-        if room >= max(least_micro_batch, min(of_rank, num_slots * smallest)) or (
-            num_slots == 1 and room >= least_micro_batch
+        fitting = _fitting_tokens(memory, num_slots * request.slot_bytes)
+        if fitting >= max(least_micro_batch, min(of_rank, num_slots * smallest)) or (
+            num_slots == 1 and fitting >= least_micro_batch
         ):
             break
-        if request.max_slots is not None and room < least_micro_batch:
+        if request.max_slots is not None and fitting < least_micro_batch:
             raise DeviceMemoryError(_does_not_fit(request, memory, least_micro_batch))
         if request.max_slots is not None:
             break
     else:
         raise DeviceMemoryError(_does_not_fit(request, memory, least_micro_batch))
     usual = max(request.usual_tokens_per_pass, request.longest_row)
-    tokens_per_pass = request.max_tokens_per_pass or min(usual, room)
+    tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
     step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens))
     return Packing(
@@ -94,10 +94,10 @@ def _one_job_each(request: PackingRequest) -> int:
     return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 
-def _room(memory: MemoryProfile, bank_bytes: int) -> int:
+def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:
     """Tokens that fit into a pass beside the bank."""
-    room = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
-    return 2**24 if room is None else min(room, 2**24)
+    fitting = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
+    return 2**24 if fitting is None else min(fitting, 2**24)
 
 
 def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_batch: int) -> str:
@@ -105,9 +105,9 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
     num_slots = math.ceil((request.max_slots or 1) / num_ranks)
     need = memory.peak_bytes(least_micro_batch, num_slots * request.slot_bytes)
     planned = memory.margin * memory.capacity_bytes
-    room = _room(memory, request.slot_bytes)
-    if room < request.longest_row:
-        fits = f"rows of at most {room:,} tokens fit beside one slot: set max_length: {room}" if room else ""
+    fitting = _fitting_tokens(memory, request.slot_bytes)
+    if fitting < request.longest_row:
+        fits = f"rows of at most {fitting:,} tokens fit beside one slot: set max_length: {fitting}" if fitting else ""
         remedy = "; ".join(
             filter(
                 None, (fits, "or gradient_checkpointing: true, load_in_4bit: true, more GPUs (num_gpus) or a smaller r")
@@ -115,9 +115,9 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
         )
     else:
         fitting = num_slots
-        while fitting > 1 and _room(memory, fitting * request.slot_bytes) < request.longest_row:
+        while fitting > 1 and _fitting_tokens(memory, fitting * request.slot_bytes) < request.longest_row:
             fitting -= 1
-        tokens = _room(memory, fitting * request.slot_bytes)
+        tokens = _fitting_tokens(memory, fitting * request.slot_bytes)
         of_rank = f" a rank ({fitting * num_ranks} in all)" if num_ranks > 1 else ""
         remedy = f"{fitting} slots{of_rank} and passes of {tokens:,} tokens fit: lower max_slots or max_tokens_per_pass"
     where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""

@@ -1,4 +1,5 @@
-"""How the jobs of a seating plan are dealt out over ranks: evenly, or each over all. Pure: the same on every rank."""
+"""On which ranks the jobs of a plan train: each on one, evenly, or each on all (data parallel). Pure: the same on
+every rank."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     """``plan``, which was made as if there was one bank, with its slots on ranks that have about as much to do.
 
     Who has a slot and who trains stays as planned. Those that train are moved to make their ranks even
-    (`assign_ranks`); one that waits keeps its slot where those that train leave it one, and else moves to a rank with
-    room. Jobs that are fewer than the ranks are spread over all of them, once none waits any more.
+    (`assign_ranks`); one that waits keeps its slot where those that train leave it one, and else moves to a rank with a
+    free slot. Jobs that are fewer than the ranks train data parallel on all of them, once none waits any more.
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
@@ -36,7 +37,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
         limits.may_data_parallel and len(training) == len(demands) and _gain_by_spreading(training, slots)
     )
     if is_data_parallel:
-        rank_of = {demand.job: 0 for demand in training}  # where the slot that is told of lies; the others are alike
+        rank_of = {demand.job: 0 for demand in training}  # where the slot that is named lies; the others are alike
     else:
         rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
@@ -61,14 +62,14 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
 
 
 def _gain_by_spreading(training: Sequence[JobDemand], slots: RankSlots) -> bool:
-    """Whether ranks would be idle otherwise, every bank has room for all, and somebody has rows to share out."""
+    """Whether ranks would be idle otherwise, every bank has a slot for each, and some job has several rows a step."""
     return (
         len(training) < slots.num_ranks and len(training) <= slots.per_rank and any(d.batch_size > 1 for d in training)
     )
 
 
 def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
-    """The rank that a job sits with; None where it sits with none, or with all."""
+    """The rank whose bank has the job; None where none has it, or all have."""
     return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
 
 
@@ -77,7 +78,8 @@ def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:
 
 
 def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
-    """A rank for each of ``waiting``, in the room that jobs with the ranks ``rank_of`` leave: its own where it can."""
+    """A rank for each of ``waiting``, in slots that jobs with the ranks ``rank_of`` leave free: its own rank where
+    possible."""
     num_taken = Counter(rank_of.values())
     found: dict[str, int] = {}
     homeless: list[str] = []

@@ -68,7 +68,7 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
     Of up to `MAX_EXACT_JOBS` jobs no more are moved than it takes to make the ranks even, or as even as can be.
 
     The result depends on its arguments alone, and not on the order of ``demands``; asked again with what it has
-    answered, it moves nobody.
+    answered, it moves no job.
     """
     ordered = tuple(sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job)))
     assert len(ordered) <= slots.num_slots
@@ -80,7 +80,8 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
 
 
 def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
-    """Where everybody goes from where they are. Those that have a rank keep it, unless moving makes ranks more even."""
+    """The rank of every job, from its present one. Those that have a rank keep it, unless moving makes ranks more
+    even."""
     ranks = _Ranks(ordered, slots)
     ranks.fill()
     filled, before = ranks.rank_of, ranks.imbalance

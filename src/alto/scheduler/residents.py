@@ -1,4 +1,4 @@
-"""The words of admission: what jobs ask for, what the bank allows, and a plan of who sits where."""
+"""The types of admission: what jobs need, what the bank allows, and a plan of which job has which slot."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class AdmitReason(StrEnum):
 
     ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be admitted is larger.
     ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
-    limit, and nobody else trains. ``runs_ahead``: it is certain to be kept at its rung, and nobody else wants the room.
-    ``balances``: it leaves a rank that has more to do than this one, or all ranks, or makes room for one that does.
-    ``spreads``: jobs are fewer than ranks, and so each of them trains on all ranks.
+    limit, and no other job trains. ``runs_ahead``: it is certain to be kept at its rung, and no other job can use the
+    capacity. ``balances``: it leaves a rank that has more to do than this one, or all ranks, or frees a slot for one
+    that does. ``spreads``: jobs are fewer than ranks, and so each of them trains on all ranks.
     """
 
     SAME_BATCH_SIZE = "same_batch_size"
@@ -55,10 +55,10 @@ class JobDemand:
         job: Job id.
         batch_size: Rows of one of its steps.
         num_tokens: Tokens of one of its steps in expectation, rounded up.
-        slot: Where it sits; None if it is pending or parked.
-        is_data_parallel: Its rows are spread over all ranks; the place of its slot is taken on each of them.
+        slot: Its slot; None if it is pending or parked.
+        is_data_parallel: Its rows are shared out over all ranks; it has the same local slot on each of them.
         is_waiting: It has reached a rung that the others have not.
-        may_run_ahead: It waits, but is certain to be kept, so it may train on where nobody else can.
+        may_run_ahead: It waits, but is certain to be kept, so it may train on where no other job can.
         has_started: It has trained before.
     """
 
@@ -74,13 +74,13 @@ class JobDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentLimits:
-    """How many jobs may sit, and how many may train.
+    """How many jobs may be resident, and how many may train.
 
     Attributes:
         num_slots: Slots of the bank.
         max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
         num_ranks: Ranks that the slots are divided among, equally; see `RankSlots`.
-        may_data_parallel: Whether jobs that are fewer than the ranks may be spread over all of them.
+        may_data_parallel: Whether jobs that are fewer than the ranks may train data parallel on all of them.
     """
 
     num_slots: int
@@ -99,7 +99,8 @@ class Parking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A job that gets a slot; one that is spread gets the same place on every rank, ``slot`` being the first's."""
+    """A job that gets a slot; one that is data parallel gets the same local slot on every rank, ``slot`` being the
+    first's."""
 
     job: str
     slot: int

@@ -22,7 +22,7 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: There is none, it cannot be read, or it is something else.
     """
-    # Without waiting for whoever writes into a pipe; on a regular file it changes nothing.
+    # Without waiting for a writer of a pipe; on a regular file it changes nothing.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode

@@ -67,7 +67,7 @@ class Simulation(SpecModel):
     arrivals_per_hour: float | None = Field(default=None, ge=1e-3, le=1e9, description="tasks that come in an hour")
     gpus: Mapping[int, float] = Field(default={1: 0.6, 2: 0.25, 4: 0.15}, description="GPUs of a task, with shares")
     duration_distribution: Literal["lognormal", "pareto"] = Field(
-        default="lognormal", description="how durations are spread"
+        default="lognormal", description="the distribution of durations"
     )
     duration_median_s: float = Field(
         default=3600.0, ge=MIN_S, le=MAX_S, description="median duration without early exit"

@@ -69,7 +69,7 @@ class Task(SpecModel):
         dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
         dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
             preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
-        dataset_format: The form of the rows; ``auto`` tells it by their columns.
+        dataset_format: The form of the rows; ``auto`` recognises it by their columns.
         columns: Which column plays which role (``prompt``, ``completion``, ``messages``, …), where the names are
             not the usual ones.
         validation_dataset: Rows to validate on, named as ``dataset`` is.
@@ -80,7 +80,7 @@ class Task(SpecModel):
             register others (:class:`alto.spec.ObjectiveEntry`).
         metric: What decides which checkpoint of a job is its best, who goes on at rungs, and who wins: the validation
             loss, or something the method measures of which more is better; where that is equal, the loss. Divergence
-            and overfitting are told by losses in any case.
+            and overfitting are judged by losses in any case.
         data_seed: Decides the split and the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: Of tasks that wait, one of a lower priority never delays one of a higher.
@@ -111,7 +111,7 @@ class Task(SpecModel):
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
             too many of them.
-        UnknownKeyError, ConflictingKeysError: A key nobody knows, a field given twice.
+        UnknownKeyError, ConflictingKeysError: An unknown key, a field given twice.
         UnsupportedError: A PEFT option this version cannot honour.
     """
 

@@ -6,5 +6,5 @@ two differ in where a matrix lies and in its strides alone, so each file has one
 one through the packed ``A`` of a group, one through the ``B`` of up to three of its members.
 
 Token counts reach a kernel only through the grid and the tables of :mod:`alto.kernels.forward_table`: no argument
-changes from step to step, and so nothing is compiled anew.
+changes from step to step, and so nothing is compiled again.
 """

@@ -31,7 +31,7 @@ def balanced_reservations(
     The tasks of one node are stacked by their width: the widest last, and among equals the longest last, each on the
     GPUs that are free first counted from the end. Where widths divide each other no GPU waits in between, and the node
     ends when its fullest GPU does. Moves and swaps are tried at random, and kept where of the two nodes the later ends
-    sooner than before, or a little later: that little shrinks to nothing (annealing), and then begins anew.
+    sooner than before, or a little later: that little shrinks to nothing (annealing), and then starts over.
 
     Args:
         reservations: Each on one node, with no release, no quota and nothing of a higher priority in the way.

@@ -23,10 +23,10 @@ LIST_METHODS = tuple(LIST_ORDERS)
 
 
 def list_reservations(problem: SchedulingProblem, method: str) -> list[Reservation]:
-    """Reservations by ``fifo`` (nobody overtakes), ``sjf`` or ``lpt`` (whoever fits and comes first in the order
+    """Reservations by ``fifo`` (no task overtakes another), ``sjf`` or ``lpt`` (the first in the order that fits
     starts).
 
-    Priorities are placed one after the other, the highest first, each in the room that those before it leave; so the
+    Priorities are placed one after the other, the highest first, each on the GPUs that those before it leave; so the
     reservations of one are the same whether or not there are lower ones. Equal tasks keep the order they were given in.
     """
     reservations: list[Reservation] = []
@@ -49,7 +49,7 @@ def reservations_in_order(
     taken: Iterable[Reservation] = (),
     is_strict: bool = False,
 ) -> list[Reservation]:
-    """Reservations for ``order``, in the room that running tasks and the reservations ``taken`` leave.
+    """Reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave.
 
     Args:
         is_strict: Nobody starts before one who comes earlier in the order.
@@ -150,7 +150,7 @@ class _Machine:
             room.advance(self._now)
 
     def _start_all(self, queues: list[list[tuple[int, TaskDemand]]], reservations: list[Reservation]) -> None:
-        """Start whoever can start now, in order."""
+        """Start every task that can start now, in order."""
         heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
         while heads:
             head = min(heads, key=lambda head: head[0])
@@ -184,7 +184,7 @@ class _Machine:
         num_nodes = self._fewest_nodes[count]
         found: list[tuple[float, dict[str, int]]] = []
         if num_nodes == 1:
-            # The fullest node that has room comes first, so that large gaps stay for large tasks.
+            # The fullest node with enough free GPUs comes first, so that large gaps stay for large tasks.
             names = sorted((room.free, name) for name, room in self._nodes.items() if room.free >= count)
             found = [(self._nodes[name].free_for(count, self._now), {name: count}) for _, name in names]
         else:

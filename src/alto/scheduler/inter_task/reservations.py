@@ -61,8 +61,8 @@ def place(
     durations were rounded up end here no later than they did there.
 
     Args:
-        keeps_starts: Nobody starts before its reservation does: idle time is kept, as where nobody may overtake.
-            Reservations have to be in seconds.
+        keeps_starts: No task starts before its reservation does: idle time is kept, as where no task may overtake
+            another. Reservations have to be in seconds.
     """
     free_at = {node.name: dict.fromkeys(node.gpus, 0.0) for node in problem.nodes}
     quota_free_at = {tenant: [0.0] * quota for tenant, quota in problem.quotas.items()}

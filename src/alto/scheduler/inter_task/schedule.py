@@ -1,4 +1,4 @@
-"""The one way to a schedule, whoever makes it."""
+"""The one entry point to all schedulers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def check_schedule(problem: SchedulingProblem, schedule: Schedule) -> None:
     """Check that ``schedule`` solves ``problem``.
 
     Every task that waits is placed once, as it was asked for; no GPU is used twice at a time or by anybody before the
-    task that runs on it ends; tasks are on one node where any is large enough, else on as few as can be; nobody
+    task that runs on it ends; tasks are on one node where any is large enough, else on as few as can be; no task
     starts before it is released; no tenant has more GPUs than its quota while a task of its own is placed; and no
     bound is above the makespan.
 

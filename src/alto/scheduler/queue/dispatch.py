@@ -30,11 +30,11 @@ def schedule_of_now(
     tasks, not on who starts or ends later. So those GPUs, and the first tasks of each shape, are all there is to it.
 
     Args:
-        free: The GPUs of ``nodes`` that nobody has.
+        free: The free GPUs of ``nodes``.
         in_use: GPUs that each tenant has.
 
     Returns:
-        The schedule without what starts later; None where nobody can start.
+        The schedule without what starts later; None where no task can start.
     """
     left = {tenant: max(0, quota - in_use[tenant]) for tenant, quota in quotas.items()}
     sizes = sorted((len(node.gpus) for node in free), reverse=True)

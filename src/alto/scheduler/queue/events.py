@@ -1,6 +1,6 @@
-"""What a queue is told. ``time_s`` is on the clock of whoever drives it: real or virtual, never running backwards.
+"""The events that drive a queue. ``time_s`` is on the clock of its driver: real or virtual, never running backwards.
 
-``attempt`` says which executor of a task speaks; one that was given up for dead may still be heard.
+``attempt`` says which executor of a task an event is about; one that counted as lost may still send events.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Offered:
 
     Attributes:
         num_gpus: As many as would do.
-        duration_s: What it would still take on so many, beginning anew on them included.
+        duration_s: What it would still take on so many, starting again on them included.
         kept_duration_s: What it still takes on those it has.
     """
 
@@ -116,7 +116,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLost:
-    """A GPU is gone; a task that ran on it is told of by `Failed`, before, together or after."""
+    """A GPU is gone; a task that ran on it is the subject of a `Failed` before, with or after it."""
 
     time_s: float
     gpu: Gpu

@@ -11,7 +11,7 @@ __all__ = ["GpuPool"]
 
 
 class GpuPool:
-    """Which GPUs there are, which of them nobody has, and which there have ever been.
+    """Which GPUs there are, which of them are free, and which there have ever been.
 
     Raises:
         SpecError: Two nodes of one name.

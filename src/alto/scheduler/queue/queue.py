@@ -55,7 +55,7 @@ class Queue:
     that the plan holds for one before it, and never beyond the quota of its tenant. One that runs on more GPUs than it
     has use for gives some back, where another waits and both together gain: it ends, and goes on with fewer.
 
-    Nothing here knows the time or does anything: events say when they happened, and actions are carried out by whoever
+    Nothing here knows the time or does anything: events say when they happened, and actions are carried out by whatever
     drives the queue.
     """
 
@@ -120,7 +120,7 @@ class Queue:
             actions += self._replan("; ".join(reasons))
         return actions + self._start_due()
 
-    # What is told.
+    # Events.
 
     def _check(self, events: Sequence[QueueEvent]) -> None:
         known = set()
@@ -261,7 +261,7 @@ class Queue:
         return f"{task.name} {'lost a GPU' if task.has_lost_gpu else 'failed'}"
 
     def _verdict(self, task: QueuedTask, event: Failed) -> str:
-        """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot tell."""
+        """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot report it."""
         if not event.is_retryable and not task.has_lost_gpu:
             return f"{event.reason} (another attempt would end the same)"
         if task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:

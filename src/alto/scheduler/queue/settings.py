@@ -23,8 +23,8 @@ class QueueSettings:
         quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
         estimate_change: Share of its estimated duration by which the estimate of a task must move for a new plan.
         max_attempts: A task that has failed so often is given up when the pause after its last failure is over. An
-            attempt one of whose GPUs was lost is not counted, be it heard of as late as in that pause; but no task is
-            tried more than `MAX_ATTEMPTS_IN_ALL` times as often.
+            attempt one of whose GPUs was lost is not counted, even where the loss is reported as late as in that
+            pause; but no task is tried more than `MAX_ATTEMPTS_IN_ALL` times as often.
         backoff_s: Pause after the first failure of a task; doubled after each further one.
         max_backoff_s: It grows no longer than that.
         max_planned: Where more tasks than this wait and run, a plan is of those alone that start now, by

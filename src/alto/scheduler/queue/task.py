@@ -21,7 +21,7 @@ class TaskState(StrEnum):
     SHRINKING = "shrinking"
     """Asked to end, to go on with fewer GPUs; until it has, these are still its own."""
     STOPPING = "stopping"
-    """Asked to end and not heard of since; its GPUs are still its own."""
+    """Asked to end, and its end is not reported yet; its GPUs are still its own."""
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"

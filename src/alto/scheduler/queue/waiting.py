@@ -17,7 +17,7 @@ _number = attrgetter("number")
 
 
 class Waiting:
-    """Tasks that wait, kept in both orders as they come and go, so that nobody has to sort thousands for each plan.
+    """Tasks that wait, kept in both orders as they come and go, so that a plan does not sort thousands.
 
     Args:
         list_method: Whose order the second is.
@@ -58,7 +58,7 @@ class Waiting:
     def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
         """For every shape, in the method's order, as many tasks as ``num_free`` GPUs hold.
 
-        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Where nobody
+        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Where none
         overtakes, all are of one shape. Left out are those that rest, or are larger than the cluster.
         """
         for entries in self._shapes.values():

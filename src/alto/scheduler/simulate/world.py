@@ -186,7 +186,7 @@ class World:
         self._at(end_s, Finished(time_s=end_s, task=name, attempt=attempt))
 
     def _happen(self, event: QueueEvent) -> list[QueueEvent]:
-        """What the queue hears of ``event``."""
+        """The queue's events for ``event``."""
         match event:
             case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
                 work = self._works[task]

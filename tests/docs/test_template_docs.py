@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="the page is written with the extra 'bench'")
 
 import trl
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from alto.executor import trainer
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, Mailbox, RunDir
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_generator() -> Any:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from queues import one_by_one, tiny_tasks
 

@@ -17,7 +17,7 @@ import alto
 from alto import errors
 from alto.version import version_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "alto"
 
 TENSOR_LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizers")

@@ -15,7 +15,7 @@ from alto.cli import app
 from alto.errors import DataFormatError
 from alto.spec import load_task
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("tutorial.md", "early-exit.md", "evaluation.md", "troubleshooting.md", "trackers.md")
 
 

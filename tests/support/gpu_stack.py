@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 __all__ = ["ROOT", "gpu_stack"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from carry_wheels import wanted_packages  # noqa: E402

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import transformers
 from tiny import make_task, save_model
@@ -53,7 +52,7 @@ class Instants:
         self.seen: Counter[str] = Counter()
         self._kind, self._at = kind, at
 
-    def micro_batches(self, kind: str) -> bool:
+    def is_reached(self, kind: str) -> bool:
         """Whether this is the instant to die."""
         self.seen[kind] += 1
         return kind == self._kind and self.seen[kind] == self._at
@@ -69,7 +68,7 @@ class Instants:
                 self._file = file
 
             def write(self, data: bytes) -> int:
-                if instants.micro_batches("line"):
+                if instants.is_reached("line"):
                     self._file.write(data[: len(data) // 2])
                     die()
                 return int(self._file.write(data))
@@ -87,7 +86,7 @@ class Instants:
 
         def save(tensors: Any, path: Path, **options: Any) -> None:
             save_file(tensors, path, **options)
-            if instants.micro_batches("weights"):
+            if instants.is_reached("weights"):
                 os.truncate(path, path.stat().st_size // 2)
                 die()
 
@@ -96,7 +95,7 @@ class Instants:
 
         def about_to_train(state: TaskRun) -> list[JobRun]:
             runs = active(state)
-            if any(state.selection.is_waiting(run.id) for run in runs) and self.micro_batches("ahead"):
+            if any(state.selection.is_waiting(run.id) for run in runs) and self.is_reached("ahead"):
                 die()
             return runs
 
@@ -105,7 +104,7 @@ class Instants:
     def _on_audit(self, event: str, args: Any, root: str) -> None:
         if event in FILE_EVENTS and args and str(args[0]).startswith(root):
             is_read = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR))
-            if not is_read and self.micro_batches("file"):
+            if not is_read and self.is_reached("file"):
                 die()
 
 
