@@ -39,6 +39,7 @@ from alto.executor import (
 )
 from alto.executor.profiling import TaskContext, pack, plan
 from alto.export import export_best, write_report
+from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
@@ -234,7 +235,12 @@ class TaskRunner:
         run_dir.check_lock()
         if not run_dir.best.is_dir():
             export_best(
-                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+                result,
+                run_dir.job(result.best_job, "best"),
+                adapter_base_model,
+                model=task.model,
+                dataset=task.dataset,
+                method=task.method,
             )
         return replace(result, notices=_reported(run_dir))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from alto.backbone import resolve_model
 from alto.errors import DataError, UnsupportedError
-from alto.evaluation.adapter import SavedAdapter
 from alto.evaluation.base_model import BaseModel
+from alto.lora import SavedAdapter
 
 __all__ = ["complete_with_vllm"]
 

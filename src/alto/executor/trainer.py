@@ -30,6 +30,7 @@ from alto.lora import (
     SlotAdamW,
     SlotUpdate,
     TargetModule,
+    adapter_scale,
     find_shared_inputs,
     inject,
 )
@@ -364,7 +365,7 @@ def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobRun], *, training: 
     return TokenSchedule.build(
         batch.slots,
         batch.job_tokens,
-        scales=[run.config.scale for run in runs],
+        scales=[adapter_scale(run.config) for run in runs],
         dropout=dropout if training else None,
     )
 

@@ -226,11 +226,6 @@ class JobConfig(SpecModel):
             )
         return self
 
-    @property
-    def scale(self) -> float:
-        """What the adapter's output is multiplied by: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one pass over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
