@@ -89,7 +89,9 @@ def test_what_came_before_the_window_does_not_matter(history, values) -> None:
     assert Divergence().judge(history(values + rising)) is not None
 
 
-@pytest.mark.parametrize("settings", [{"window": 1}, {"divergence_patience": 0}, {"tau_slope": 0.0}, {"tau_slope": NAN}])
+@pytest.mark.parametrize(
+    "settings", [{"window": 1}, {"divergence_patience": 0}, {"tau_slope": 0.0}, {"tau_slope": NAN}]
+)
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         Divergence(**settings)

@@ -62,5 +62,5 @@ def test_scale_does_not_matter(history, pairs, exponent) -> None:
 
 @pytest.mark.parametrize("settings", [{"overfitting_patience": 0}, {"tau_gap": 0.0}, {"tau_gap": math.inf}])
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         OverfittingGap(**settings)

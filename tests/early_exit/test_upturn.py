@@ -126,5 +126,5 @@ def test_never_ends_a_job_at_its_best(history, values) -> None:
 
 @pytest.mark.parametrize("settings", [{"overfitting_patience": 0}, {"tau_upturn": -0.1}, {"tau_noise": math.nan}])
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         OverfittingUpturn(**settings)

@@ -71,10 +71,10 @@ class Registry(Generic[T]):
     def _unknown(self, name: str) -> SpecError:
         names = self.names()
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
-        meant = f"Did you mean {near[0]!r}? If not, correct" if near else "Correct"
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
         return SpecError(
-            f"{self.key} should be one of {', '.join(names)}, found {quoted(name)}. {meant} the name, or install the "
-            f"package that registers it under {self.group}."
+            f"{self.key} should be one of {', '.join(names)}, found {quoted(name)}. Correct the name{meant}, or "
+            f"install the package that registers it under {self.group}."
         )
 
 

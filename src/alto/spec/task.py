@@ -170,7 +170,7 @@ class Task(SpecModel):
 
     def __init__(self, /, **values: Any) -> None:
         method = _method_of(values)
-        given = _canonical(values, method)
+        given = method.without_others(_canonical(values, method))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         given["early_exit"] = _early_exit(given.get("early_exit", True))
         given["search_space"] = _search_space(given.get("search_space", {}), method)
@@ -302,13 +302,13 @@ def _method_of(values: Mapping[str, Any]) -> Method:
 
 
 def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """``values`` by canonical names, settings of other methods left out."""
+    """``values`` by canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
     for key in values:
         if key in EarlyExit.model_fields and key not in fields:
             raise UnknownKeyError(f"the task has the key {key!r}, which is expected under 'early_exit'. Move it there.")
-    return method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the task"))
+    return canonical_keys(values, fields=fields, aliases=aliases, where="the task")
 
 
 def _early_exit(value: object) -> object:
