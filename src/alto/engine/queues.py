@@ -239,13 +239,13 @@ class QueueRunner:
         queue = Queue(nodes=tuple(cluster.nodes), settings=QueueSettings(quotas=self._quotas), solve=solve)
         try:
             with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
-                for event in journal.resume_state:
+                for event in journal.past:
                     for observer in self._observers:
                         observer({**event, "replayed": True})
                 notes = _notes_on(journal)
-                if not journal.resume_state:
+                if not journal.past:
                     _record_start(journal, entries, method, cluster)
-                if journal.resume_state or done or notes:  # of a journal that is lost, the results may be left
+                if journal.past or done or notes:  # of a journal that is lost, the results may be left
                     journal.append("queue_resumed", done=sorted(done), notes=notes)
                 Controller(
                     entries,

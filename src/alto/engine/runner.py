@@ -221,7 +221,7 @@ class TaskRunner:
     def _journal(self, run_dir: RunDir, observers: Sequence[Observer], resume_state: ResumeState) -> Journal:
         if not self.ranks.is_first:
             return SilentJournal()
-        return Journal(run_dir.journal_file, observers, resume_state=resume_state.events, check=run_dir.check_lock)
+        return Journal(run_dir.journal_file, observers, past=resume_state.events, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
         """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""

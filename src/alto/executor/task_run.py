@@ -410,7 +410,7 @@ class TaskRun:
         residents = [run for run in self.runs.values() if run.slot is not None]
         return {
             "phase": event.phase,
-            "residents": [run.id for run in residents if self.slot_manager.trainer.place(run) in event.slots],
+            "residents": [run.id for run in residents if self.slot_manager.trainer.local_slot(run) in event.slots],
             "num_tokens": event.num_tokens,
             "max_tokens_per_pass": event.max_tokens_per_pass,
             **({} if event.num_slots is None else {"num_slots": event.num_slots}),
