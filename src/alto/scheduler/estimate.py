@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from alto.records import Rung, Throughput
-from alto.scheduler.admission import JobDemand, ResidentLimits
 from alto.scheduler.intra_task import plan_residents
+from alto.scheduler.residents import JobDemand, ResidentLimits
 from alto.spec.rungs import places_at
 
 __all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_duration_s"]

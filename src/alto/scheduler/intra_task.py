@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from alto.scheduler.admission import (
+from alto.scheduler.rank_assignment import assign_slots
+from alto.scheduler.residents import (
     Admission,
     AdmitReason,
     JobDemand,
@@ -15,7 +16,6 @@ from alto.scheduler.admission import (
     ResidentLimits,
     ResidentPlan,
 )
-from alto.scheduler.rank_assignment import assign_slots
 
 __all__ = ["plan_residents"]
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from alto.scheduler.admission import (
+from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
+from alto.scheduler.residents import (
     Admission,
     AdmitReason,
     JobDemand,
@@ -15,7 +16,6 @@ from alto.scheduler.admission import (
     ResidentLimits,
     ResidentPlan,
 )
-from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks
 
 __all__ = ["assign_slots"]
 
