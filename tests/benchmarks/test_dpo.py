@@ -29,6 +29,7 @@ from trl import DPOTrainer
 from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
+from alto.spec.objectives import DpoSettings
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [
@@ -152,9 +153,7 @@ CONFIG = JobConfig(
     r=4,
     seed=3,
     num_train_epochs=2,
-    beta=0.1,
-    loss_type="sigmoid",
-    label_smoothing=0.0,
+    objective=DpoSettings(),
 )
 
 
