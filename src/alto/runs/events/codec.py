@@ -181,7 +181,8 @@ def event_from(name: str, facts: Mapping[str, Any]) -> Event:
     if unknown:
         raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
     assert not isinstance(event, _Relayed)
-    return event
+    built: Event = event
+    return built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
