@@ -48,7 +48,8 @@ def clone(
 ) -> None:
     """Add a job with the configuration of JOB and some settings changed."""
     changed = dict(map(parse_override, changes or ()))
-    method = find_method(str(read_history(RunDir.open(run).root).settings.get("method", "sft")))
+    started = read_history(RunDir.open(run).root).started
+    method = find_method("sft" if started is None else started.method)
     JobConfig.of(method, changed)  # what no job can have is said here, whether or not the task runs
     _ask(run, Action.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
 
