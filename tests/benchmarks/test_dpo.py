@@ -70,7 +70,7 @@ def smoke(tmp_path_factory) -> tuple[dict, Measured]:
     return json.loads((folder / "dpo-smoke.json").read_text(encoding="utf-8")), kept[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("benchmarks")
 def test_the_smallest_scale_passes_its_gate(smoke):
     result, measured = smoke
     assert result["gate"] == "passed"
@@ -105,7 +105,7 @@ def judged(**changes: float) -> Callable[[Tuned], Tuned]:
     return lambda tuned: dataclasses.replace(tuned, validation=dataclasses.replace(tuned.validation, **changes))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("benchmarks")
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
@@ -121,7 +121,7 @@ def test_the_gate_bites(smoke, tamper, message):
     assert any(message in failure for failure in gate_failures(tamper(smoke[1])))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("benchmarks")
 def test_accuracies_are_compared_on_held_out_pairs_over_all_seeds(smoke):
     def with_accuracies(runs: dict[int, Tuned], *accuracies: float) -> dict[int, Tuned]:
         return {

@@ -17,7 +17,7 @@ from alto.early_exit import Recording
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("benchmarks")
 @pytest.mark.filterwarnings("ignore")  # three libraries warn about each other here
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K at {GSM8K}")
 def test_the_smallest_sweep_passes_its_gates(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import OverfittingUpturn, Policy, Selection
@@ -65,7 +65,6 @@ def run(
                 selection.observe(job, step, validation_loss)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(selections(), st.randoms(use_true_random=False))
 def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces, Failures], shuffler: random.Random) -> None:
     policy, traces, failures = case

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -302,7 +303,7 @@ def trained_rows(config, num_rows):
     return sizes[: config.max_steps]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     num_rows=st.integers(1, 40),
     batch_size=st.integers(1, 12),
@@ -318,7 +319,7 @@ def test_steps_and_samples_are_those_of_a_data_loader(num_rows, batch_size, epoc
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(total=st.integers(1, 5000), ratio=st.floats(0.001, 0.999))
 def test_warmup_ratio_rounds_as_transformers_does(total, ratio):
     arguments = transformers.TrainingArguments.__new__(transformers.TrainingArguments)

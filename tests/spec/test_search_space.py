@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_log_draws_are_uniform_in_the_logarithm():
     assert sum(rate > 5e-3 for rate in linear) > 70
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     low=st.integers(1, 300),
     span=st.integers(1, 300),
@@ -98,7 +99,7 @@ def test_sampled_integers_are_distinct_integers_within_their_ends(low, span, sha
     assert max(values) <= low + span
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     ends=st.tuples(st.floats(1e-9, 1.0), st.floats(1e-9, 1.0)).filter(lambda ends: ends[0] < ends[1]),
     log=st.booleans(),
@@ -220,7 +221,7 @@ def test_too_many_jobs_are_counted_not_made():
     assert len(at_the_limit) == MAX_JOBS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.fixed_dictionaries(
         {},
