@@ -53,8 +53,9 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,benchmarks,chat-templates,models}.md
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,chat-templates,models}.md
 	$(BIN)/python tools/make_reference.py
+	$(BIN)/python tools/make_event_docs.py
 	$(BIN)/python tools/make_benchmark_docs.py
 	$(BIN)/python tools/make_template_docs.py
 	$(BIN)/python tools/make_model_docs.py

@@ -35,7 +35,7 @@ from sweep import LEARNING_RATE_FACTOR, OBSERVE, PAPER_LEARNING_RATES, eval_step
 from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
 from alto.data.split import carve_rows
-from alto.spec import Job
+from alto.spec import BaseModelSpec, Job
 
 SOURCE = "rasbt/"
 """Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
@@ -132,7 +132,7 @@ def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
         "validation": Judge(prepared, prepared.validation.to_list(), BETA),
         "heldout": Judge(prepared, tokenize_pairs(prepared.tokenizer, heldout, max_length=size.max_length), BETA),
     }
-    backbone = load_backbone(model)
+    backbone = load_backbone(BaseModelSpec(id=model))
     first = tasks[size.seeds[0]]
     found = dict(sequential(first, prepared, backbone, first.jobs[::2]))
     batched, early_exit = {}, {}

@@ -30,10 +30,10 @@ from transformers import GenerationConfig
 
 from alto.backbone import Backbone, load_backbone, load_network, resolve_model
 from alto.data import Message, encode_prompt
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
-from alto.lora import ModuleNames, linear_modules, write_adapter
-from alto.spec import JobConfig
+from alto.lora import ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
+from alto.spec import BaseModelSpec, JobConfig
 
 MODEL = "alto-tiny"
 GOALS = {"generation_speedup": (">=", 3.0)}
@@ -106,13 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
     """The row of one case."""
-    backbone = load_backbone(MODEL)
+    backbone = load_backbone(BaseModelSpec(id=MODEL))
     adapters = [_adapter(backbone, number, folder / f"adapter-{number}") for number in range(case.num_adapters)]
     prompts = questions(backbone.tokenizer, case.num_questions)
     peft = _Peft(adapters, end_tokens(backbone.model.generation_config, backbone.tokenizer))
 
     def alto() -> Texts:
-        with seated(backbone, adapters, MODEL) as served:
+        with loaded_adapters(backbone, adapters, MODEL) as served:
             return complete(
                 backbone,
                 served,
@@ -157,7 +157,7 @@ class _Peft:
     """A model of its own with all adapters on it, of which one is in effect at a time."""
 
     def __init__(self, adapters: Sequence[SavedAdapter], ends: frozenset[int]) -> None:
-        network, first = load_network(MODEL), adapters[0]
+        network, first = load_network(BaseModelSpec(id=MODEL)), adapters[0]
         self._names = [f"adapter{number}" for number in range(len(adapters))]
         model: Any = PeftModel.from_pretrained(network, first.folder, adapter_name=self._names[0])
         for name, adapter in zip(self._names[1:], adapters[1:], strict=True):

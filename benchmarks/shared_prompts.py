@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,8 @@ from common import RESULTS_DIR, ROOT, Result, format_table, publish
 from alto import Task
 from alto.backbone import load_backbone
 from alto.data import EncodedDataset, TaskData, encode_pairs, read_task_rows
-from alto.executor import JobRun, Trainer, plan_jobs
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.ranks import Ranks
-from alto.executor.references import find_references
-from alto.lora import linear_modules
-from alto.objectives import find_objective
+from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states, with_references
+from alto.spec import BaseModelSpec
 
 MODEL = "alto-tiny"
 ALL = "all"
@@ -115,7 +111,7 @@ class _Way:
     """Jobs on pairs that are laid out in one way."""
 
     def __init__(self, pairs: Sequence[dict[str, str]], size: Size, *, share_prompts: bool) -> None:
-        backbone = load_backbone(MODEL)
+        backbone = load_backbone(BaseModelSpec(id=MODEL))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "pairs.jsonl"
             file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
@@ -136,30 +132,22 @@ class _Way:
         )
         self.tokens_per_pair = _tokens_per_pair(train)
         micro_batches = MicroBatches(MAX_TOKENS, lambda event: None, can_retry=True)
-        data = find_references(
-            task, backbone, TaskData(train=train, validation=validation), micro_batches, Ranks()
-        ).data
-        self._runs: list[JobRun] = [replace(run, slot=slot) for slot, run in enumerate(plan_jobs(task, backbone, data))]
-        self._trainer = Trainer(
-            backbone,
-            data,
-            modules=linear_modules(backbone.model),
-            max_rank=RANK,
-            num_slots=NUM_JOBS,
-            max_tokens_per_pass=MAX_TOKENS,
-            optims={run.config.optim for run in self._runs},
-            objective=find_objective(task.method),
-        )
-        for slot, run in enumerate(self._runs):
-            self._trainer.admit_fresh(run, slot)
+        context = TaskContext.of(task, backbone, TaskData(train=train, validation=validation))
+        context = with_references(context, micro_batches)
+        self._jobs = initial_states(context)
+        size = BankSize.of(context.jobs, backbone, num_slots=NUM_JOBS)
+        self._trainer = build_trainer(backbone, size, micro_batches)
+        for slot, job in enumerate(self._jobs):
+            job.slot = slot
+            self._trainer.admit_fresh(job, slot)
 
     def step(self) -> tuple[list[float], float]:
         """Losses of all jobs, and seconds."""
         began = time.perf_counter()
-        losses = self._trainer.step(self._runs)
+        losses = self._trainer.step(self._jobs)
         duration_s = time.perf_counter() - began
-        for run in self._runs:
-            run.step += 1
+        for job in self._jobs:
+            job.step += 1
         return list(losses), duration_s
 
 

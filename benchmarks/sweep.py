@@ -31,7 +31,7 @@ from alto import EarlyExit, Engine, Task, TaskResult
 from alto.backbone import resolve_model
 from alto.data import sample_rows, split_rows
 from alto.early_exit import Recording, ReplayResult, evaluation_steps, policy_from, replay
-from alto.runs import read_events
+from alto.runs import read_entries
 from alto.spec import Job
 
 PAPER_LEARNING_RATES = (1e-5, 5e-5, 2e-4, 3e-4, 5e-4)
@@ -155,7 +155,7 @@ def measure(task: Task, prepared: Prepared, output_dir: Path) -> Measured:
         batched_s=batched_s,
         early_exit=early_exit,
         early_exit_s=early_exit_s,
-        recording=Recording.from_journal(read_events(Path(batched.run_dir) / "journal.jsonl")),
+        recording=Recording.from_journal(read_entries(Path(batched.run_dir) / "journal.jsonl")),
     )
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.backbone.sharding import find_roots, shard
-from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor import BankSize, JobState, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.executor.ranks import Ranks
-from alto.lora import AdapterWeights, linear_modules
+from alto.lora import AdapterWeights
 
 __all__ = ["AdapterParallel"]
 
@@ -31,43 +31,44 @@ class AdapterParallel:
         shard(model, mesh)
         find_roots(model)
         self._backbone = Backbone(model, None, "random")
-        self._runs: dict[int, list[JobRun]] = {}
-        self._trainer = Trainer(
-            self._backbone,
-            workload.data,
-            modules=linear_modules(model),
-            max_rank=max(workload.ranks),
-            num_slots=len(workload.ranks) // ranks.size,
-            max_tokens_per_pass=workload.max_tokens_per_pass,
-            optims={run.config.optim for run in self.runs(1)},
-            ranks=ranks,
+        self._ranks = ranks
+        self._jobs: dict[int, list[JobState]] = {}
+        micro_batches = MicroBatches(workload.max_tokens_per_pass, lambda event: None, can_retry=False)
+        size = BankSize.of(
+            [job.planned for job in self.jobs(1)], self._backbone, num_slots=len(workload.ranks) // ranks.size
         )
-        for run in self.runs(1):
-            place = self._trainer.place(run)
-            if place is not None:
-                self._trainer.admit_fresh(run, place)
+        self._trainer = build_trainer(self._backbone, size, micro_batches, ranks)
+        for job in self.jobs(1):
+            local_slot = self._trainer.local_slot(job)
+            if local_slot is not None:
+                self._trainer.admit_fresh(job, local_slot)
 
-    def runs(self, batch_size: int) -> list[JobRun]:
-        """The jobs, seated in the slots of all ranks, before their first step."""
-        if batch_size not in self._runs:
-            runs = plan_jobs(self._workload.task(batch_size), self._backbone, self._workload.data)
-            for slot, run in enumerate(runs):
-                run.slot = slot
-            self._runs[batch_size] = runs
-        return self._runs[batch_size]
+    def jobs(self, batch_size: int) -> list[JobState]:
+        """The jobs, in the slots of all ranks, before their first step."""
+        if batch_size not in self._jobs:
+            task = self._workload.task(batch_size)
+            jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data, self._ranks))
+            for slot, job in enumerate(jobs):
+                job.slot = slot
+            self._jobs[batch_size] = jobs
+        return self._jobs[batch_size]
 
     def step(self, batch_size: int) -> None:
-        self._trainer.step(self.runs(batch_size))
+        self._trainer.step(self.jobs(batch_size))
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> dict[int, JobFacts]:
-        bank, runs = self._trainer.bank, self.runs(batch_size)
-        places = {job: place for job, run in enumerate(runs) if (place := self._trainer.place(run)) is not None}
-        for job, place in places.items():
-            self._trainer.admit_warm(runs[job], place, weights[job])
-        losses = self._trainer.backward(runs)
+        bank, jobs = self._trainer.bank, self.jobs(batch_size)
+        held = {
+            index: local_slot
+            for index, job in enumerate(jobs)
+            if (local_slot := self._trainer.local_slot(job)) is not None
+        }
+        for index, local_slot in held.items():
+            self._trainer.admit_warm(jobs[index], local_slot, weights[index])
+        losses = self._trainer.backward(jobs)
         found = {}
-        for job, place in places.items():
-            gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, place)}
-            found[job] = JobFacts(loss=float(losses[job]), gradients=gradients)
+        for index, local_slot in held.items():
+            gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, local_slot)}
+            found[index] = JobFacts(loss=float(losses[index]), gradients=gradients)
         bank.grads_ZP.zero_()
         return found

@@ -20,9 +20,9 @@ from transformers import logging as transformers_logging
 from alto.backbone import load_backbone, resolve_model
 from alto.data import EncodedDataset, TaskData
 from alto.errors import AltoError
-from alto.executor import Trainer, plan_jobs
-from alto.lora import find_targets, linear_modules
-from alto.spec import Task
+from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
+from alto.lora import linear_modules
+from alto.spec import BaseModelSpec, Task
 from architectures_lib.tiny import build_tiny
 from architectures_lib.verdict import Verdict
 
@@ -116,7 +116,7 @@ def _targets(model: PreTrainedModel) -> list[str]:
 
 
 def _train_together(folder: Path, data: TaskData) -> list[_Step]:
-    backbone = load_backbone(str(folder))
+    backbone = load_backbone(BaseModelSpec(id=str(folder)))
     targets = _targets(backbone.model)
     keys = {key for job in JOBS for key in job}
     task = Task(
@@ -128,35 +128,29 @@ def _train_together(folder: Path, data: TaskData) -> list[_Step]:
         max_tokens_per_pass=4000,
         search_space={"paired": {key: [job[key] for job in JOBS] for key in keys}},
     )
-    runs = plan_jobs(task, backbone, data)
-    trainer = Trainer(
-        backbone,
-        data,
-        modules=find_targets(backbone.model, targets, 1),
-        max_rank=max(run.config.r for run in runs),
-        num_slots=len(runs) + 1,
-        max_tokens_per_pass=4000,
-        optims={run.config.optim for run in runs},
-    )
+    context = TaskContext.of(task, backbone, data)
+    jobs = initial_states(context)
+    size = BankSize.of(context.jobs, backbone, num_slots=len(jobs) + 1)
+    trainer = build_trainer(backbone, size, MicroBatches(4000, lambda event: None))
     generator = torch.Generator().manual_seed(5)
-    for slot, run in enumerate(runs):
-        run.slot = slot
-        trainer.admit_fresh(run, slot)
+    for slot, job in enumerate(jobs):
+        job.slot = slot
+        trainer.admit_fresh(job, slot)
         weights = {
             name: (a, torch.randn(b.shape, generator=generator) * 0.1)
             for name, (a, b) in trainer.bank.read(slot).items()
         }
         trainer.bank.write(slot, weights)
-    losses = trainer.backward(runs).tolist()
+    losses = trainer.backward(jobs).tolist()
     steps = []
-    for run, loss in zip(runs, losses, strict=True):
+    for job, loss in zip(jobs, losses, strict=True):
         gradients = {}
-        for module, a_KR, b_RN in trainer.bank.matrices(trainer.bank.grads_ZP, run.slot):
+        for module, a_KR, b_RN in trainer.bank.matrices(trainer.bank.grads_ZP, job.slot):
             gradients |= {f"{module.name}.A": a_KR.clone(), f"{module.name}.B": b_RN.clone()}
-        rows = [(data.train.input_ids[row], data.train.targets[row]) for row in run.order.rows_of_step(0)]
-        settings = {"r": run.config.r, "lora_alpha": run.config.lora_alpha, "target_modules": targets}
+        rows = [(data.train.input_ids[row], data.train.targets[row]) for row in job.order.rows_of_step(0)]
+        settings = {"r": job.config.r, "lora_alpha": job.config.lora_alpha, "target_modules": targets}
         steps.append(
-            _Step(rows=rows, settings=settings, weights=trainer.bank.read(run.slot), loss=loss, gradients=gradients)
+            _Step(rows=rows, settings=settings, weights=trainer.bank.read(job.slot), loss=loss, gradients=gradients)
         )
     return steps
 

@@ -12,7 +12,7 @@ from baselines.job import BaselineJob
 from alto import EarlyExit, TaskResult
 from alto.early_exit import Recording, ReplayResult, policy_from, replay
 from alto.records import ExitReason
-from alto.runs import read_events
+from alto.runs import read_entries
 from dpo_lib.judge import Worth
 
 __all__ = ["Measured", "Tuned"]
@@ -78,7 +78,7 @@ class Measured:
     def recording(self) -> Recording:
         """The curves of ``batched`` of the first seed."""
         run_dir = Path(self.batched[self.first_seed].result.run_dir)
-        return Recording.from_journal(read_events(run_dir / "journal.jsonl"))
+        return Recording.from_journal(read_entries(run_dir / "journal.jsonl"))
 
     def replayed(self, settings: EarlyExit) -> ReplayResult:
         """What a policy would have done on that recording."""

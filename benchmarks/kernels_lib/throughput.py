@@ -12,6 +12,7 @@ from common import Spread, spread
 from transformers import PreTrainedModel
 
 from alto.backbone import load_tokenizer
+from alto.spec import BaseModelSpec
 from kernels_lib.variants import Ours
 from kernels_lib.workload import Workload
 
@@ -73,4 +74,5 @@ def _peft_epoch(prepared: Prepared, workload: Workload) -> list[BaselineJob]:
 
 def _prepared(base: PreTrainedModel, workload: Workload) -> Prepared:
     rows = workload.examples()
-    return Prepared(model=base, tokenizer=load_tokenizer("alto-tiny"), train=rows, validation=rows[:1], duration_s=0.0)
+    tokenizer = load_tokenizer(BaseModelSpec(id="alto-tiny"))
+    return Prepared(model=base, tokenizer=tokenizer, train=rows, validation=rows[:1], duration_s=0.0)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.data import TokenBatch
-from alto.executor import JobRun, Trainer, plan_jobs
-from alto.lora import AdapterWeights, linear_modules
+from alto.executor import BankSize, JobState, MicroBatches, TaskContext, build_trainer, initial_states
+from alto.lora import AdapterWeights, adapter_scale, linear_modules
 from alto.objectives import find_objective, job_losses
 from kernels_lib.workload import LEARNING_RATE, Workload
 
@@ -163,7 +163,7 @@ class Stacked:
         self._backbone = Backbone(share(base), None, "random")
         self._workload = workload
         configs = [job.config for job in workload.jobs(1)]
-        self._scales = [config.scale for config in configs]
+        self._scales = [adapter_scale(config) for config in configs]
         self._adapters = StackedAdapters(
             self._backbone.model,
             [module.name for module in linear_modules(self._backbone.model)],
@@ -210,39 +210,33 @@ class Ours:
     def __init__(self, base: PreTrainedModel, workload: Workload, *, torch_compile: bool = False) -> None:
         self._workload = workload
         self._backbone = Backbone(share(base), None, "random", torch_compile=torch_compile)
-        self._runs: dict[int, list[JobRun]] = {}
-        modules = linear_modules(self._backbone.model)
-        self._trainer = Trainer(
-            self._backbone,
-            workload.data,
-            modules=modules,
-            max_rank=max(workload.ranks),
-            num_slots=len(workload.ranks),
-            max_tokens_per_pass=workload.max_tokens_per_pass,
-            optims={run.config.optim for run in self.runs(1)},
-        )
-        for slot, run in enumerate(self.runs(1)):
-            self._trainer.admit_fresh(run, slot)
+        self._runs: dict[int, list[JobState]] = {}
+        micro_batches = MicroBatches(workload.max_tokens_per_pass, lambda event: None)
+        size = BankSize.of([job.planned for job in self.jobs(1)], self._backbone, num_slots=len(workload.ranks))
+        self._trainer = build_trainer(self._backbone, size, micro_batches)
+        for slot, job in enumerate(self.jobs(1)):
+            self._trainer.admit_fresh(job, slot)
 
-    def runs(self, batch_size: int) -> list[JobRun]:
-        """The jobs, seated, before their first step."""
+    def jobs(self, batch_size: int) -> list[JobState]:
+        """The jobs, in their slots, before their first step."""
         if batch_size not in self._runs:
-            runs = plan_jobs(self._workload.task(batch_size), self._backbone, self._workload.data)
-            for slot, run in enumerate(runs):
-                run.slot = slot
-            self._runs[batch_size] = runs
+            task = self._workload.task(batch_size)
+            jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data))
+            for slot, job in enumerate(jobs):
+                job.slot = slot
+            self._runs[batch_size] = jobs
         return self._runs[batch_size]
 
     def backward(self, batch_size: int) -> list[float]:
-        return [float(loss) for loss in self._trainer.backward(self.runs(batch_size)).tolist()]
+        return [float(loss) for loss in self._trainer.backward(self.jobs(batch_size)).tolist()]
 
     def step(self, batch_size: int) -> None:
-        self._trainer.step(self.runs(batch_size))
+        self._trainer.step(self.jobs(batch_size))
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
-        bank, runs = self._trainer.bank, self.runs(batch_size)
-        for slot, (run, adapter) in enumerate(zip(runs, weights, strict=True)):
-            self._trainer.admit_warm(run, slot, adapter)
+        bank, jobs = self._trainer.bank, self.jobs(batch_size)
+        for slot, (job, adapter) in enumerate(zip(jobs, weights, strict=True)):
+            self._trainer.admit_warm(job, slot, adapter)
         facts = []
         for slot, loss in enumerate(self.backward(batch_size)):
             gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, slot)}

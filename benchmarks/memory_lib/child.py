@@ -21,11 +21,19 @@ from kernels_lib.workload import random_rows
 
 from alto.backbone import load_backbone
 from alto.data import DataOrder, TaskData
-from alto.executor import Executor, Trainer, plan_jobs
-from alto.executor.profiling import Subject, pack, plan
+from alto.executor import (
+    BankSize,
+    Executor,
+    MicroBatches,
+    RunStart,
+    TaskContext,
+    build_trainer,
+    initial_states,
+)
+from alto.executor.profiling import pack, plan
 from alto.executor.profiling.meter import peak_bytes, reset_peak
-from alto.lora import linear_modules
-from alto.runs import Journal, RunDir, read_events
+from alto.runs import Journal, RunDir, read_entries
+from alto.runs.events import JobCompleted
 from alto.spec import Task
 
 STEPS = 8
@@ -35,66 +43,59 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What ``request["action"]`` finds out about its task."""
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
-    backbone = load_backbone(task.model, dtype=task.dtype, device=request["device"])
+    backbone = load_backbone(task.base_model, device=request["device"])
     lengths = [RowLength(*row) for row in request["lengths"]]
     vocabulary = backbone.model.config.vocab_size
     data = TaskData(
         train=random_rows(lengths, vocabulary).train, validation=random_rows(lengths[::4], vocabulary, seed=1).train
     )
-    subject = Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
+    context = TaskContext.of(task, backbone, data)
     match request["action"]:
         case "plan":
-            return find_plan(subject)
+            return find_plan(context)
         case "peak":
-            return find_peak(subject, request["num_jobs"], request["batch_size"])
+            return find_peak(context, request["num_jobs"], request["batch_size"])
         case _:
-            return find_duration(subject)
+            return find_duration(context)
 
 
-def find_plan(subject: Subject) -> dict[str, Any]:
+def find_plan(context: TaskContext) -> dict[str, Any]:
     """The plan, measured now."""
-    return asdict(plan(subject, refresh=True))
+    return asdict(plan(context, refresh=True))
 
 
-def find_peak(subject: Subject, num_jobs: int, batch_size: int) -> dict[str, Any]:
+def find_peak(context: TaskContext, num_jobs: int, batch_size: int) -> dict[str, Any]:
     """The peak of a few steps of the task's first jobs together, and the largest pass of them."""
-    backbone, data = subject.backbone, subject.data
-    targeted = {module for run in subject.runs for module in run.shape.targets}
-    runs = [
-        replace(run, order=DataOrder(len(data.train), batch_size, run.config.seed)) for run in subject.runs[:num_jobs]
+    backbone, data = context.backbone, context.data
+    jobs = [
+        replace(job, planned=replace(job.planned, order=DataOrder(len(data.train), batch_size, job.config.seed)))
+        for job in initial_states(context)[:num_jobs]
     ]
-    trainer = Trainer(
-        backbone,
-        data,
-        modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
-        max_rank=max(run.shape.rank for run in subject.runs),
-        num_slots=num_jobs,
-        max_tokens_per_pass=subject.task.max_tokens_per_pass or 2**62,
-        optims={run.config.optim for run in runs},
-    )
+    micro_batches = MicroBatches(context.task.max_tokens_per_pass or 2**62, lambda event: None)
+    trainer = build_trainer(backbone, BankSize.of(context.jobs, backbone, num_slots=num_jobs), micro_batches)
     reset_peak(backbone.device)
-    for slot, run in enumerate(runs):
-        run.slot = slot
-        trainer.admit_fresh(run, slot)
+    for slot, job in enumerate(jobs):
+        job.slot = slot
+        trainer.admit_fresh(job, slot)
     for _ in range(STEPS):
-        trainer.step(runs)
-        for run in runs:
-            run.step += 1
-    return {"peak_bytes": peak_bytes(backbone.device), "num_tokens": trainer.micro_batches.largest}
+        trainer.step(jobs)
+        for job in jobs:
+            job.step += 1
+    return {"peak_bytes": peak_bytes(backbone.device), "num_tokens": micro_batches.largest}
 
 
-def find_duration(subject: Subject) -> dict[str, Any]:
+def find_duration(context: TaskContext) -> dict[str, Any]:
     """Seconds that the task trains and evaluates, checkpoints included, packed as its plan says."""
-    task, _ = pack(subject)
+    task, _ = pack(context)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir.create(folder, task)
         start = time.perf_counter()
         with Journal(run_dir.journal_file) as journal:
-            Executor(task, subject.runs, subject.backbone, subject.data, run_dir=run_dir, journal=journal).run()
+            Executor.build(replace(context, task=task), journal, RunStart(run_dir=run_dir)).run()
         duration_s = time.perf_counter() - start
-        completed = sum(event["event"] == "job_completed" for event in read_events(run_dir.journal_file))
-    if completed != len(subject.runs):
-        raise RuntimeError(f"expected {len(subject.runs)} jobs that came to their end, found {completed}")
+        completed = sum(isinstance(entry.event, JobCompleted) for entry in read_entries(run_dir.journal_file))
+    if completed != len(context.jobs):
+        raise RuntimeError(f"expected {len(context.jobs)} jobs that came to their end, found {completed}")
     return {"duration_s": duration_s}
 
 

@@ -20,10 +20,12 @@
     │   ├── RunChangedError (ValueError)    its base model, data or settings are other ones than it began with
     │   ├── RunWriteError (OSError)         its disk cannot be written
     │   │   └── DiskFullError               it is full, or a quota is used up
-    │   └── JobCommandError (ValueError)    a job cannot do what was asked of it
+    │   ├── JobCommandError (ValueError)    a job cannot do what was asked of it
+    │   └── QueueCommandError (ValueError)  a queue cannot do what was asked of it
     ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
     ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
+    ├── DeviceBusyError (BlockingIOError)   another process has the GPU
     ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
     ├── RankConnectionError (ConnectionError)  a rank is connected to something that is no rank of its executor
     ├── UntrustedCodeError (PermissionError)  a run's files ask for code to be run, and the caller has not allowed it
@@ -51,6 +53,7 @@ __all__ = [
     "DataError",
     "DataFileNotFoundError",
     "DataFormatError",
+    "DeviceBusyError",
     "DeviceMemoryError",
     "DiskFullError",
     "JobCommandError",
@@ -58,6 +61,7 @@ __all__ = [
     "ModelNotFoundError",
     "NoResultError",
     "ProfileError",
+    "QueueCommandError",
     "RankConnectionError",
     "RunBusyError",
     "RunChangedError",
@@ -155,6 +159,10 @@ class JobCommandError(RunError, ValueError):
     """A job cannot do what was asked of it."""
 
 
+class QueueCommandError(RunError, ValueError):
+    """A queue cannot do what was asked of it."""
+
+
 class TaskInterruptedError(AltoError, RuntimeError):
     """A task was asked to stop and did; the run can be resumed."""
 
@@ -173,6 +181,10 @@ class TasksFailedError(AltoError, RuntimeError):
     def __init__(self, message: str, *, results: Sequence[object] = ()) -> None:
         super().__init__(message)
         self.results = tuple(results)
+
+
+class DeviceBusyError(AltoError, BlockingIOError):
+    """Another process of this machine has the GPU."""
 
 
 class ClusterLostError(AltoError, ConnectionError):

@@ -44,6 +44,7 @@ __all__ = [
     "TaskResult",
     "Throughput",
     "ThroughputPoint",
+    "exit_reason",
 ]
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
@@ -59,13 +60,18 @@ GenerationBackend = Literal["alto", "vllm"]
 
 
 class ExitReason(StrEnum):
-    """Why a job ended before its last step."""
+    """Why a job ended before its last step. A rule of a user has a reason of its own beside these."""
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"
     UNDERPERFORMING = "underperforming"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+def exit_reason(text: str) -> str:
+    """The reason that a journal spells ``text``: an `ExitReason`, or that of a user's rule as it stands."""
+    return ExitReason(text) if text in list(ExitReason) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +129,13 @@ class StartValue:
 class ExitDecision:
     """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
 
-    ``evidence`` holds the numbers the verdict was based on (slopes, gaps, ranks, thresholds).
+    ``reason`` is an `ExitReason`, or that of a user's rule. ``evidence`` holds the numbers the verdict was based on
+    (slopes, gaps, ranks, thresholds).
     """
 
     job: str
     step: int
-    reason: ExitReason
+    reason: str
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -192,7 +199,7 @@ class JobResult:
         job: Job id.
         config: The job's resolved configuration, canonical keys.
         steps: Steps done; ``total_steps`` if nothing ended it early.
-        exit_reason: None when the job did all its steps.
+        exit_reason: An `ExitReason`, or that of a user's rule; None when the job did all its steps.
         best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
         best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
         samples_trained: Rows seen in training, counting repeats over epochs.
@@ -204,7 +211,7 @@ class JobResult:
     config: Mapping[str, Any]
     steps: int
     total_steps: int
-    exit_reason: ExitReason | None
+    exit_reason: str | None
     exit_evidence: Mapping[str, float]
     best_step: int
     best_validation_loss: float
@@ -232,7 +239,13 @@ class AdapterCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistScore:
-    """How many of the validation questions a finalist answered right."""
+    """How many of the validation questions a finalist answered right.
+
+    Attributes:
+        job: Job id.
+        num_correct: Questions whose answer was right.
+        num_questions: Questions that were asked.
+    """
 
     job: str
     num_correct: int
@@ -432,6 +445,7 @@ class Node:
     """One machine of a cluster.
 
     Attributes:
+        name: Unique in the cluster.
         gpus: Numbers of its devices; a device that was lost leaves a gap.
     """
 
@@ -441,11 +455,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where and when one task runs; seconds count from the moment the schedule was made.
+    """Where and when one task runs.
 
     Attributes:
+        task: Name of the task.
         gpus: In rising order. All on one node wherever a node is large enough.
-        duration_s: As it was estimated.
+        start_s: Seconds after the schedule was made.
+        duration_s: Seconds, as estimated.
     """
 
     task: str
@@ -539,9 +555,12 @@ class MemoryProfile:
     """What a step takes: ``fixed_bytes + bytes_per_token * tokens``, and the bank's bytes on top.
 
     Attributes:
+        fixed_bytes: What does not depend on the tokens.
+        bytes_per_token: What each token of the step adds.
         capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned with, in (0, 1].
-        error_median, error_worst: Of the model against ``points``, relative to what was measured.
+        error_median: Median error of the model at ``points``, relative to what was measured.
+        error_worst: The largest of these errors.
         points: What was measured.
     """
 
@@ -620,7 +639,13 @@ class TaskPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputPoint:
-    """The duration of one measured training step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
+    """The duration of one measured training step.
+
+    Attributes:
+        num_jobs: Jobs that took the step together.
+        num_tokens: Tokens of all of them.
+        duration_s: Seconds.
+    """
 
     num_jobs: int
     num_tokens: int
@@ -632,6 +657,9 @@ class Throughput:
     """How long a training step takes: ``step_s + job_s * jobs + token_s * tokens`` seconds.
 
     Attributes:
+        step_s: Seconds of any step.
+        job_s: Seconds that each job of the step adds.
+        token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
         points: What was measured.
     """

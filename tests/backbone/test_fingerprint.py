@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import base_differences, base_fingerprint, fingerprint, resolve_model
 from alto.errors import ModelError, ModelNotFoundError
+from alto.spec import BaseModelSpec
 
 ASSET = Path(resolve_model("alto-tiny"))
 WEIGHTS = "model.safetensors"
@@ -26,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def differences(folder: Path) -> list[str]:
-    return base_differences(base_fingerprint("alto-tiny"), base_fingerprint(str(folder)))
+    return base_differences(
+        base_fingerprint(BaseModelSpec(id="alto-tiny")), base_fingerprint(BaseModelSpec(id=str(folder)))
+    )
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -38,8 +41,8 @@ def test_a_copy_written_at_another_time_is_the_same_model(folder: Path) -> None:
     for path in folder.iterdir():
         os.utime(path, (1e9, 1e9))
     edit_config(folder, transformers_version="9.9", _name_or_path="elsewhere")
-    found = base_fingerprint(str(folder))
-    assert base_differences(base_fingerprint("alto-tiny"), found) == []
+    found = base_fingerprint(BaseModelSpec(id=str(folder)))
+    assert base_differences(base_fingerprint(BaseModelSpec(id="alto-tiny")), found) == []
     assert found["files"][WEIGHTS] == [(folder / WEIGHTS).stat().st_size, 10**18]
     assert json.loads(json.dumps(found)) == found
 
@@ -81,7 +84,9 @@ def test_other_code_is_another_model_where_code_is_run(config: str, folder: Path
     found = []
     for text in ("a = 1", "a = 2"):
         (folder / "modeling.py").write_text(text)
-        found.append([base_fingerprint(str(folder), trust_remote_code=trusts) for trusts in (True, False)])
+        found.append(
+            [base_fingerprint(BaseModelSpec(id=str(folder), trust_remote_code=trusts)) for trusts in (True, False)]
+        )
     (trusted, untrusted), (trusted_other, untrusted_other) = found
     assert base_differences(trusted, trusted_other) == ["another Python code beside its config.json"]
     assert base_differences(untrusted, untrusted_other) == []
@@ -90,7 +95,13 @@ def test_other_code_is_another_model_where_code_is_run(config: str, folder: Path
 
 def test_code_that_nobody_runs_changes_no_model(folder: Path) -> None:
     (folder / "train.py").write_text("import alto")
-    assert base_differences(base_fingerprint("alto-tiny"), base_fingerprint(str(folder), trust_remote_code=True)) == []
+    assert (
+        base_differences(
+            base_fingerprint(BaseModelSpec(id="alto-tiny")),
+            base_fingerprint(BaseModelSpec(id=str(folder), trust_remote_code=True)),
+        )
+        == []
+    )
 
 
 def test_a_large_tensor_is_read_in_windows_from_end_to_end(tmp_path: Path, folder: Path) -> None:
@@ -100,9 +111,9 @@ def test_a_large_tensor_is_read_in_windows_from_end_to_end(tmp_path: Path, folde
         if changed is not None:
             numbers[changed] = 1.0
         save_file({"a": large}, folder / WEIGHTS)
-        before = base_fingerprint(str(folder))
+        before = base_fingerprint(BaseModelSpec(id=str(folder)))
         save_file({"a": numbers}, folder / WEIGHTS)
-        assert bool(base_differences(before, base_fingerprint(str(folder)))) is is_seen
+        assert bool(base_differences(before, base_fingerprint(BaseModelSpec(id=str(folder))))) is is_seen
     num_read = sum(size for _, size in fingerprint._windows(large.nbytes))
     assert num_read == fingerprint.NUM_WINDOWS * fingerprint.WINDOW_BYTES < large.nbytes / 10
 
@@ -111,12 +122,12 @@ def test_pickle_files_are_told_by_their_checksums(tiny_model: Callable[..., PreT
     (folder / WEIGHTS).unlink()
     weights = {"a": torch.zeros(1000), "b": torch.ones(10)}
     torch.save(weights, folder / "pytorch_model.bin")
-    before = base_fingerprint(str(folder), use_safetensors=False)
+    before = base_fingerprint(BaseModelSpec(id=str(folder), use_safetensors=False))
     torch.save(weights, folder / "pytorch_model.bin")
-    assert base_differences(before, base_fingerprint(str(folder), use_safetensors=False)) == []
+    assert base_differences(before, base_fingerprint(BaseModelSpec(id=str(folder), use_safetensors=False))) == []
     weights["a"][500] = 1e-3
     torch.save(weights, folder / "pytorch_model.bin")
-    found = base_fingerprint(str(folder), use_safetensors=False)
+    found = base_fingerprint(BaseModelSpec(id=str(folder), use_safetensors=False))
     assert base_differences(before, found) == ["other weights"]
 
 
@@ -131,7 +142,7 @@ def test_a_revision_of_the_hub_with_the_same_files_is_the_same_model(
             edit_config(snapshots / commit, rope_theta=5.0)
         config = str(snapshots / commit / "config.json")
         monkeypatch.setattr(fingerprint, "cached_file", lambda model, name, config=config: config)
-        found[commit] = base_fingerprint("org/name")
+        found[commit] = base_fingerprint(BaseModelSpec(id="org/name"))
     assert found["aaa"]["commit"] == "aaa"
     assert base_differences(found["aaa"], found["bbb"]) == []
     assert base_differences(found["aaa"], found["ccc"]) == ["another config.json", "revision ccc instead of aaa"]
@@ -143,9 +154,9 @@ def test_a_revision_that_is_downloaded_further_is_the_same_model(
     snapshot = shutil.copytree(folder, tmp_path / "models--org--name" / "snapshots" / "aaa")
     edit_config(snapshot, auto_map={"AutoModelForCausalLM": "modeling.Own"})
     monkeypatch.setattr(fingerprint, "cached_file", lambda model, name: str(snapshot / "config.json"))
-    before = base_fingerprint("org/name", trust_remote_code=True)
+    before = base_fingerprint(BaseModelSpec(id="org/name", trust_remote_code=True))
     (snapshot / "modeling.py").write_text("pass")
-    assert base_differences(before, base_fingerprint("org/name", trust_remote_code=True)) == []
+    assert base_differences(before, base_fingerprint(BaseModelSpec(id="org/name", trust_remote_code=True))) == []
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_damaged_weights_are_said(content: bytes | None, message: str, folder: P
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
     with pytest.raises(ModelError, match=message):
-        base_fingerprint(str(folder))
+        base_fingerprint(BaseModelSpec(id=str(folder)))
 
 
 def test_a_damaged_archive_is_said(folder: Path) -> None:
@@ -172,14 +183,14 @@ def test_a_damaged_archive_is_said(folder: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-60] + b"\xff" * 10 + whole[-50:])
     with pytest.raises(ModelError, match="something else"):
-        base_fingerprint(str(folder), use_safetensors=False)
+        base_fingerprint(BaseModelSpec(id=str(folder), use_safetensors=False))
 
 
 def test_what_cannot_be_read_is_said(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(ModelError, match="the files that it was loaded from"):
-        base_fingerprint(str(folder))
+        base_fingerprint(BaseModelSpec(id=str(folder)))
     (folder / "config.json").unlink()
     (folder / WEIGHTS).unlink()
     with pytest.raises(ModelNotFoundError):
-        base_fingerprint(str(folder))
+        base_fingerprint(BaseModelSpec(id=str(folder)))

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from alto.backbone import limits_of, load_config
+from alto.spec import BaseModelSpec
 
 
 def yarn(**settings: Any) -> Qwen2Config:
@@ -44,4 +45,4 @@ def test_what_the_configuration_says_is_the_limit(config: PreTrainedConfig, posi
 
 
 def test_the_configuration_is_read_without_the_weights() -> None:
-    assert limits_of(load_config("alto-tiny")).max_positions == 2048
+    assert limits_of(load_config(BaseModelSpec(id="alto-tiny"))).max_positions == 2048

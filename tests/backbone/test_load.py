@@ -27,6 +27,7 @@ from transformers import (
 from alto.backbone import load_backbone, resolve_model
 from alto.backbone.load import SHIPPED_MODELS
 from alto.errors import ModelError, ModelNotFoundError
+from alto.spec import BaseModelSpec
 
 ASSET = Path(resolve_model("alto-tiny"))
 WEIGHTS = "model.safetensors"
@@ -46,7 +47,7 @@ def save(model: PreTrainedModel, folder: Path, **settings: object) -> Path:
 
 def assert_refused(folder: Path, *said: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
     with pytest.raises(ModelError) as caught:
-        load_backbone(str(folder), **settings)
+        load_backbone(BaseModelSpec(id=str(folder), **settings))
     assert type(caught.value) is kind
     message = str(caught.value)
     assert message.startswith("model: expected ")
@@ -57,7 +58,7 @@ def assert_refused(folder: Path, *said: str, kind: type[ModelError] = ModelError
 
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_a_shipped_model_loads_frozen_in_float32(name: str) -> None:
-    backbone = load_backbone(name)
+    backbone = load_backbone(BaseModelSpec(id=name))
     assert (backbone.path, backbone.dtype, backbone.device.type) == (str(ASSET), torch.float32, "cpu")
     assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
     ids = torch.tensor(backbone.tokenizer("one and two is three")["input_ids"])
@@ -68,12 +69,12 @@ def test_a_shipped_model_loads_frozen_in_float32(name: str) -> None:
 
 
 def test_the_dtype_is_what_was_asked_for() -> None:
-    assert load_backbone("alto-tiny", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_backbone(BaseModelSpec(id="alto-tiny", dtype="bfloat16")).dtype == torch.bfloat16
 
 
 def test_a_folder_is_loaded_whatever_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    assert load_backbone("base").path == str(folder.resolve())
+    assert load_backbone(BaseModelSpec(id="base")).path == str(folder.resolve())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -82,7 +83,7 @@ def test_every_architecture_comes_back_as_it_was_saved(
     tiny_model: Callable[..., PreTrainedModel], tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
-    backbone = load_backbone(str(save(model, tmp_path)))
+    backbone = load_backbone(BaseModelSpec(id=str(save(model, tmp_path))))
     assert type(backbone.model) is type(model)
     parameters = dict(model.named_parameters())
     assert dict(backbone.model.named_parameters()).keys() == parameters.keys()
@@ -94,7 +95,7 @@ def test_shards_are_loaded(tiny_model: Callable[..., PreTrainedModel], tmp_path:
     model = tiny_model("llama")
     save(model, tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    loaded = load_backbone(str(tmp_path)).model
+    loaded = load_backbone(BaseModelSpec(id=str(tmp_path))).model
     assert all(torch.equal(parameter, loaded.get_parameter(name)) for name, parameter in model.named_parameters())
 
 
@@ -105,7 +106,7 @@ def test_a_hub_id_is_left_as_it_is() -> None:
 @pytest.mark.parametrize("name", ["alto-tyni", "no-such-organisation/no-such-model", "./no/such/folder"])
 def test_an_unknown_name_says_what_would_do(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
-        load_backbone(name)
+        load_backbone(BaseModelSpec(id=name))
     message = str(caught.value)
     assert message.startswith("model: expected one of alto-tiny, a local folder or a hub id")
     assert repr(name) in message
@@ -226,13 +227,13 @@ class TestPickles:
         assert_refused(pickled, "pytorch_model.bin", "may run code", "'use_safetensors: false'")
 
     def test_are_read_when_asked_for(self, pickled: Path) -> None:
-        model = load_backbone(str(pickled), use_safetensors=False).model
+        model = load_backbone(BaseModelSpec(id=str(pickled), use_safetensors=False)).model
         tensors = torch.load(pickled / "pytorch_model.bin")
         assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
 
     def test_are_not_opened_beside_safetensors(self, folder: Path) -> None:
         (folder / "pytorch_model.bin").write_bytes(b"never read")
-        load_backbone(str(folder))
+        load_backbone(BaseModelSpec(id=str(folder)))
 
     @pytest.mark.parametrize("content", [b"", b"no pickle", b"PK\x03\x04torn"])
     def test_torn(self, pickled: Path, content: bytes) -> None:
@@ -288,7 +289,7 @@ class TestRemoteCode:
         assert_refused(with_code, "config.json", "with all your rights", "'trust_remote_code: true'")
 
     def test_runs_when_asked_for(self, with_code: Path) -> None:
-        backbone = load_backbone(str(with_code), trust_remote_code=True)
+        backbone = load_backbone(BaseModelSpec(id=str(with_code), trust_remote_code=True))
         assert type(backbone.model).__name__ == "OwnForCausalLM"
         tensors = load_file(with_code / WEIGHTS)
         assert all(torch.equal(parameter, tensors[name]) for name, parameter in backbone.model.named_parameters())
@@ -301,7 +302,7 @@ class TestRemoteCode:
         """As in Phi-3's repository: both are there, the reviewed one is taken."""
         self.edit_config(folder, auto_map={"AutoModelForCausalLM": "own_code.OwnForCausalLM"})
         (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
-        assert type(load_backbone(str(folder)).model).__module__.startswith("transformers.")
+        assert type(load_backbone(BaseModelSpec(id=str(folder))).model).__module__.startswith("transformers.")
 
     def test_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
         path = folder / "tokenizer_config.json"
@@ -333,4 +334,4 @@ class TestSlowTokenizers:
         config = json.loads(path.read_text(encoding="utf-8"))
         del config["chat_template"]
         path.write_text(json.dumps(config), encoding="utf-8")
-        assert not load_backbone(str(with_slow)).tokenizer.is_fast
+        assert not load_backbone(BaseModelSpec(id=str(with_slow))).tokenizer.is_fast

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from alto.backbone import load_backbone, load_network, quantised, resolve_model
 from alto.backbone.quantised import QuantisedLinear
 from alto.errors import ModelError, UnsupportedError
+from alto.spec import BaseModelSpec, Quantisation
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
@@ -26,9 +27,9 @@ def layers(network: PreTrainedModel) -> list[QuantisedLinear]:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize(("key", "bytes_per_number"), [("load_in_4bit", 0.5), ("load_in_8bit", 1.0)])
-def test_linear_layers_are_as_small_as_they_should_be(key: str, bytes_per_number: float) -> None:
-    backbone = load_backbone("alto-tiny", **{key: True})
+@pytest.mark.parametrize(("quantisation", "bytes_per_number"), [("4bit", 0.5), ("8bit", 1.0)])
+def test_linear_layers_are_as_small_as_they_should_be(quantisation: Quantisation, bytes_per_number: float) -> None:
+    backbone = load_backbone(BaseModelSpec(id="alto-tiny", quantisation=quantisation))
     found = layers(backbone.model)
     assert len(found) == 28
     numbers = sum(layer.in_features * layer.out_features for layer in found)
@@ -37,12 +38,14 @@ def test_linear_layers_are_as_small_as_they_should_be(key: str, bytes_per_number
     assert type(head) is torch.nn.Linear
     assert head.weight.dtype == torch.float32
     plain = (p for p in backbone.model.parameters() if p.is_floating_point())
-    assert sum(p.numel() for p in plain) + numbers == sum(p.numel() for p in load_network("alto-tiny").parameters())
+    assert sum(p.numel() for p in plain) + numbers == sum(
+        p.numel() for p in load_network(BaseModelSpec(id="alto-tiny")).parameters()
+    )
 
 
 @needs_bitsandbytes
 def test_a_layer_gives_the_product_with_its_weight_and_keeps_none() -> None:
-    layer = layers(load_network("alto-tiny", load_in_4bit=True))[0]
+    layer = layers(load_network(BaseModelSpec(id="alto-tiny", quantisation="4bit")))[0]
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).requires_grad_()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -64,14 +67,15 @@ def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Pat
     )
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(ASSET).save_pretrained(tmp_path)
-    key, other = ("load_in_4bit", "load_in_8bit") if bits == 4 else ("load_in_8bit", "load_in_4bit")
-    expected = layers(load_network("alto-tiny", **{key: True}))
-    for asked in ({}, {key: True}):
-        found = layers(load_network(str(tmp_path), **asked))
+    wanted: Quantisation = "4bit" if bits == 4 else "8bit"
+    other: Quantisation = "8bit" if bits == 4 else "4bit"
+    expected = layers(load_network(BaseModelSpec(id="alto-tiny", quantisation=wanted)))
+    for asked in ("none", wanted):
+        found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=asked)))
         assert len(found) == len(expected)
         assert all(torch.equal(one.weight, two.weight) for one, two in zip(found, expected, strict=True))
-    with pytest.raises(ModelError, match=rf"lies on disk in {bits} bits; remove '{other}'"):
-        load_network(str(tmp_path), **{other: True})
+    with pytest.raises(ModelError, match=rf"lies on disk in {bits} bits; remove 'load_in_{other}'"):
+        load_network(BaseModelSpec(id=str(tmp_path), quantisation=other))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors"])
@@ -83,7 +87,7 @@ def test_other_quantisations_are_refused_by_name(
     config["quantization_config"] = {"quant_method": method, "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=f"is quantised by {method}; use the unquantised model"):
-        load_network(str(tmp_path))
+        load_network(BaseModelSpec(id=str(tmp_path)))
 
 
 @pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
@@ -92,4 +96,4 @@ def test_a_missing_package_is_said_before_weights_are_read(missing: str, monkeyp
     monkeypatch.setattr(quantised, "find_spec", lambda name: None if name == missing else real(name))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedError, match=rf"load_in_4bit: expected .* found no {missing}; .*alto-lora\[bnb\]"):
-        load_network("alto-tiny", load_in_4bit=True)
+        load_network(BaseModelSpec(id="alto-tiny", quantisation="4bit"))

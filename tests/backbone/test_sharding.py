@@ -25,7 +25,7 @@ import sharded_checks as checks  # imports the benchmarks' counter
 
 NUM_RANKS = 3
 WEIGHTS = "model.safetensors"
-BITS = ("load_in_4bit", "load_in_8bit")
+BITS = ("4bit", "8bit")
 Case = tuple[Callable[..., None], tuple[Any, ...]]
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
@@ -50,7 +50,7 @@ def cases(base: Path) -> dict[str, Case]:
     found["weights of own code"] = weights, (folder("own code"), NUM_RANKS, {"trust_remote_code": True})
     for key in BITS * HAS_BITSANDBYTES:
         for dtype in ("float32", "bfloat16"):
-            settings = {key: True, "dtype": dtype}
+            settings = {"quantisation": key, "dtype": dtype}
             packed = checks.packed_weights_equal_those_of_the_whole_model
             found[f"weights by {key} in {dtype}"] = packed, (folder("llama-bias"), NUM_RANKS, settings)
     refusals: dict[str, tuple[str, dict[str, bool], type[Exception], str]] = {
@@ -82,7 +82,7 @@ def cases(base: Path) -> dict[str, Case]:
             settings = {"gradient_checkpointing": is_on}
             found[f"training {name}, checkpointing {is_on}"] = equal, (folder(name), settings)
     for key in BITS * HAS_BITSANDBYTES:
-        found[f"training by {key}"] = equal, (folder("llama-bias"), {key: True})
+        found[f"training by {key}"] = equal, (folder("llama-bias"), {"quantisation": key})
     found["evaluations leave nothing behind"] = checks.evaluations_leave_nothing_behind, (folder("larger"),)
     bytes_of_step = checks.a_step_gathers_the_base_and_nothing_else
     for name in ("llama", "gemma-tied"):
@@ -92,7 +92,7 @@ def cases(base: Path) -> dict[str, Case]:
     loading = checks.loading_holds_a_share_and_a_weight
     found["memory of loading"] = loading, (folder("larger"), {})
     for key in BITS * HAS_BITSANDBYTES:
-        found[f"memory of loading by {key}"] = loading, (folder("larger"), {key: True})
+        found[f"memory of loading by {key}"] = loading, (folder("larger"), {"quantisation": key})
     return found
 
 

@@ -28,7 +28,8 @@ from trl import DPOTrainer
 
 from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
-from alto.spec import JobConfig
+from alto.spec import BaseModelSpec, JobConfig
+from alto.spec.objectives import DpoSettings
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [
@@ -149,15 +150,13 @@ CONFIG = JobConfig(
     r=4,
     seed=3,
     num_train_epochs=2,
-    beta=0.1,
-    loss_type="sigmoid",
-    label_smoothing=0.0,
+    objective=DpoSettings(),
 )
 
 
 def losses(prepared: PreparedPairs, config: JobConfig) -> tuple[float, ...]:
     """TRL's, of a job of ``config`` that begins as one of ``CONFIG`` does."""
-    start = first_adapter(load_backbone("alto-tiny"), CONFIG)
+    start = first_adapter(load_backbone(BaseModelSpec(id="alto-tiny")), CONFIG)
     return train_on_pairs(prepared, config.model_dump(), start=start, eval_at_steps=[]).train_losses
 
 

@@ -12,6 +12,7 @@ from memory_lib.plans import PLANS
 
 from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
+from alto.spec import BaseModelSpec
 
 pytestmark = pytest.mark.slow("benchmarks")
 
@@ -21,7 +22,9 @@ IN_CHILD = memory.in_child
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch, tmp_path):
     def measured(task, lengths, *, num_rows, max_tokens):
-        return measure.measure(task, load_backbone(task.model), lengths, num_rows=num_rows, max_tokens=max_tokens)
+        return measure.measure(
+            task, load_backbone(BaseModelSpec(id=task.model)), lengths, num_rows=num_rows, max_tokens=max_tokens
+        )
 
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profile, "_measured_in_child", measured)

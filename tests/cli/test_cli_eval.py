@@ -18,7 +18,6 @@ import alto
 from alto.cli import app, main
 from alto.cli.evaluate import _progress
 from alto.errors import RunError
-from alto.evaluation import BaseModel
 
 FAST = ("--max-new-tokens", "4")
 
@@ -239,7 +238,7 @@ def test_metrics_that_cannot_be_added_to_are_said_before_a_model_is_loaded(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "best" / "metrics.json").write_text("[]", encoding="utf-8")
-    monkeypatch.setattr(BaseModel, "load", None)
+    monkeypatch.setattr("alto.evaluation.measure.load_backbone", None)
     done = invoke(run, *FAST)
     assert isinstance(done.exception, RunError)
     assert (run / "best" / "metrics.json").read_text(encoding="utf-8") == "[]"

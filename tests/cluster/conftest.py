@@ -37,8 +37,8 @@ def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ca
     clusters: list[Cluster] = []
 
     def start(entry: str, num_gpus: int = 1, **timeouts: float) -> Started:
-        clusters.append(CLUSTERS[request.param](f"cluster_entries:{entry}", num_gpus, **timeouts))
-        return Started(clusters[-1], tmp_path)
+        clusters.append(CLUSTERS[request.param](num_gpus, **timeouts))
+        return Started(clusters[-1], tmp_path, entry)
 
     yield start
     for cluster in clusters:

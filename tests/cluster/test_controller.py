@@ -2,76 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import NODE, Clock, FakeCluster, leave_result
 from tiny import make_task
 
-from alto.cluster import ClusterEvent, Controller, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
-from alto.errors import TaskInterruptedError
-from alto.records import Gpu, Node
-from alto.runs import Journal, QueueDir, QueueEntry, TaskStage, read_events, read_queue_history
+from alto.cluster import (
+    ClusterEvent,
+    Controller,
+    EntryWritten,
+    GpuCame,
+    GpuGone,
+    Outcome,
+    Submission,
+    TaskRun,
+)
+from alto.errors import QueueCommandError, RunBusyError, SpecError, TaskInterruptedError
+from alto.records import Gpu
+from alto.runs import (
+    Action,
+    Answer,
+    Journal,
+    JournalEntry,
+    Mailbox,
+    QueueDir,
+    QueueEntry,
+    RunDir,
+    TaskStage,
+    read_events,
+    read_queue_history,
+)
+from alto.runs.events import TaskRelayed, decode
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 
-NODE = Node(name="n", gpus=(0, 1))
 SETTINGS = QueueSettings(backoff_s=2.0, max_attempts=3)
-
-
-@dataclass
-class Clock:
-    now_s: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class FakeCluster:
-    """Executors that take ``seconds`` of the clock and end as ``outcomes`` say, one by one; then they finish."""
-
-    clock: Clock
-    seconds: dict[str, float]
-    outcomes: dict[str, deque[Outcome]] = field(default_factory=dict)
-    script: Callable[[FakeCluster], Iterable[ClusterEvent]] = lambda cluster: ()
-    launches: list[Launch] = field(default_factory=list)
-    running: dict[str, tuple[float, Launch]] = field(default_factory=dict)
-    stopped: list[str] = field(default_factory=list)
-
-    nodes: Sequence[Node] = (NODE,)
-    has_gpus = False
-
-    def start(self, launch: Launch) -> None:
-        taken = {gpu for _, other in self.running.values() for gpu in other.gpus}
-        assert taken.isdisjoint(launch.gpus)
-        self.launches.append(launch)
-        self.running[launch.task] = (self.clock() + self.seconds[launch.task], launch)
-
-    def stop(self, task: str) -> None:
-        self.stopped.append(task)
-
-    def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        self.clock.now_s += timeout_s or 0.01
-        events = list(self.script(self))
-        for task, (ends_at, launch) in list(self.running.items()):
-            if task in self.stopped:
-                events.append(self._end(launch, Outcome.INTERRUPTED))
-            elif ends_at <= self.clock():
-                left = self.outcomes.get(task)
-                events.append(self._end(launch, left.popleft() if left else Outcome.FINISHED))
-        return events
-
-    def _end(self, launch: Launch, outcome: Outcome) -> ExecutorEnded:
-        del self.running[launch.task]
-        reason = "" if outcome is Outcome.FINISHED else f"was {outcome.value}"
-        return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
-
-    def close(self) -> None:
-        self.running.clear()
 
 
 class Bench:
@@ -86,28 +58,46 @@ class Bench:
         ]
         tasks = [make_task(folder, name=entry.task) for entry in self.entries]
         self.queue_dir = QueueDir.create(folder / "runs", self.entries, tasks, {"method": "lpt"})
-        self.told: list[dict[str, Any]] = []
+        self.shown: list[JournalEntry] = []
 
-    def run(self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] | None = None) -> None:
+    def run(self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Until every task has ended."""
+        with self.controller(done=done, is_interrupted=is_interrupted) as controller:
+            controller.wait()
+
+    @contextlib.contextmanager
+    def controller(
+        self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False
+    ) -> Iterator[Controller]:
+        """A controller that has the tasks but those that are ``done``; it was not started."""
         queue = Queue((NODE,), SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
-        past = read_events(self.queue_dir.run.journal_file)
-        with Journal(self.queue_dir.run.journal_file, [self.told.append], past=past) as journal:
-            journal.append(
-                "queue_resumed" if past else "queue_started",
-                nodes=[{"name": "n", "gpus": [0, 1]}],
-                tasks=[{"task": e.task, "num_gpus": e.num_gpus, "duration_s": e.duration_s} for e in self.entries],
-            )
-            Controller(
-                self.entries,
-                queue,
+        with Journal(self.queue_dir.run.journal_file) as journal:
+            if journal.past:
+                journal.append("queue_resumed", done=[], notes=[])
+            else:
+                tasks = [{"task": e.task, "num_gpus": e.num_gpus, "duration_s": e.duration_s} for e in self.entries]
+                journal.append(
+                    "queue_started", method="lpt", devices="gpus", nodes=[{"name": "n", "gpus": [0, 1]}], tasks=tasks
+                )
+            with Controller(
                 self.cluster,
-                queue_dir=self.queue_dir,
-                journal=journal,
-                done=done,
-                observers=[self.told.append],
+                queue,
+                journal,
+                show=self.shown.append,
                 is_interrupted=is_interrupted,
                 clock=self.clock,
-            ).run()
+            ) as controller:
+                controller.begin([Submission(run=self.run_of(e)) for e in self.entries if e.task not in set(done)])
+                yield controller
+
+    def run_of(self, entry: QueueEntry) -> TaskRun:
+        return TaskRun(
+            task=entry.task,
+            run_dir=str(self.queue_dir.run_of(entry.task).root),
+            entry="none:none",
+            num_gpus=entry.num_gpus,
+            duration_s=entry.duration_s,
+        )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.queue_dir.run.journal_file) if event["event"] == kind]
@@ -166,12 +156,11 @@ def test_tasks_with_a_result_are_not_run_again(tmp_path: Path) -> None:
 
 def test_when_asked_to_stop_executors_save_and_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
-    with pytest.raises(TaskInterruptedError, match=r"3 of 3 tasks still to finish.*alto resume"):
+    with pytest.raises(TaskInterruptedError, match="3 of 3 tasks still to finish and everything on disk"):
         bench.run(is_interrupted=lambda: bench.clock() > 110.0)
-    assert sorted(bench.cluster.stopped) == ["a", "b"]
+    assert sorted(task for task, count in bench.starts.items() if count) == ["a", "b"]
     assert not bench.cluster.running
     assert bench.events("queue_interrupted")[0]["open"] == ["a", "b", "c"]
-    bench.cluster.stopped.clear()
     bench.run()
     assert {task.state for task in read_queue_history(bench.queue_dir.root).tasks.values()} == {TaskStage.FINISHED}
 
@@ -183,7 +172,7 @@ def test_a_task_whose_node_is_lost_runs_again_where_gpus_are(tmp_path: Path) -> 
         if cluster.clock() > 105.0 and cluster.script is lose:
             cluster.script = bring_back
             gone = next(launch for _, launch in cluster.running.values() if launch.gpus == (Gpu("n", 1),))
-            yield cluster._end(gone, Outcome.LOST)
+            yield cluster.end(gone, Outcome.LOST)
             yield GpuGone(gpu=Gpu("n", 1))
 
     def bring_back(cluster: FakeCluster) -> Iterable[ClusterEvent]:
@@ -204,6 +193,7 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
     bench = Bench(tmp_path, {"a": 10.0, "b": 10.0, "c": 10.0, "d": 10.0})
     bench.cluster.seconds["a"] = 100.0
     jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
+    started = decode({"event": "task_started", "time": 0.0, "task": "a", "jobs": jobs})
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
         """Job a is as far as the time that has passed of its hundred seconds."""
@@ -212,18 +202,20 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
         ends_at, launch = cluster.running["a"]
         step = round(100 - (ends_at - cluster.clock()))
         if step <= 1:
-            yield Told(task="a", attempt=1, event={"event": "task_started", "jobs": jobs, "time": 0.0})
-        yield Told(
+            yield EntryWritten(task="a", attempt=1, entry=started)
+        yield EntryWritten(
             task="a",
             attempt=launch.attempt,
-            event={
-                "event": "eval",
-                "job": "job-000",
-                "step": step,
-                "train_ema": 1.0,
-                "validation_loss": 1.0,
-                "time": 0.0,
-            },
+            entry=decode(
+                {
+                    "event": "eval",
+                    "job": "job-000",
+                    "step": step,
+                    "train_ema": 1.0,
+                    "validation_loss": 1.0,
+                    "time": 0.0,
+                }
+            ),
         )
 
     bench.cluster.script = tell
@@ -231,9 +223,9 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
     moved = [event["reason"] for event in bench.events("planned") if "a is now thought to take" in event["reason"]]
     assert moved
     assert bench.starts == {"a": 1, "b": 1, "c": 1, "d": 1}
-    lines = [event["line"] for event in bench.told if event["event"] == "told"]
-    assert lines
-    assert lines[0]["event"] == "task_started"
+    assert {entry.event.task for entry in bench.shown if isinstance(entry.event, TaskRelayed)} == {"a"}
+    assert isinstance(bench.shown[0].event, TaskRelayed)
+    assert bench.shown[0].event.entry == started
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
@@ -242,10 +234,7 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
 ) -> None:
     bench = Bench(tmp_path, {"a": 3.0})
     bench.cluster.outcomes["a"] = deque([Outcome.LOST] * 3)
-    run = bench.queue_dir.run_of("a")
-    with Journal(run.journal_file) as journal:
-        journal.append("task_completed", best_job="job-000")
-    run.best.mkdir()
+    leave_result(bench.queue_dir.run_of("a").root)
     if is_interrupted:
         with pytest.raises(TaskInterruptedError, match="with 0 of 1 tasks"):
             bench.run(is_interrupted=lambda: bool(bench.cluster.launches))
@@ -256,3 +245,227 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
     assert ended["outcome"] == "finished"
     assert ended["reason"].startswith("Ended after it had its result: was ")
     assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED
+
+
+# -- commands, while tasks run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
+    """Two GPUs, on which tasks a and b run; c waits."""
+    bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
+    with bench.controller() as controller:
+        controller.turn()
+        assert set(bench.cluster.running) == {"a", "b"}
+        yield bench, controller
+
+
+def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> TaskRun:
+    bench.cluster.seconds[name] = seconds
+    run = RunDir(bench.queue_dir.root / "tasks" / name)
+    run.begin(make_task(bench.queue_dir.root.parent, name=name))
+    return TaskRun(task=name, run_dir=str(run.root), entry="none:none", **{"duration_s": seconds} | changes)
+
+
+def test_a_task_is_submitted_while_others_run(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    assert controller.submit(new_run(bench, "d"), tenant="t", priority=7) == "d"
+    assert controller.wait("d")
+    status = controller.status().tasks["d"]
+    assert (status.tenant, status.priority, status.has_ended, status.share_done) == ("t", 7, True, 1.0)
+    (event,) = bench.events("task_submitted")
+    assert (event["task"], event["tenant"], event["priority"], event["duration_s"]) == ("d", "t", 7, 5.0)
+    assert controller.status().open_tasks
+    history = read_queue_history(bench.queue_dir.root)
+    assert (history.tasks["d"].state, history.tasks["d"].tenant) == (TaskStage.FINISHED, "t")
+    assert bench.starts["d"] == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        ({"name": "a"}, "expected a name that is new to the queue"),
+        ({"name": "wide", "num_gpus": 3}, "num_gpus from 1 to 2"),
+    ],
+)
+def test_a_task_that_cannot_be_taken_in_changes_nothing(
+    live: tuple[Bench, Controller], run: dict[str, Any], match: str
+) -> None:
+    bench, controller = live
+    with pytest.raises(SpecError, match=match):
+        controller.submit(TaskRun(task=run.pop("name"), run_dir="none", entry="none:none", **run))
+    assert bench.events("task_submitted") == []
+    assert set(controller.status().tasks) == {"a", "b", "c"}
+    assert controller.wait()
+
+
+def test_a_task_that_waits_is_cancelled_at_once(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    controller.cancel("c")
+    assert controller.status().tasks["c"].has_ended
+    controller.wait()
+    assert bench.starts == {"a": 1, "b": 1}
+    assert read_queue_history(bench.queue_dir.root).tasks["c"].state is TaskStage.CANCELLED
+
+
+def test_a_task_that_runs_is_cancelled_saves_and_gives_its_gpu_to_who_waits(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    controller.cancel("a")
+    controller.cancel("a")  # again, before it has ended
+    assert not controller.status().tasks["a"].has_ended
+    assert controller.wait("a")
+    controller.turn()
+    assert set(bench.cluster.running) == {"b", "c"}
+    controller.wait()
+    assert len(bench.events("task_cancelled")) == 1
+    assert bench.starts == {"a": 1, "b": 1, "c": 1}
+    tasks = read_queue_history(bench.queue_dir.root).tasks
+    assert (tasks["a"].state, tasks["a"].attempts[0].outcome) == (TaskStage.CANCELLED, "interrupted")
+
+
+def test_only_a_task_that_is_there_is_cancelled(live: tuple[Bench, Controller]) -> None:
+    _, controller = live
+    with pytest.raises(QueueCommandError, match="'x', which is none of its tasks"):
+        controller.cancel("x")
+    controller.wait()
+    with pytest.raises(QueueCommandError, match="'a', which is finished"):
+        controller.cancel("a")
+
+
+def test_drained_executors_save_and_nothing_is_started_any_more(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    controller.begin_drain()
+    for command in (lambda: controller.cancel("c"), lambda: controller.submit(new_run(bench, "d"))):
+        with pytest.raises(QueueCommandError, match="asked to save and end"):
+            command()
+    controller.drain()
+    assert not bench.cluster.running
+    assert bench.starts == {"a": 1, "b": 1}
+    assert bench.events("queue_interrupted")[0]["open"] == ["a", "b", "c"]
+    with pytest.raises(TaskInterruptedError, match="3 of 3"):
+        controller.wait()
+    controller.drain()
+    assert len(bench.events("queue_interrupted")) == 1
+
+
+def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {})
+    bench.cluster.outcomes["d"] = deque([Outcome.LOST] * 40)
+    steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three come further
+    with bench.controller() as controller:
+        controller.submit(new_run(bench, "d", 1.0, how_far=lambda: (next(steps),)))
+        controller.wait()
+        assert controller.status().tasks["d"].num_failures == SETTINGS.max_attempts
+    assert bench.starts == {"d": 3 + SETTINGS.max_attempts}
+
+
+@pytest.mark.parametrize(("retries", "num_starts"), [(True, 2), (False, 1)])
+def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
+    retries: bool, num_starts: int, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, {})
+    bench.cluster.outcomes["d"] = deque([Outcome.INTERRUPTED])
+    with bench.controller() as controller:
+        controller.submit(new_run(bench, "d", 1.0, retry_interrupted=retries))
+        controller.wait()
+    assert bench.starts == {"d": num_starts}
+
+
+def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    seen = []
+
+    def answer(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        mailbox = Mailbox(bench.queue_dir.run_of("a"))
+        for command in mailbox.pending():
+            seen.append((command.action, command.job, dict(command.changes)))
+            mailbox.answer(command.id, Answer(done=True, message="cloned"))
+        return ()
+
+    bench.cluster.script = answer
+    found = controller.job_command("a", Action.CLONE, "job-000", changes={"r": 4})
+    assert found == Answer(done=True, message="cloned")
+    assert seen == [(Action.CLONE, "job-000", {"r": 4})]
+    with pytest.raises(QueueCommandError, match="none of its tasks"):
+        controller.job_command("x", Action.STOP, "job-000")
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_followed_from_any_number_on_and_end_with_the_controller(live: tuple[Bench, Controller]) -> None:
+    bench, controller = live
+    first = [entry.seq for entry in controller.events(follow=False)]
+    assert first == list(range(len(first)))
+    followed = []
+    for entry in controller.events(since=len(first)):
+        followed.append(entry)
+        if entry.name == "executor_ended":
+            break  # left in the middle
+    followed += list(controller.events(since=followed[-1].seq + 1, follow=False))
+    controller.wait()
+    controller.close()
+    followed += list(controller.events(since=followed[-1].seq + 1))
+    lines = read_events(bench.queue_dir.run.journal_file)
+    assert [entry.to_dict() for entry in followed] == lines[len(first) :]
+
+
+# -- its thread ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threaded(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
+    bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
+    bench.cluster.script = lambda cluster: time.sleep(0.001) or ()
+    with bench.controller() as controller:
+        controller.start()
+        yield bench, controller
+
+
+def test_on_its_thread_it_is_used_from_many(threaded: tuple[Bench, Controller]) -> None:
+    bench, controller = threaded
+    runs = [new_run(bench, f"task-{number}", 1.0) for number in range(20)]
+    seen: list[JournalEntry] = []
+    follower = threading.Thread(target=lambda: seen.extend(controller.events()))
+    follower.start()
+    senders = [threading.Thread(target=controller.submit, args=(run,)) for run in runs]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    assert controller.wait()
+    controller.close()
+    follower.join()
+    assert {task for task, count in bench.starts.items() if count == 1} == {"a", "b", "c", *(run.task for run in runs)}
+    assert [entry.to_dict() for entry in seen] == read_events(bench.queue_dir.run.journal_file)
+    assert controller.status().open_tasks == ()
+    with pytest.raises(QueueCommandError, match="found one that was closed"):
+        controller.cancel("a")
+
+
+def test_what_ends_its_thread_is_told_to_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
+    bench, controller = threaded
+    follower = threading.Thread(target=lambda: list(controller.events()))
+    follower.start()
+    journal = bench.queue_dir.run.journal_file
+    journal.rename(journal.with_suffix(".old"))
+    bench.cluster.seconds |= dict.fromkeys("abc", 0.0)
+    with pytest.raises(RunBusyError, match="found it removed or replaced"):
+        controller.wait()
+    with pytest.raises(RunBusyError):
+        controller.cancel("c")
+    with pytest.raises(RunBusyError):
+        controller.drain()
+    follower.join(10)
+    assert not follower.is_alive()
+    assert not bench.cluster.running, "its executors were ended"
+
+
+def test_closing_kills_what_runs_and_waits_for_nobody(threaded: tuple[Bench, Controller]) -> None:
+    bench, controller = threaded
+    bench.cluster.seconds |= dict.fromkeys("abc", 1e9)
+    controller.wait(timeout_s=1.0)
+    controller.close()
+    controller.close()
+    assert not bench.cluster.running
+    assert controller.has_ended

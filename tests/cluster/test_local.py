@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ def start_local(tmp_path: Path) -> Iterator[StartLocal]:
     clusters: list[LocalCluster] = []
 
     def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
-        clusters.append(LocalCluster(entry=f"cluster_entries:{entry}", total_gpus=num_gpus, **timeouts))
-        return Started(clusters[-1], tmp_path)
+        clusters.append(LocalCluster(total_gpus=num_gpus, **timeouts))
+        return Started(clusters[-1], tmp_path, entry)
 
     yield start
     for cluster in clusters:
@@ -44,6 +45,7 @@ def start_local(tmp_path: Path) -> Iterator[StartLocal]:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-{index}"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -55,14 +57,15 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("total_gpus", "gpus"), [(None, (0, 1, 2, 3)), (3, (0, 1, 2))])
 @pytest.mark.usefixtures("four_gpus")
 def test_its_gpus_are_those_of_the_machine(total_gpus: int | None, gpus: tuple[int, ...]) -> None:
-    cluster = LocalCluster(entry="m:f", total_gpus=total_gpus)
+    cluster = LocalCluster(total_gpus=total_gpus)
     assert (cluster.nodes, cluster.has_gpus) == ((Node(name="local", gpus=gpus),), True)
+    cluster.close()
 
 
 @pytest.mark.parametrize(("total_gpus", "gpus"), [(None, (0,)), (3, (0, 1, 2))])
 @pytest.mark.usefixtures("no_gpus")
 def test_without_gpus_they_are_slots_of_the_cpu(total_gpus: int | None, gpus: tuple[int, ...]) -> None:
-    cluster = LocalCluster(entry="m:f", total_gpus=total_gpus)
+    cluster = LocalCluster(total_gpus=total_gpus)
     assert (cluster.nodes, cluster.has_gpus) == ((Node(name="local", gpus=gpus),), False)
 
 
@@ -70,7 +73,7 @@ def test_without_gpus_they_are_slots_of_the_cpu(total_gpus: int | None, gpus: tu
 @pytest.mark.usefixtures("four_gpus")
 def test_more_gpus_than_there_are_is_refused(total_gpus: int) -> None:
     with pytest.raises(SpecError, match=f"found {total_gpus}"):
-        LocalCluster(entry="m:f", total_gpus=total_gpus)
+        LocalCluster(total_gpus=total_gpus)
 
 
 @pytest.mark.parametrize(("visible", "seen"), [(None, "1,2"), ("7,GPU-6b,GPU-5c,4", "GPU-6b,GPU-5c")])
@@ -173,10 +176,11 @@ CONTROLLER = """
     from alto.records import Gpu
 
     run_dir, entry = sys.argv[1:]
-    cluster = LocalCluster(entry="cluster_entries:" + entry, drain_timeout_s={drain_timeout_s})
+    launch = dict(task="a", run_dir=run_dir, entry="cluster_entries:" + entry)
+    cluster = LocalCluster(drain_timeout_s={drain_timeout_s})
     (node,) = cluster.nodes
     gpus = (Gpu(node.name, 0),)
-    cluster.start(Launch(task="a", run_dir=run_dir, gpus=gpus, attempt=1, num_ranks={num_ranks}))
+    cluster.start(Launch(**launch, gpus=gpus, attempt=1, num_ranks={num_ranks}))
     while True:
         for event in cluster.poll(1):
             if isinstance(event, Told):

@@ -17,7 +17,7 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def allocator_of(devices: tuple[str, ...]) -> dict[str, str]:
-    launch = Launch(task="tiny", run_dir="runs/tiny", gpus=(), attempt=0)
+    launch = Launch(task="tiny", run_dir="runs/tiny", entry="none:none", gpus=(), attempt=0)
     found = os.environ | _environment(devices, num_threads=2, launch=launch)
     return {name: value for name, value in found.items() if name in _ALLOCATOR_VARIABLES}
 

@@ -40,8 +40,8 @@ def start_cluster(ray_nodes: RayMachine, tmp_path: Path) -> Iterator[Callable[..
     clusters: list[RayCluster] = []
 
     def start(entry: str, **options: Any) -> Started:
-        clusters.append(RayCluster("auto", entry=f"cluster_entries:{entry}", **options))
-        return Started(clusters[-1], tmp_path)
+        clusters.append(RayCluster("auto", **options))
+        return Started(clusters[-1], tmp_path, entry)
 
     yield start
     for cluster in clusters:
@@ -245,7 +245,7 @@ def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable
 
 def test_more_gpus_than_the_cluster_has(ray_nodes: RayMachine) -> None:
     with pytest.raises(SpecError, match=r"total_gpus: expected at most the \d+ CPUs"):
-        RayCluster("auto", total_gpus=1000, entry="cluster_entries:works")
+        RayCluster("auto", total_gpus=1000)
     assert ray.is_initialized()
 
 
@@ -255,7 +255,7 @@ def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", refuses)
     with pytest.raises(SpecError, match=r"expected a Ray cluster at 'ray://nowhere:1', found none \(nobody there\)"):
-        RayCluster("ray://nowhere:1", entry="cluster_entries:works")
+        RayCluster("ray://nowhere:1")
 
 
 def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, mon
     ray.shutdown()  # of the other tests
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
     before = signal.getsignal(signal.SIGTERM)
-    cluster = RayCluster("auto", entry="cluster_entries:works")
+    cluster = RayCluster("auto")
     try:
         assert signal.getsignal(signal.SIGTERM) is before
         assert len(cluster.nodes) == 2
@@ -276,7 +276,7 @@ def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, mon
 def test_ray_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.49.2")
     with pytest.raises(UnsupportedError, match=r"expected Ray 2\.50 or newer, found 2\.49\.2"):
-        RayCluster("auto", entry="cluster_entries:works")
+        RayCluster("auto")
 
 
 def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def side_by_side(gpus: Mapping[str, Gpu]) -> Schedule:
 
 def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayMachine, tmp_path: Path) -> None:
     doomed = ray_nodes.add_node(num_cpus=1)
-    nodes = RayCluster("auto", entry="none:none").nodes
+    nodes = RayCluster("auto").nodes
     (lost,) = (Gpu(node.name, 0) for node in nodes if node.name.endswith(doomed.node_id[:8]))
     kept = next(Gpu(node.name, 0) for node in nodes if node.name != lost.node)
     half_way: list[str] = []
@@ -75,7 +75,7 @@ def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayM
 
 def test_ranks_whose_node_is_killed_go_on_together_on_another(ray_nodes: RayMachine, tmp_path: Path) -> None:
     doomed = ray_nodes.add_node(num_cpus=2)
-    nodes = RayCluster("auto", entry="none:none").nodes
+    nodes = RayCluster("auto").nodes
     (lost,) = (node for node in nodes if node.name.endswith(doomed.node_id[:8]))
     gpus = tuple(Gpu(lost.name, index) for index in lost.gpus)
     half_way: list[str] = []

@@ -32,8 +32,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
-    launch = Launch(task="a", run_dir=str(run_dir), gpus=(Gpu("node", 7),), attempt=1)
-    return Starter(launch, entry=f"cluster_entries:{entry}", has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
+    launch = Launch(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}", gpus=(Gpu("node", 7),), attempt=1)
+    return Starter(launch, has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
 
 
 def events_of(starter: Starter) -> Iterator[ClusterEvent]:
@@ -59,8 +59,8 @@ def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
 
 def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> None:
     gpus = (Gpu("one", 0), Gpu("other", 0))
-    launch = Launch(task="a", run_dir=str(run_dir), gpus=gpus, attempt=1, num_ranks=2)
-    [ended] = Starter(launch, entry="none:none", has_gpus=False, core_share=0.5, timeouts=TIMEOUTS).poll(0, 0)
+    launch = Launch(task="a", run_dir=str(run_dir), entry="none:none", gpus=gpus, attempt=1, num_ranks=2)
+    [ended] = Starter(launch, has_gpus=False, core_share=0.5, timeouts=TIMEOUTS).poll(0, 0)
     assert isinstance(ended, ExecutorEnded)
     assert ended.outcome is Outcome.LOST
     assert "expected 2 GPUs on one machine" in ended.reason

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 
 from alto.early_exit import (
     Policy,
@@ -159,25 +160,25 @@ def test_a_journal_tells_the_race_again(
     metric: dict[str, str], winner: tuple[str, int], best_steps: dict[str, int]
 ) -> None:
     events = journal(metric, EVALUATIONS)
-    selection = selection_of(events)
+    selection = selection_of(entries(events))
     assert (selection.winner().job, selection.winner().step) == winner
     assert {job: selection.best(job).step for job in selection.jobs} == best_steps
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
 
 
 def test_a_journal_from_before_there_were_metrics_is_read() -> None:
     events = journal({}, {"a": [(5, 0.5, {}), (10, 0.6, {})]})
-    assert selection_of(events).best("a").step == 5
-    assert Recording.from_journal(events).jobs[0].scores == ()
+    assert selection_of(entries(events)).best("a").step == 5
+    assert Recording.from_journal(entries(events)).jobs[0].scores == ()
 
 
 def test_an_evaluation_without_the_metric_is_another_version_s() -> None:
     with pytest.raises(RunError, match=r"event 2.*reward_accuracy"):
-        selection_of(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]}))
+        selection_of(entries(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]})))
 
 
 def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
-    recording = Recording.from_journal(journal(BY_ACCURACY, EVALUATIONS))
+    recording = Recording.from_journal(entries(journal(BY_ACCURACY, EVALUATIONS)))
     assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
@@ -197,16 +198,16 @@ def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_dec
     base = {"jobs": ["a", "b"], "validation_loss": 0.69, **accuracy(0.5), "metric_rows": [0.5] * 45}
     started, *others = journal(BY_ACCURACY, found)
     events = [started, {"seq": 1, "event": "base_evaluated", "values": [base]}, *others]
-    recording = Recording.from_journal(events)
+    recording = Recording.from_journal(entries(events))
     assert recording.jobs[0].score_rows == (tuple(rows["a"]),)
     assert recording.jobs[0].start.score_rows == (0.5,) * 45
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
-    assert replay(recording, Policy(), 0.1).winner == selection_of(events).winner().job == "b"
+    assert replay(recording, Policy(), 0.1).winner == selection_of(entries(events)).winner().job == "b"
 
 
 def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:
-    recording = Recording.from_journal(journal({"metric": "loss"}, EVALUATIONS))
+    recording = Recording.from_journal(entries(journal({"metric": "loss"}, EVALUATIONS)))
     recording.write(tmp_path / "r.json")
     assert "gains" not in (tmp_path / "r.json").read_text()
 

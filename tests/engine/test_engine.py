@@ -27,9 +27,9 @@ from alto.errors import (
     TargetModuleError,
     UnsupportedError,
 )
-from alto.executor import plan_jobs
+from alto.executor import TaskContext
 from alto.kernels import TokenSchedule
-from alto.lora import AdapterBank, BankLayout, inject, read_adapter
+from alto.lora import AdapterBank, BankLayout, adapter_scale, inject, read_adapter
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
@@ -106,12 +106,12 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     assert untuned_loss > result.best_validation_loss * 1.001
 
     backbone = Backbone(base, load_tokenizer(), base_path)
-    job = next(run for run in plan_jobs(task, backbone, data) if run.id == result.best_job)
+    job = next(job for job in TaskContext.of(task, backbone, data).jobs if job.id == result.best_job)
     bank = AdapterBank(BankLayout(modules=job.shape.targets, max_rank=job.shape.rank), 1)
     bank.occupy(0, job.shape)
     bank.write(0, read_adapter(folder))
     tokens = collate(data.validation, [JobRows(0, tuple(range(len(data.validation))))])
-    schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[job.config.scale], dropout=None)
+    schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[adapter_scale(job.config)], dropout=None)
     with torch.no_grad(), inject(base, bank).use(schedule):
         hidden_TH = backbone.hidden_states(tokens.input_ids_T, tokens.position_ids_T, tokens.sequence_lengths)
         found_TV = base.get_output_embeddings()(hidden_TH)

@@ -17,14 +17,15 @@ import alto
 from alto.backbone import load_network, resolve_model
 from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
-from alto.evaluation import BaseModel, EvaluationSettings, measure
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
+from alto.evaluation import EvaluationSettings, measure
+from alto.lora import SavedAdapter, read_saved_adapter
 from alto.records import Evaluation, EvaluationResult, TaskResult
+from alto.spec import BaseModelSpec
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-BASE = BaseModel(model="alto-tiny")
+BASE = BaseModelSpec(id="alto-tiny")
 NUM_ROWS = 8
 
 
@@ -135,7 +136,7 @@ def test_generating_after_the_loss_is_what_peft_generates(adapter: SavedAdapter,
     """The pass of the loss replaces the model's attention; none of that may be left when the model writes."""
     found = run(adapter, rows, limit=4)
     tokenizer = load_tokenizer()
-    model = PeftModel.from_pretrained(load_network("alto-tiny"), adapter.folder).eval()
+    model = PeftModel.from_pretrained(load_network(BaseModelSpec(id="alto-tiny")), adapter.folder).eval()
     for prediction in found.predictions:
         ids = tokenizer(prediction.prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
         output = model.generate(input_ids=ids, do_sample=False, max_new_tokens=32)
@@ -244,9 +245,12 @@ def test_the_preference_is_what_replies_have_gained_on_the_base(
     found = run(adapter, pairs, max_tokens_per_pass=60)
     assert (of_mine(found).loss, of_mine(found).exact_match, found.predictions) == (None, None, ())
     assert of_mine(found).reward_accuracy == 1.0
-    network, tokenizer = load_network("alto-tiny"), load_tokenizer()
+    network, tokenizer = load_network(BaseModelSpec(id="alto-tiny")), load_tokenizer()
     expected = []
-    for model in (network, PeftModel.from_pretrained(load_network("alto-tiny"), adapter.folder).eval()):
+    for model in (
+        network,
+        PeftModel.from_pretrained(load_network(BaseModelSpec(id="alto-tiny")), adapter.folder).eval(),
+    ):
         expected.append(
             [
                 [log_prob(model, tokenizer, conversation) for conversation in (row.chosen, row.rejected)]

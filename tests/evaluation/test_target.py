@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_means_its_best_adapter(run: Path) -> None:
     subject = find(run)
-    assert (folders(subject), subject.run_dirs, subject.base_model) == ({"best": run / "best"}, (run,), "its/base")
+    assert (folders(subject), subject.run_dirs, subject.base_model.id) == ({"best": run / "best"}, (run,), "its/base")
     assert subject.task.name == "tiny"
 
 
@@ -79,9 +79,9 @@ def test_an_adapter_folder_means_itself(tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine")
     subject = find(tmp_path / "mine", dataset="test.jsonl")
     mine = {str(tmp_path / "mine"): tmp_path / "mine"}
-    assert (folders(subject), subject.run_dirs, subject.base_model) == (mine, (), "its/base")
+    assert (folders(subject), subject.run_dirs, subject.base_model.id) == (mine, (), "its/base")
     assert (subject.task.model, subject.task.dataset) == ("its/base", "test.jsonl")
-    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model == "other"
+    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model.id == "other"
 
 
 def test_an_adapter_alone_knows_no_rows_and_no_jobs(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_an_adapter_that_names_no_base_asks_for_it(tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine", base_model=None)
     with pytest.raises(SpecError, match="name it with --base"):
         find(tmp_path / "mine", dataset="test.jsonl")
-    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model == "other"
+    assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model.id == "other"
 
 
 @pytest.mark.parametrize(("name", "found"), [(".", "found neither"), ("absent", "found no such folder")])
@@ -115,7 +115,9 @@ def test_several_adapters_are_of_one_base_and_know_their_rows(run: Path, tmp_pat
     assert (subject.run_dirs, subject.task.name) == ((run,), "tiny")
     with pytest.raises(SpecError, match="expected adapters of one base model, found its/base, another/base"):
         find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl")
-    assert find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl", base="its/base").base_model == "its/base"
+    assert (
+        find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl", base="its/base").base_model.id == "its/base"
+    )
     with pytest.raises(SpecError, match="name them with --dataset"):
         find(tmp_path / "mine", run)
     with pytest.raises(RunNotFoundError, match="expected one run directory to look for jobs in, found 2 folders"):

@@ -15,11 +15,12 @@ import torch
 from alto.backbone import resolve_model
 from alto.data import HeldoutRows, Message
 from alto.errors import DataError, UnsupportedError
-from alto.evaluation import BaseModel, EvaluationSettings, measure
-from alto.evaluation.adapter import SavedAdapter
+from alto.evaluation import EvaluationSettings, measure
 from alto.evaluation.vllm import complete_with_vllm
+from alto.lora import SavedAdapter
+from alto.spec import BaseModelSpec
 
-BASE = BaseModel(model="alto-tiny", dtype="float32")
+BASE = BaseModelSpec(id="alto-tiny", dtype="float32")
 END = 1
 MAX_MODEL_LENGTH = 64
 
@@ -159,11 +160,11 @@ def test_what_vllm_cannot_do_is_said() -> None:
         complete([adapter("a", 600)], [[5]])
     with pytest.raises(UnsupportedError, match="found one that is to be quantised"):
         complete_with_vllm(
-            BaseModel(model="alto-tiny", load_in_4bit=True), [adapter("a")], [[5]], ends=[END], max_new_tokens=1
+            BaseModelSpec(id="alto-tiny", quantisation="4bit"), [adapter("a")], [[5]], ends=[END], max_new_tokens=1
         )
     with pytest.raises(UnsupportedError, match="found: Engine core initialization failed; leave --backend out"):
         complete_with_vllm(
-            BaseModel(model="alto-tiny", dtype="float8"),
+            BaseModelSpec(id="alto-tiny", dtype="float8"),
             *([adapter("a")], [[5]]),
             ends=[END],
             max_new_tokens=1,

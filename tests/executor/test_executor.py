@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import load_tiny, make_task, read_journal, run_task
+from tiny import curves_of, load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
 from alto.early_exit import Recording, audit, policy_from, replay, selection_of
-from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
-from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import read_adapter
 from alto.records import ExitReason, Rung, TaskResult
 from alto.runs import RunDir
@@ -305,26 +304,18 @@ def test_best_is_on_disk_before_the_slot_is_reused(tmp_path: Path) -> None:
     assert len(checked) >= NUM_JOBS - 2
 
 
-def evaluate(task: Task, job: JobRun, folder: Path) -> float:
+def evaluate(task: Task, job_id: str, folder: Path) -> float:
     """Validation loss of the adapter in ``folder``, in a fresh bank on a fresh base."""
-    backbone, data = load_tiny(task)
-    trainer = Trainer(
-        backbone,
-        data,
-        modules=job.shape.targets,
-        max_rank=job.shape.rank,
-        num_slots=1,
-        max_tokens_per_pass=64,
-        optims={job.config.optim},
-    )
+    context = TaskContext.of(task, *load_tiny(task))
+    job = next(job for job in initial_states(context) if job.id == job_id)
+    size = BankSize.of([job.planned], context.backbone, num_slots=1)
+    trainer = build_trainer(context.backbone, size, MicroBatches(64, lambda event: None))
     trainer.admit_warm(job, 0, read_adapter(folder))
     job.slot = 0
     return trainer.evaluate([job])[0].loss
 
 
 def test_best_and_last_are_the_adapters_of_their_steps(narrow: Run) -> None:
-    backbone, data = load_tiny(narrow.task)
-    jobs = {job.id: job for job in plan_jobs(narrow.task, backbone, data)}
     run_dir = RunDir(narrow.root)
     differ = 0
     for result in narrow.result.jobs:
@@ -335,10 +326,10 @@ def test_best_and_last_are_the_adapters_of_their_steps(narrow: Run) -> None:
             continue
         assert result.best_step == min(curve, key=lambda step: (curve[step], step))
         assert result.best_validation_loss == curve[result.best_step]
-        best = evaluate(narrow.task, jobs[result.job], run_dir.job(result.job, "best"))
+        best = evaluate(narrow.task, result.job, run_dir.job(result.job, "best"))
         assert best == pytest.approx(result.best_validation_loss, rel=1e-5)
         if result.steps in curve:
-            last = evaluate(narrow.task, jobs[result.job], run_dir.job(result.job, "last"))
+            last = evaluate(narrow.task, result.job, run_dir.job(result.job, "last"))
             assert last == pytest.approx(curve[result.steps], rel=1e-5)
             differ += result.steps != result.best_step
     assert differ, "every job ended at its best step; the test could not tell best from last"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from resident_jobs import DATA, PAIRS, STABLE, make_model, make_task, with_references
+from resident_jobs import DATA, PAIRS, STABLE, make_model, make_task, make_trainer, with_references
 from torch import Tensor
 
 from alto.backbone import Backbone
 from alto.data import TaskData
-from alto.executor import plan_jobs, trainer
+from alto.executor import TaskContext, initial_states, trainer
 from alto.executor.ranks import Ranks
-from alto.executor.trainer import Trainer
-from alto.lora import linear_modules
-from alto.objectives import find_objective
 
 
 class Unheard(Ranks):
@@ -52,23 +50,14 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
 
     job_losses = trainer.job_losses
     monkeypatch.setattr(trainer, "job_losses", watched)
-    task, model = make_task(STABLE[2:4], **settings), make_model("llama")
+    task, model = make_task(STABLE[2:4], max_tokens_per_pass=60, **settings), make_model("llama")
     backbone = Backbone(model, None, "unused")
-    objective = find_objective(task.method)
-    data = with_references(backbone, data) if objective.needs_reference else data
-    busy, idle = plan_jobs(task, backbone, data)
-    one = Trainer(
-        backbone,
-        data,
-        modules=linear_modules(model),
-        max_rank=32,
-        num_slots=1,
-        max_tokens_per_pass=60,
-        optims={"adamw_torch"},
-        objective=objective,
-        ranks=Unheard(),
-    )
-    busy.slot, idle.slot = 0, 1  # of the two, one sits here, and takes no part in the step
+    context = TaskContext.of(task, backbone, data, Unheard())
+    if context.objective.needs_reference:
+        context = replace(context, data=with_references(backbone, data))
+    busy, idle = initial_states(context)
+    one = make_trainer(context, 1)
+    busy.slot, idle.slot = 0, 1  # of the two, one is resident here, and takes no part in the step
     one.admit_fresh(idle, 0)
     before = one.bank.params_ZP.clone()
 

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from alto.backbone import Backbone
-from alto.executor import Executor, JobRun, plan_jobs
+from alto.executor import Executor, JobState, RunStart, TaskContext
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
@@ -86,17 +86,17 @@ def test_from_equal_state_one_step_in_company_equals_peft_alone(name: str) -> No
     checked = 0
     for step in range(24):
         states = {
-            run.id: (bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)) for run in bank.training
+            job.id: (bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.training
         }
         found = bank.step()
         if step not in (0, 1, 2, 5, 10, 16, 23):
             continue
-        for run in bank.runs:
-            if run.id in found:
-                alone = SoloJob(base, DATA.train, run.config)
-                alone.load(*states[run.id])
+        for job in bank.jobs:
+            if job.id in found:
+                alone = SoloJob(base, DATA.train, job.config)
+                alone.load(*states[job.id])
                 expected = alone.train_step()
-                assert_same_step(found[run.id], expected)
+                assert_same_step(found[job.id], expected)
                 checked += 1
     assert checked > 50
 
@@ -118,38 +118,38 @@ def test_whole_curves_equal_peft_alone(name: str, max_slots: int, reverse: bool,
     run_dir = run_executor(task, make_model(name), tmp_path)
     history = read_history(run_dir.root)
     base, fresh = make_model(name), Bank(make_model(name), task)
-    for run in fresh.runs:
-        initial = fresh.trainer.bank.read(run.slot)
-        found = torch.tensor(list(history.jobs[run.id].train_losses))
-        final = flat(read_adapter(run_dir.job(run.id, "last")))
-        expected, weights = solo_curve(base, run, initial)
-        if run.config.seed in STABLE_SEEDS:
-            assert distance(found, expected) <= 1e-4, run.config
-            assert relative_distance(final, weights) <= 1e-4, run.config
+    for job in fresh.jobs:
+        initial = fresh.trainer.bank.read(job.slot)
+        found = torch.tensor(list(history.jobs[job.id].train_losses))
+        final = flat(read_adapter(run_dir.job(job.id, "last")))
+        expected, weights = solo_curve(base, job, initial)
+        if job.config.seed in STABLE_SEEDS:
+            assert distance(found, expected) <= 1e-4, job.config
+            assert relative_distance(final, weights) <= 1e-4, job.config
         else:
-            others = [solo_curve(base, run, initial, padding) for padding in PADDINGS]
+            others = [solo_curve(base, job, initial, padding) for padding in PADDINGS]
             floor = max(distance(curve, expected) for curve, _ in others)
             drift = max(relative_distance(other, weights) for _, other in others)
             # Before rounding has grown, a chaotic job is like any other. How far it grows after that is a draw: the
             # floor is the largest of a few draws in which only attention's sums are taken in another order; here all
             # are. Orders of ours that are equally right were seen between 1 and 11 times the floor.
-            assert distance(found[:3], expected[:3]) <= 1e-4, run.config
-            assert distance(found, expected) <= max(30 * floor, 1e-4), run.config
-            assert relative_distance(final, weights) <= max(30 * drift, 1e-4), run.config
+            assert distance(found[:3], expected[:3]) <= 1e-4, job.config
+            assert distance(found, expected) <= max(30 * floor, 1e-4), job.config
+            assert relative_distance(final, weights) <= max(30 * drift, 1e-4), job.config
 
 
 def run_executor(task: Task, model: PreTrainedModel, output_dir: Path) -> RunDir:
     backbone = Backbone(model, None, "unused")
     run_dir = RunDir.create(output_dir, task)
     with Journal(run_dir.journal_file) as journal:
-        Executor(task, plan_jobs(task, backbone, DATA), backbone, DATA, run_dir=run_dir, journal=journal).run()
+        Executor.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)).run()
     return run_dir
 
 
 def solo_curve(
-    base: PreTrainedModel, run: JobRun, initial: AdapterWeights, padding: int = 0
+    base: PreTrainedModel, job: JobState, initial: AdapterWeights, padding: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    solo = SoloJob(base, DATA.train, run.config, padding=padding)
+    solo = SoloJob(base, DATA.train, job.config, padding=padding)
     solo.load(initial)
     return torch.tensor(solo.train()), solo.weights()
 
@@ -168,30 +168,30 @@ def test_jobs_with_different_options_equal_peft_alone_on_every_architecture(
 
     bank = Bank(model(), make_task(OPTIONS), slots=[4, 1, 0, 5, 2, 3])
     solos = []
-    for run in bank.runs:
-        solo = SoloJob(model(), DATA.train, run.config)
-        solo.load(bank.trainer.bank.read(run.slot))
+    for job in bank.jobs:
+        solo = SoloJob(model(), DATA.train, job.config)
+        solo.load(bank.trainer.bank.read(job.slot))
         solos.append(solo)
     for _ in range(2):
-        states = [(bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)) for run in bank.runs]
+        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
         found = bank.step()
-        for run, solo, state in zip(bank.runs, solos, states, strict=True):
+        for job, solo, state in zip(bank.jobs, solos, states, strict=True):
             solo.load(*state)
-            assert_same_step(found[run.id], solo.train_step())
+            assert_same_step(found[job.id], solo.train_step())
 
 
 @needs_bitsandbytes
 def test_jobs_with_different_optimizers_equal_peft_alone() -> None:
     bank = Bank(make_model("llama"), make_task(MIXED_OPTIMIZERS), slots=[4, 1, 0, 5, 2])
     for step in range(8):
-        states = [(bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)) for run in bank.runs]
+        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
         found = bank.step()
         if step not in (0, 1, 7):
             continue
-        for run, state in zip(bank.runs, states, strict=True):
-            solo = SoloJob(make_model("llama"), DATA.train, run.config)
+        for job, state in zip(bank.jobs, states, strict=True):
+            solo = SoloJob(make_model("llama"), DATA.train, job.config)
             solo.load(*state)
-            assert_same_step(found[run.id], solo.train_step())
+            assert_same_step(found[job.id], solo.train_step())
 
 
 @needs_bitsandbytes
@@ -202,32 +202,32 @@ def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(tmp_path: Path) -
         stays.step()
         leaves.step()
     store = StateStore(RunDir(tmp_path))
-    for before, after in zip(leaves.runs, back.runs, strict=True):
+    for before, after in zip(leaves.jobs, back.jobs, strict=True):
 
-        def fill(folder: Path, run: JobRun = before) -> None:
+        def fill(folder: Path, job: JobState = before) -> None:
             trainer = leaves.trainer
-            write_adapter(folder, trainer.bank.read(run.slot), run.config, "unused", names)
-            write_state(folder, trainer.optimizer.read(run.slot))
+            write_adapter(folder, trainer.bank.read(job.slot), job.config, "unused", names)
+            write_state(folder, trainer.optimizer.read(job.slot))
 
         store.save(before.id, "last", before.step, fill)
         after.step = before.step
         back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
     for _ in range(3):
         expected, found = stays.step(), back.step()
-        for run in stays.runs:
-            assert found[run.id].loss == expected[run.id].loss
-            for name, update in expected[run.id].updates.items():
-                assert torch.equal(found[run.id].updates[name], update)
+        for job in stays.jobs:
+            assert found[job.id].loss == expected[job.id].loss
+            for name, update in expected[job.id].updates.items():
+                assert torch.equal(found[job.id].updates[name], update)
 
 
 def test_every_job_starts_as_its_own_option_says() -> None:
     configs = [{"seed": 1, "init_lora_weights": init} for init in ("default", "gaussian")]
     bank = Bank(make_model("llama"), make_task(configs))
-    for run in bank.runs:
-        weights = bank.trainer.bank.read(run.slot)
+    for job in bank.jobs:
+        weights = bank.trainer.bank.read(job.slot)
         first = next(iter(weights.values()))[0]
         is_uniform = bool(first.abs().max() <= first.shape[0] ** -0.5)
-        assert is_uniform == (run.config.init_lora_weights == "default")
+        assert is_uniform == (job.config.init_lora_weights == "default")
 
 
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
@@ -236,20 +236,20 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> Non
     for bank in banks:
         for _ in range(3):
             bank.step()
-    victim = banks[1].runs[2]
+    victim = banks[1].jobs[2]
     if poison == "weights":
         banks[1].trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
     else:
         banks[1].trainer.optimizer.exp_avg_ZP[victim.slot].fill_(float("nan"))
     for _ in range(3):
         clean, poisoned = (bank.step() for bank in banks)
-        for run in banks[0].runs:
-            if run.id != victim.id and run.id in clean:
-                assert clean[run.id].loss == poisoned[run.id].loss
-                assert clean[run.id].grad_norm == poisoned[run.id].grad_norm
+        for job in banks[0].jobs:
+            if job.id != victim.id and job.id in clean:
+                assert clean[job.id].loss == poisoned[job.id].loss
+                assert clean[job.id].grad_norm == poisoned[job.id].grad_norm
                 for kind in ("gradients", "updates"):
-                    for name, matrix in getattr(clean[run.id], kind).items():
-                        assert torch.equal(matrix, getattr(poisoned[run.id], kind)[name])
+                    for name, matrix in getattr(clean[job.id], kind).items():
+                        assert torch.equal(matrix, getattr(poisoned[job.id], kind)[name])
     assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
 
 
@@ -264,9 +264,9 @@ def test_dropout_equals_peft_with_the_same_mask() -> None:
     class SameMask(torch.nn.Module):
         """PEFT's dropout with the mask that ALTO keys by job, step and what the module reads."""
 
-        def __init__(self, run: JobRun, module: str) -> None:
+        def __init__(self, job: JobState, module: str) -> None:
             super().__init__()
-            self._run, self._number = run, numbers[module]
+            self._run, self._number = job, numbers[module]
             self.step = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -276,14 +276,14 @@ def test_dropout_equals_peft_with_the_same_mask() -> None:
             return x * factor
 
     solos = []
-    for run in bank.runs:
-        solo = SoloJob(base, DATA.train, run.config, dropout=lambda module, _, run=run: SameMask(run, module))
-        solo.load(bank.trainer.bank.read(run.slot))
+    for job in bank.jobs:
+        solo = SoloJob(base, DATA.train, job.config, dropout=lambda module, _, job=job: SameMask(job, module))
+        solo.load(bank.trainer.bank.read(job.slot))
         solos.append(solo)
     for _ in range(4):
         found = bank.step()
-        for run, solo in zip(bank.runs, solos, strict=True):
-            assert_same_step(found[run.id], solo.train_step())
+        for job, solo in zip(bank.jobs, solos, strict=True):
+            assert_same_step(found[job.id], solo.train_step())
 
 
 class TestTheOracleBites:
@@ -297,11 +297,11 @@ class TestTheOracleBites:
         return bank
 
     def compare(self, bank: Bank, index: int, state_of: int, **solo_settings: object) -> None:
-        run, other = bank.runs[index], bank.runs[state_of]
+        job, other = bank.jobs[index], bank.jobs[state_of]
         state = (bank.trainer.bank.read(other.slot), bank.trainer.optimizer.read(other.slot))
-        solo = SoloJob(make_model("llama"), DATA.train, run.config, **solo_settings)
+        solo = SoloJob(make_model("llama"), DATA.train, job.config, **solo_settings)
         solo.load(*state)
-        assert_same_step(bank.step()[run.id], solo.train_step())
+        assert_same_step(bank.step()[job.id], solo.train_step())
 
     def test_control(self, bank: Bank) -> None:
         self.compare(bank, 2, 2)
@@ -312,7 +312,7 @@ class TestTheOracleBites:
 
     def test_wrong_alpha(self, bank: Bank) -> None:
         with pytest.raises(AssertionError):
-            self.compare(bank, 2, 2, tamper={"lora_alpha": bank.runs[2].config.lora_alpha * 1.01})
+            self.compare(bank, 2, 2, tamper={"lora_alpha": bank.jobs[2].config.lora_alpha * 1.01})
 
     def test_off_by_one_in_the_data_order(self, bank: Bank) -> None:
         with pytest.raises(AssertionError):
@@ -322,16 +322,16 @@ class TestTheOracleBites:
         "fault", ["weight_decay", "max_grad_norm", "learning_rate", "loraplus_lr_ratio", "use_rslora"]
     )
     def test_a_setting_of_another_job(self, bank: Bank, fault: str) -> None:
-        run = bank.runs[2]
+        job = bank.jobs[2]
         wrong = {
             "weight_decay": 0.2,
             "max_grad_norm": 0.01,
-            "learning_rate": run.config.learning_rate * 1.01,
+            "learning_rate": job.config.learning_rate * 1.01,
             "loraplus_lr_ratio": 1.01,
             "use_rslora": True,
         }[fault]
-        state = (bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot))
-        solo = SoloJob(make_model("llama"), DATA.train, run.config.replace(**{fault: wrong}))
+        state = (bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot))
+        solo = SoloJob(make_model("llama"), DATA.train, job.config.replace(**{fault: wrong}))
         solo.load(*state)
         with pytest.raises(AssertionError):
-            assert_same_step(bank.step()[run.id], solo.train_step())
+            assert_same_step(bank.step()[job.id], solo.train_step())

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.data import Span
-from alto.executor import Executor, JobRun, plan_jobs
+from alto.executor import Executor, JobState, RunStart, TaskContext
 from alto.lora import read_adapter
 from alto.runs import Journal, RunDir, read_events, read_history
 from alto.spec import Task
@@ -66,31 +66,31 @@ def dpo_task(configs: list[dict[str, object]], **settings: object) -> Task:
     return make_task(configs, method="dpo", **settings)
 
 
-def solo_of(run: JobRun, base: PreTrainedModel, trl: Any) -> SoloPairs:
-    return SoloPairs(base, PAIRS.train, run.config, trl=trl, reference=reference_model(base))
+def solo_of(job: JobState, base: PreTrainedModel, trl: Any) -> SoloPairs:
+    return SoloPairs(base, PAIRS.train, job.config, trl=trl, reference=reference_model(base))
 
 
-def state_of(bank: Bank, run: JobRun) -> tuple[Any, Any]:
-    return bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)
+def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
+    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 
 def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
     base, bank = make_model("qwen3"), Bank(make_model("qwen3"), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
-    solos = [solo_of(run, base, trl) for run in bank.runs]
+    solos = [solo_of(job, base, trl) for job in bank.jobs]
     for _ in range(3):
         bank.step()
-    states, found = [state_of(bank, run) for run in bank.runs], bank.step()
-    for run, solo, state in zip(bank.runs, solos, states, strict=True):
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
         solo.load(*state)
-        assert_same_step(found[run.id], solo.train_step())
+        assert_same_step(found[job.id], solo.train_step())
     bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
-    for run, solo, worth in zip(bank.runs, solos, bank.trainer.evaluate(bank.runs), strict=True):
-        solo.load(*state_of(bank, run))
+    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo.load(*state_of(bank, job))
         expected = solo.evaluate(PAIRS.validation)
         assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
         for metric, name_in_trl in METRICS.items():
             assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
-        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / run.config.beta
+        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
 
@@ -116,20 +116,20 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run_dir, journal=journal).run()
+        Executor.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)).run()
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]
     told = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
 
     base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=data), read_history(run_dir.root)
-    for run in fresh.runs:
-        solo = SoloPairs(base, data.train, run.config, trl=trl, reference=reference_model(base))
-        solo.load(fresh.trainer.bank.read(run.slot))
-        expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[run.id].train_losses))
-        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, run.config
-        assert relative_distance(flat(read_adapter(run_dir.job(run.id, "last"))), solo.weights()) <= 1e-4, run.config
-        last, worth = told[run.id, run.total_steps], solo.evaluate(PAIRS.validation)
+    for job in fresh.jobs:
+        solo = SoloPairs(base, data.train, job.config, trl=trl, reference=reference_model(base))
+        solo.load(fresh.trainer.bank.read(job.slot))
+        expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[job.id].train_losses))
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, job.config
+        assert relative_distance(flat(read_adapter(run_dir.job(job.id, "last"))), solo.weights()) <= 1e-4, job.config
+        last, worth = told[job.id, job.total_steps], solo.evaluate(PAIRS.validation)
         assert last["validation_loss"] == pytest.approx(worth["loss"], rel=1e-4)
         assert last["metrics"]["reward_accuracy"] == pytest.approx(worth["rewards/accuracies"])
 
@@ -139,39 +139,39 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> Non
     clean_bank, poisoned_bank = (Bank(make_model("llama"), dpo_task(FEW), data=PAIRS) for _ in range(2))
     for bank in (clean_bank, poisoned_bank):
         bank.step()
-    victim = poisoned_bank.runs[1]
+    victim = poisoned_bank.jobs[1]
     if poison == "weights":
         poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
     else:
         poisoned_bank.trainer.optimizer.exp_avg_ZP[victim.slot].fill_(float("nan"))
     for _ in range(2):
         clean, poisoned = clean_bank.step(), poisoned_bank.step()
-        for run in clean_bank.runs:
-            if run.id != victim.id:
-                assert clean[run.id].loss == poisoned[run.id].loss
+        for job in clean_bank.jobs:
+            if job.id != victim.id:
+                assert clean[job.id].loss == poisoned[job.id].loss
                 for kind in ("gradients", "updates"):
-                    for name, matrix in getattr(clean[run.id], kind).items():
-                        assert torch.equal(matrix, getattr(poisoned[run.id], kind)[name])
+                    for name, matrix in getattr(clean[job.id], kind).items():
+                        assert torch.equal(matrix, getattr(poisoned[job.id], kind)[name])
     assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
-    for run, clean_worth, poisoned_worth in zip(
-        clean_bank.runs, *(bank.trainer.evaluate(bank.runs) for bank in (clean_bank, poisoned_bank)), strict=True
+    for job, clean_worth, poisoned_worth in zip(
+        clean_bank.jobs, *(bank.trainer.evaluate(bank.jobs) for bank in (clean_bank, poisoned_bank)), strict=True
     ):
-        assert (clean_worth == poisoned_worth) == (run.id != victim.id)
+        assert (clean_worth == poisoned_worth) == (job.id != victim.id)
 
 
 def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step() -> None:
     whole, parted = (Bank(make_model("llama"), dpo_task(FEW, max_tokens_per_pass=n), data=PAIRS) for n in (10_000, 60))
-    batch = whole.runs[2].order.rows_of_step(0)
+    batch = whole.jobs[2].order.rows_of_step(0)
     assert sum(PAIRS.train.input_ids[row].numel() for row in batch) > 2 * 60
     for _ in range(2):
         expected, found = whole.step(), parted.step()
-        for run in whole.runs:
-            assert_same_step(found[run.id], expected[run.id])
-        for mine, others in zip(parted.runs, whole.runs, strict=True):  # go on from equal state
+        for job in whole.jobs:
+            assert_same_step(found[job.id], expected[job.id])
+        for mine, others in zip(parted.jobs, whole.jobs, strict=True):  # go on from equal state
             weights, optimizer = state_of(whole, others)
             parted.trainer.bank.write(mine.slot, weights)
             parted.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)
-    for found, expected in zip(parted.trainer.evaluate(parted.runs), whole.trainer.evaluate(whole.runs), strict=True):
+    for found, expected in zip(parted.trainer.evaluate(parted.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
         assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-5)
 
@@ -195,7 +195,7 @@ def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
     bank = Bank(make_model("llama"), dpo_task(FEW), data=PAIRS)
     for _ in range(2):
         bank.step()
-    states = [state_of(bank, run) for run in bank.runs]
+    states = [state_of(bank, job) for job in bank.jobs]
     return bank, states, bank.step()
 
 
@@ -204,11 +204,11 @@ class TestTheOracleBites:
 
     def compare(self, stepped: Any, trl: Any, *, data: Any = PAIRS.train, **changes: Any) -> None:
         (bank, states, found), base = stepped, make_model("llama")
-        run = bank.runs[0]
-        config = run.config.replace(**changes)
+        job = bank.jobs[0]
+        config = job.config.replace(**changes)
         solo = SoloPairs(base, data, config, trl=trl, reference=reference_model(base))
         solo.load(*states[0])
-        assert_same_step(found[run.id], solo.train_step())
+        assert_same_step(found[job.id], solo.train_step())
 
     def test_control(self, stepped: Any, trl: Any) -> None:
         self.compare(stepped, trl)

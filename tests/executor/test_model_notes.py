@@ -15,7 +15,7 @@ from alto.backbone import build_skeleton
 from alto.cli.app import app
 from alto.errors import ModelError
 from alto.executor import model_notes
-from alto.spec import JobConfig
+from alto.spec import BaseModelSpec, JobConfig
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> alto.Task:
 
 
 def expected(task: alto.Task) -> tuple[str, ...]:
-    notes = model_notes(build_skeleton(task.model), [job.config for job in task.jobs])
+    notes = model_notes(build_skeleton(BaseModelSpec(id=task.model)), [job.config for job in task.jobs])
     experts, dropout, balance = notes
     assert experts.startswith("The experts of the base model are not trained: 6,144 weights")
     assert dropout.startswith("attention_dropout 0.1 of the base model: not applied")
@@ -55,7 +55,7 @@ def test_preview_says_so(task: alto.Task) -> None:
 
 
 def test_a_skeleton_has_the_models_modules_and_no_memory(task: alto.Task) -> None:
-    skeleton = build_skeleton(task.model)
+    skeleton = build_skeleton(BaseModelSpec(id=task.model))
     model = build_mixture("qwen3-moe-dense", vocab_size=skeleton.config.vocab_size)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     assert {name: parameter.shape for name, parameter in skeleton.named_parameters()} == shapes
@@ -66,4 +66,4 @@ def test_a_skeleton_has_the_models_modules_and_no_memory(task: alto.Task) -> Non
 def test_a_configuration_without_a_causal_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelError, match=r"expected config\.json of a causal language model"):
-        build_skeleton(str(tmp_path))
+        build_skeleton(BaseModelSpec(id=str(tmp_path)))

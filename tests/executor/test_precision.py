@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from alto.backbone import load_network
 from alto.lora import ModuleNames, write_adapter
+from alto.spec import BaseModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -52,7 +53,7 @@ def load_for_peft(folder: Path, bits: int | None, dtype: torch.dtype = torch.flo
 
 def load_for_alto(folder: Path, bits: int | None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     name = str(dtype).removeprefix("torch.")
-    return load_network(str(folder), dtype=name, load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    return load_network(BaseModelSpec(id=str(folder), dtype=name, quantisation=f"{bits}bit" if bits else "none"))
 
 
 def two_steps(bank: Bank, solo_base: PreTrainedModel, **solo: Any) -> list[tuple[StepFacts, StepFacts]]:
@@ -60,10 +61,10 @@ def two_steps(bank: Bank, solo_base: PreTrainedModel, **solo: Any) -> list[tuple
     pairs = []
     for _ in range(2):
         states = {
-            run.id: (bank.trainer.bank.read(run.slot), bank.trainer.optimizer.read(run.slot)) for run in bank.runs
+            job.id: (bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs
         }
         for job_id, found in bank.step().items():
-            config = next(run.config for run in bank.runs if run.id == job_id)
+            config = next(job.config for job in bank.jobs if job.id == job_id)
             alone = SoloJob(solo_base, DATA.train, config, **solo)
             alone.load(*states[job_id])
             pairs.append((found, alone.train_step()))
@@ -94,7 +95,7 @@ def test_a_step_in_half_precision_is_pefts(
     optimizer = bank.trainer.optimizer
     rows = (bank.trainer.bank.params_ZP, bank.trainer.bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP)
     assert {row.dtype for row in rows} == {bank_dtype}
-    initial, config = bank.trainer.bank.read(0), bank.runs[0].config
+    initial, config = bank.trainer.bank.read(0), bank.jobs[0].config
     pairs = two_steps(bank, load_for_peft(base, None, dtype), autocast_adapter_dtype=adapter_dtype == "float32")
     for found, expected in pairs:
         assert found.loss == pytest.approx(expected.loss, rel=1e-3)
@@ -125,11 +126,11 @@ def test_an_adapter_loads_into_peft_on_the_same_base(bits: int, base: Path, tmp_
     network = load_for_alto(base, bits)
     bank = Bank(network, make_task(JOBS))
     bank.step()
-    run = bank.runs[0]
+    job = bank.jobs[0]
     write_adapter(
-        tmp_path / "adapter", bank.trainer.bank.read(run.slot), run.config, str(base), ModuleNames.of(network)
+        tmp_path / "adapter", bank.trainer.bank.read(job.slot), job.config, str(base), ModuleNames.of(network)
     )
-    validation = bank.trainer.evaluate([run])[0].loss
+    validation = bank.trainer.evaluate([job])[0].loss
     # In training mode bitsandbytes multiplies by the dequantised weights too; in evaluation it rounds activations.
     peft = PeftModel.from_pretrained(load_for_peft(base, bits), tmp_path / "adapter").train()
     total = 0.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, Span, TaskData
 from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
-from alto.executor import Executor, plan_jobs, recover
+from alto.executor import Executor, Hooks, RunStart, TaskContext, recover
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Journal, Mailbox, Observer, RunDir, read_history, task_result
+from alto.runs.events import TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
 from alto.spec.metric import score_of
 
@@ -71,19 +73,12 @@ def train(
     run_dir: RunDir, observers: Sequence[Observer] = (), *, is_interrupted: Callable[[], bool] | None = None
 ) -> TaskResult:
     """Begin the run, or go on with it."""
-    task, past, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
+    task, resume_state, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
     backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
-    with Journal(run_dir.journal_file, observers, past=past.events) as journal:
-        Executor(
-            task,
-            plan_jobs(task, backbone, DATA),
-            backbone,
-            DATA,
-            run_dir=run_dir,
-            journal=journal,
-            past=past,
-            is_interrupted=is_interrupted,
-        ).run()
+    with Journal(run_dir.journal_file, observers, past=resume_state.lines) as journal:
+        context = TaskContext.of(task, backbone, DATA)
+        hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
+        Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
     return task_result(read_history(run_dir.root), run_dir)
 
 
@@ -187,7 +182,7 @@ def test_rungs_rank_by_the_metric_and_the_journal_tells_why(undisturbed: RunDir)
     events = read_journal(undisturbed.root)
     assert len(of(events, "warmup_ended")) == 2
     (dropped,) = [event for event in of(events, "job_exited") if event["reason"] == ExitReason.UNDERPERFORMING]
-    assert {"gain", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
+    assert {"score", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
     assert audit(events) == ()
     winner = selection_of(events).winner()
     assert winner is not None
@@ -222,10 +217,12 @@ def test_a_run_is_not_gone_on_with_by_another_metric(tmp_path: Path) -> None:
 def test_a_run_is_not_gone_on_with_by_another_method() -> None:
     task = Task(model="alto-tiny", dataset="rows.jsonl", method="dpo")
     settings = task.early_exit.resolved().model_dump(mode="json")
-    started = {"event": "task_started", "jobs": [], "early_exit": settings, "method": "sft", "metric": "loss"}
+    line = {"event": "task_started", "time": 0.0, "jobs": [], "early_exit": settings, "method": "sft", "metric": "loss"}
+    started = decode(line).event
+    assert isinstance(started, TaskStarted)
     with pytest.raises(RunError, match="other settings of method;"):
         check_jobs(started, {}, task)
-    check_jobs({**started, "method": "dpo"}, {}, task)
+    check_jobs(replace(started, method="dpo"), {}, task)
 
 
 def test_jobs_are_cloned_and_stopped_while_they_learn_preferences(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from tiny import load_tiny, make_task, read_journal
 
 from alto.engine import Engine
 from alto.errors import DeviceMemoryError, ProfileError
-from alto.executor import cache, plan_jobs
-from alto.executor.profiling import Subject, measure, meter, pack, plan, planning, profile
+from alto.executor import TaskContext, cache
+from alto.executor.profiling import measure, meter, pack, plan, planning, profile
 from alto.executor.profiling.measure import Measured, Packing, packings
 from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
 from alto.objectives import job_losses
@@ -30,13 +30,13 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def subject(tmp_path: Path) -> Subject:
-    return target_of(make_task(tmp_path, search_space={"r": [2, 8], "per_device_train_batch_size": [1, 4]}))
+def context(tmp_path: Path) -> TaskContext:
+    return context_of(make_task(tmp_path, search_space={"r": [2, 8], "per_device_train_batch_size": [1, 4]}))
 
 
-def target_of(task: Task) -> Subject:
+def context_of(task: Task) -> TaskContext:
     backbone, data = load_tiny(task)
-    return Subject(task=task, backbone=backbone, data=data, runs=plan_jobs(task, backbone, data))
+    return TaskContext.of(task, backbone, data)
 
 
 @pytest.mark.parametrize("is_paired", [False, True], ids=["talk", "pairs"])
@@ -61,19 +61,19 @@ def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     answers = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(12)]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8")
-    subject = target_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
+    context = context_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
     seen = []
 
     def watched(objective: Any, backbone: Any, batch: Any, configs: Any) -> Any:
-        seen.append((type(objective).__name__, max(batch.sequence_prefixes)))
+        seen.append((objective.name, max(batch.sequence_prefixes)))
         return job_losses(objective, backbone, batch, configs)
 
     monkeypatch.setattr("alto.executor.trainer.job_losses", watched)
-    found = take_measures(subject)
+    found = take_measures(context)
     assert {name for name, _ in seen} == {"Dpo"}
     assert all(prefix > 0 for _, prefix in seen)
-    longest = max(ids.numel() for ids in subject.data.train.input_ids)
-    assert found.memory[-1].num_tokens <= longest * subject.task.jobs[0].config.per_device_train_batch_size
+    longest = max(ids.numel() for ids in context.data.train.input_ids)
+    assert found.memory[-1].num_tokens <= longest * context.task.jobs[0].config.per_device_train_batch_size
 
 
 def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
@@ -87,61 +87,63 @@ def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
     assert shapes == [(1, 1), (2, 1), (1, 4), (8, 1), (2, 8), (16, 2), (8, 8), (16, 8)]
 
 
-def take_measures(subject: Subject, max_tokens: int = 10**6) -> Measured:
+def take_measures(context: TaskContext, max_tokens: int = 10**6) -> Measured:
     return measure.measure(
-        subject.task,
-        subject.backbone,
-        lengths_of(subject.data.train),
-        num_rows=len(subject.data.train),
+        context.task,
+        context.backbone,
+        lengths_of(context.data.train),
+        num_rows=len(context.data.train),
         max_tokens=max_tokens,
     )
 
 
 def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_model_is_left_as_it_was(
-    subject: Subject,
+    context: TaskContext,
 ):
-    before = [name for name, _ in subject.backbone.model.named_modules()]
-    found = take_measures(subject, max_tokens=120)
+    before = [name for name, _ in context.backbone.model.named_modules()]
+    found = take_measures(context, max_tokens=120)
     tokens = [point.num_tokens for point in found.memory]
     assert len(tokens) >= 3
     assert max(tokens) <= 120
     assert [point.num_tokens for point in found.durations] == tokens
     assert all(point.duration_s > 0 for point in found.durations)
     assert all(0 < point.peak_bytes < found.capacity_bytes for point in found.memory)
-    assert [name for name, _ in subject.backbone.model.named_modules()] == before
+    assert [name for name, _ in context.backbone.model.named_modules()] == before
     assert Measured.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-def test_a_step_that_is_not_expected_to_fit_is_not_taken(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_is_not_expected_to_fit_is_not_taken(context: TaskContext, monkeypatch: pytest.MonkeyPatch):
     taken: list[int] = []
     monkeypatch.setattr(measure, "capacity_bytes", lambda device, num_ranks: 1000 * MIB)
     monkeypatch.setattr(measure, "peak_bytes", lambda device: 640 * MIB * len(taken) ** 3)
     steps = measure._steps_s
     monkeypatch.setattr(measure, "_steps_s", lambda *given: taken.append(1) or steps(*given))
-    found = take_measures(subject)
+    found = take_measures(context)
     all_of_them = len(packings(4, 4))
     assert 2 <= len(found.memory) < all_of_them
 
 
-def test_a_row_that_does_not_fit_is_an_error_that_says_what_to_do(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_that_does_not_fit_is_an_error_that_says_what_to_do(
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*arguments: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr("alto.executor.trainer.job_losses", refuse)
     with pytest.raises(DeviceMemoryError, match="lower max_length"):
-        take_measures(subject)
+        take_measures(context)
 
 
 def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_another(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tasks = measured_at_once(monkeypatch)
-    assert not plan(subject).is_cached
-    assert plan(subject).is_cached
+    assert not plan(context).is_cached
+    assert plan(context).is_cached
     assert len(tasks) == 1
-    assert not plan(subject, refresh=True).is_cached
+    assert not plan(context, refresh=True).is_cached
     changed = make_task(tmp_path, search_space={"r": [2, 16], "per_device_train_batch_size": [1, 4]})
-    assert not plan(target_of(changed)).is_cached
+    assert not plan(context_of(changed)).is_cached
     assert cache.load("profiles", json.loads("{}")) is None
 
 
@@ -167,25 +169,25 @@ def _point(**changes: object) -> dict[str, object]:
     ids=repr,
 )
 def test_a_poisoned_profile_is_named_and_measured_again(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch, poison: dict[str, object] | list[object]
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch, poison: dict[str, object] | list[object]
 ):
     tasks = measured_at_once(monkeypatch)
-    whole = plan(subject)
+    whole = plan(context)
     (file,) = (Path(os.environ["ALTO_CACHE"]) / "profiles").iterdir()
     entry = json.loads(file.read_text("utf-8"))
     entry["measured"] = {**entry["measured"], **poison} if poison and isinstance(poison, dict) else poison
     file.write_text(json.dumps(entry), encoding="utf-8")
     with pytest.warns(UserWarning, match=rf"{file.name} is damaged .* discarded, and measured again"):
-        again = plan(subject)
+        again = plan(context)
     assert not again.is_cached
     assert len(tasks) == 2
     assert again.max_slots == whole.max_slots
-    assert plan(subject).is_cached
+    assert plan(context).is_cached
 
 
-def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pytest.MonkeyPatch):
+def test_a_plan_says_what_the_task_will_take(context: TaskContext, monkeypatch: pytest.MonkeyPatch):
     measured_at_once(monkeypatch)
-    found = plan(subject)
+    found = plan(context)
     assert found.num_jobs == 4
     assert found.num_parameters[0] < found.num_parameters[1]
     assert found.memory.bytes_per_token == pytest.approx(0.1 * MIB)
@@ -198,9 +200,9 @@ def test_a_plan_says_what_the_task_will_take(subject: Subject, monkeypatch: pyte
 def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_where_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    subject = target_of(make_task(tmp_path, gradient_checkpointing="auto"))
+    context = context_of(make_task(tmp_path, gradient_checkpointing="auto"))
     tasks = measured_at_once(monkeypatch)
-    assert plan(subject).gradient_checkpointing is False
+    assert plan(context).gradient_checkpointing is False
 
     def tight(task: Task, lengths: object, **ignored: object) -> Measured:
         tasks.append(task)
@@ -209,20 +211,20 @@ def test_checkpointing_is_left_off_where_the_task_fits_without_and_switched_on_w
         return MEASURED
 
     monkeypatch.setattr(profile, "_measured_in_child", tight)
-    assert plan(subject, refresh=True).gradient_checkpointing is True
+    assert plan(context, refresh=True).gradient_checkpointing is True
     assert [task.gradient_checkpointing for task in tasks] == [False, False, True]
 
 
 def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight_it_is(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    context: TaskContext, monkeypatch: pytest.MonkeyPatch
 ):
     tasks = measured_at_once(monkeypatch)
-    task, forecast = pack(subject)
+    task, forecast = pack(context)
     assert forecast is None
     assert (task.max_slots, task.max_tokens_per_pass) == (16, 4096)
     assert tasks == []
     monkeypatch.setattr(planning, "capacity_bytes", lambda device, num_ranks: 50 * MIB)
-    task, forecast = pack(subject)
+    task, forecast = pack(context)
     assert forecast is not None
     assert task.max_slots == forecast.max_slots
     assert len(tasks) == 1
@@ -231,7 +233,7 @@ def test_where_memory_is_plenty_a_cpu_task_is_not_profiled_and_where_it_is_tight
 def test_limits_that_the_task_sets_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tasks = measured_at_once(monkeypatch)
     task = make_task(tmp_path, max_slots=2, max_tokens_per_step=100, max_tokens_per_pass=50)
-    assert pack(target_of(task)) == (task, None)
+    assert pack(context_of(task)) == (task, None)
     assert tasks == []
 
 
@@ -250,11 +252,11 @@ def test_a_task_is_planned_in_a_process_of_its_own_and_trained_as_planned(tmp_pa
 
 
 def test_a_process_that_dies_while_measuring_is_an_error_and_nothing_is_remembered(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: TaskContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(profile.sys, "executable", "/bin/false")
     with pytest.raises(ProfileError, match="code 1"):
-        plan(subject)
+        plan(context)
     assert not list((tmp_path / "cache").rglob("*.json"))
 
 

@@ -84,15 +84,15 @@ def test_whole_curves_equal_peft_alone(which: str, task: Task, request: pytest.F
     run_dir, _ = request.getfixturevalue(which)
     history = read_history(run_dir.root)
     base, fresh = make_model("qwen3"), Bank(make_model("qwen3"), task)
-    for run in fresh.runs:
-        assert run.slot is not None
-        solo = SoloJob(base, DATA.train, run.config)
-        solo.load(fresh.trainer.bank.read(run.slot))
+    for job in fresh.jobs:
+        assert job.slot is not None
+        solo = SoloJob(base, DATA.train, job.config)
+        solo.load(fresh.trainer.bank.read(job.slot))
         expected = torch.tensor(solo.train())
-        found = torch.tensor(list(history.jobs[run.id].train_losses))
-        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, run.config
-        final = flat(read_adapter(run_dir.job(run.id, "last")))
-        assert relative_distance(final, solo.weights()) <= 1e-4, run.config
+        found = torch.tensor(list(history.jobs[job.id].train_losses))
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, job.config
+        final = flat(read_adapter(run_dir.job(job.id, "last")))
+        assert relative_distance(final, solo.weights()) <= 1e-4, job.config
 
 
 def test_the_base_is_evaluated_by_all_ranks_together(whole: tuple[RunDir, Failures]) -> None:

@@ -20,13 +20,12 @@ from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
-from alto.executor import Executor, plan_jobs, recover, references
+from alto.executor import Executor, Hooks, RunStart, TaskContext, recover, references
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.micro_batches import MicroBatches
-from alto.executor.ranks import Ranks
 from alto.executor.references import References, find_references
 from alto.runs import Event, Journal, RunDir, read_events
-from alto.spec import Task
+from alto.spec import BaseModelSpec, Task
 
 TASK = make_task(
     [{"loss_type": "sigmoid", "beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 4, "seed": seed} for seed in (1, 2)],
@@ -86,9 +85,8 @@ def find(
     on_turn: Callable[[], None] = lambda: None,
 ) -> References:
     backbone = Backbone(make_model("llama").to(dtype), None, path)
-    return find_references(
-        task, backbone, data, micro_batches or MicroBatches(100, lambda event: None), Ranks(), on_turn
-    )
+    context = TaskContext.of(task, backbone, data)
+    return find_references(context, micro_batches or MicroBatches(100, lambda event: None), on_turn)
 
 
 def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
@@ -183,17 +181,15 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
     with torch.no_grad():
         backbone.model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(ModelError, match="found others in 28 of 28 pairs"):
-        find_references(TASK, backbone, PAIRS, MicroBatches(100, lambda event: None), Ranks())
+        find_references(TaskContext.of(TASK, backbone, PAIRS), MicroBatches(100, lambda event: None))
 
 
-def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] | None = None) -> list[Event]:
+def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] = lambda: False) -> list[Event]:
     """Begin or go on with a run; its events."""
-    past, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
-    with Journal(run_dir.journal_file, past=past.events) as journal:
-        runs = plan_jobs(TASK, backbone, data)
-        Executor(
-            TASK, runs, backbone, data, run_dir=run_dir, journal=journal, past=past, is_interrupted=is_interrupted
-        ).run()
+    resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
+    with Journal(run_dir.journal_file, past=resume_state.lines) as journal:
+        context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
+        Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
     return list(read_events(run_dir.journal_file))
 
 
@@ -231,12 +227,12 @@ def test_a_task_goes_on_with_the_passes_that_the_base_fitted_into(base: Base, tm
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 def test_a_quantised_base_is_its_own_reference() -> None:
-    task = TASK.replace(load_in_4bit=True)
-    quantised = Bank(load_network("alto-tiny", load_in_4bit=True), task, data=PAIRS)
-    plain = Bank(load_network("alto-tiny"), TASK, data=PAIRS)
+    task = TASK.replace(model="alto-tiny", load_in_4bit=True)
+    quantised = Bank(load_network(task.base_model), task, data=PAIRS)
+    plain = Bank(load_network(BaseModelSpec(id="alto-tiny")), TASK, data=PAIRS)
     apart = (quantised.data.train.references - plain.data.train.references).abs().mean()
     assert apart > 0.1
-    for worth in quantised.trainer.evaluate(quantised.runs):
+    for worth in quantised.trainer.evaluate(quantised.jobs):
         assert worth.loss == pytest.approx(math.log(2), rel=1e-5)
         assert worth.metrics["kl"] == pytest.approx(0.0, abs=1e-4)
 
@@ -266,7 +262,9 @@ def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pyt
 
 def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base: Base, tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, TASK)
-    with pytest.raises(TaskInterruptedError, match=f"the base model was asked .* alto resume {run_dir.root}"):
+    with pytest.raises(
+        TaskInterruptedError, match=f"reference log-probs were precomputed, .* alto resume {run_dir.root}"
+    ):
         finish(run_dir, is_interrupted=lambda: base.num_asked > 2)
     assert run_dir.journal_file.read_bytes() == b""
     assert finish(run_dir)[-1]["event"] == "task_completed"

@@ -45,9 +45,9 @@ def eight_bit_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_step(bank: Bank) -> None:
-    bank.trainer.step(bank.runs)
-    for run in bank.runs:
-        run.step += 1
+    bank.trainer.step(bank.jobs)
+    for job in bank.jobs:
+        job.step += 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
@@ -119,8 +119,8 @@ def test_a_step_on_a_gpu_waits_for_it_once(settings: dict[str, object]) -> None:
     trainer = bank.trainer
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses = trainer.backward(bank.runs)
-        trainer.update(bank.runs)
+        losses = trainer.backward(bank.jobs)
+        trainer.update(bank.jobs)
         with pytest.raises(RuntimeError, match="synchroniz"):
             trainer.read(losses)
     finally:

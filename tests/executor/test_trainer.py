@@ -69,25 +69,25 @@ class Jobs(Bank):
         """The losses of all jobs in all steps."""
         losses = []
         for _ in range(num_steps):
-            losses += self.trainer.step(self.runs)
-            for run in self.runs:
-                run.step += 1
+            losses += self.trainer.step(self.jobs)
+            for job in self.jobs:
+                job.step += 1
         return losses
 
     def validation_losses(self) -> list[float]:
-        return [worth.loss for worth in self.trainer.evaluate(self.runs)]
+        return [worth.loss for worth in self.trainer.evaluate(self.jobs)]
 
     def state(self) -> State:
-        seats = [run.slot for run in self.runs]
+        seats = [job.slot for job in self.jobs]
         return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in seats]
 
     def go_back(self, state: State) -> None:
         """To a state that was read, memory enough for everything."""
         self.trainer.micro_batches.max_tokens = PLENTY
         self.memory_events.clear()
-        for run, (weights, optimizer) in zip(self.runs, state, strict=True):
-            run.step = optimizer.step
-            self.trainer.readmit(run, run.slot, weights, optimizer)
+        for job, (weights, optimizer) in zip(self.jobs, state, strict=True):
+            job.step = optimizer.step
+            self.trainer.readmit(job, job.slot, weights, optimizer)
 
 
 def adamw(num_jobs: int) -> Jobs:
@@ -120,42 +120,42 @@ def places(count: int, num_trials: int) -> list[int]:
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 4])
 def test_a_step_that_runs_out_of_memory_anywhere_is_taken_once(num_jobs: int) -> None:
-    jobs = adamw(num_jobs)
-    jobs.train()
-    before = jobs.state()
+    bank = adamw(num_jobs)
+    bank.train()
+    before = bank.state()
     with ShortOfMemory() as enough:
-        expected = jobs.train()
-    expected += jobs.train()
-    after = jobs.state()
+        expected = bank.train()
+    expected += bank.train()
+    after = bank.state()
     phases = set()
     for place in places(enough.num_asked, 6):
-        jobs.go_back(before)
+        bank.go_back(before)
         with ShortOfMemory(place):
-            found = jobs.train()
-        assert found + jobs.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
-        assert_same_change(jobs.state(), after, before)
-        (event,) = jobs.memory_events
+            found = bank.train()
+        assert found + bank.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert_same_change(bank.state(), after, before)
+        (event,) = bank.memory_events
         phases.add(event.phase)
         assert event.slots == tuple(range(num_jobs))
         if event.phase == "update":
             assert event.max_tokens_per_pass == PLENTY
         else:
-            assert event.num_tokens // 2 == event.max_tokens_per_pass == jobs.trainer.micro_batches.max_tokens
+            assert event.num_tokens // 2 == event.max_tokens_per_pass == bank.trainer.micro_batches.max_tokens
     assert phases == {"forward", "backward", "update"}
 
 
 def test_a_step_may_run_out_of_memory_again_and_again() -> None:
-    jobs = adamw(3)
-    jobs.train()
-    before = jobs.state()
+    bank = adamw(3)
+    bank.train()
+    before = bank.state()
     with ShortOfMemory() as enough:
-        expected = jobs.train()
-    after = jobs.state()
-    jobs.go_back(before)
+        expected = bank.train()
+    after = bank.state()
+    bank.go_back(before)
     with ShortOfMemory(*(round(share * enough.num_asked) for share in (0.3, 1.0, 1.4))):
-        assert jobs.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
-    assert_same_change(jobs.state(), after, before)
-    limits = [event.max_tokens_per_pass for event in jobs.memory_events]
+        assert bank.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
+    assert_same_change(bank.state(), after, before)
+    limits = [event.max_tokens_per_pass for event in bank.memory_events]
     assert len(limits) == 3
     assert limits == sorted(limits, reverse=True)
 
@@ -173,23 +173,23 @@ def test_an_update_that_runs_out_of_memory_anywhere_is_applied_once_to_everybody
     backend: str, optims: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ALTO_KERNELS", backend)
-    jobs = Jobs(optims)
-    jobs.train()
-    before = jobs.state()
-    jobs.trainer.backward(jobs.runs)
-    grads_ZP = jobs.trainer.bank.grads_ZP.clone()
+    bank = Jobs(optims)
+    bank.train()
+    before = bank.state()
+    bank.trainer.backward(bank.jobs)
+    grads_ZP = bank.trainer.bank.grads_ZP.clone()
     with ShortOfMemory() as enough:
-        norms = jobs.trainer.update(jobs.runs)
-    after = jobs.state()
+        norms = bank.trainer.update(bank.jobs)
+    after = bank.state()
     assert enough.num_asked > 5
     for place in places(enough.num_asked, 20):
-        jobs.go_back(before)
-        jobs.trainer.bank.grads_ZP.copy_(grads_ZP)
+        bank.go_back(before)
+        bank.trainer.bank.grads_ZP.copy_(grads_ZP)
         with ShortOfMemory(place):
-            assert torch.equal(jobs.trainer.update(jobs.runs), norms)
-        assert_equal(jobs.state(), after)
-        assert not jobs.trainer.bank.grads_ZP.any()
-        assert [event.phase for event in jobs.memory_events] == ["update"]
+            assert torch.equal(bank.trainer.update(bank.jobs), norms)
+        assert_equal(bank.state(), after)
+        assert not bank.trainer.bank.grads_ZP.any()
+        assert [event.phase for event in bank.memory_events] == ["update"]
 
 
 def assert_equal(found: State, expected: State) -> None:
@@ -201,19 +201,19 @@ def assert_equal(found: State, expected: State) -> None:
 
 @pytest.mark.parametrize("num_jobs", [1, 3])
 def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(num_jobs: int) -> None:
-    jobs = adamw(num_jobs)
-    jobs.train()
-    expected = jobs.validation_losses()
-    jobs.trainer.micro_batches.max_tokens = SEVERAL_PASSES
+    bank = adamw(num_jobs)
+    bank.train()
+    expected = bank.validation_losses()
+    bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
-        jobs.validation_losses()
+        bank.validation_losses()
     for place in places(enough.num_asked, 5):
-        jobs.trainer.micro_batches.max_tokens = SEVERAL_PASSES
-        jobs.memory_events.clear()
+        bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
+        bank.memory_events.clear()
         with ShortOfMemory(place):
-            assert jobs.validation_losses() == pytest.approx(expected, rel=LOSS_TOLERANCE)
-        assert [event.phase for event in jobs.memory_events] == ["evaluation"]
-        assert jobs.trainer.micro_batches.max_tokens < SEVERAL_PASSES
+            assert bank.validation_losses() == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert [event.phase for event in bank.memory_events] == ["evaluation"]
+        assert bank.trainer.micro_batches.max_tokens < SEVERAL_PASSES
 
 
 @pytest.mark.parametrize("max_tokens", [SEVERAL_PASSES, 1])
@@ -228,15 +228,15 @@ def test_a_job_larger_than_a_pass_is_trained_in_several(max_tokens: int) -> None
 
 
 def test_other_errors_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = adamw(1)
+    bank = adamw(1)
 
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(trainer, "job_losses", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        jobs.train()
-    assert not jobs.memory_events
+        bank.train()
+    assert not bank.memory_events
 
 
 def test_an_optimizer_of_their_own_that_fails_between_two_matrices_begins_again(
@@ -245,12 +245,12 @@ def test_an_optimizer_of_their_own_that_fails_between_two_matrices_begins_again(
     optimizer = pytest.importorskip(
         "bitsandbytes.optim.adamw", reason="needs the bnb extra: pip install 'alto-lora[bnb]'"
     ).AdamW8bit
-    jobs = Jobs(["adamw_8bit"])
-    jobs.train()  # in the first step no A has a gradient, and a step of it taken twice would not be seen
-    before = jobs.state()
-    expected = jobs.train()
-    after = jobs.state()
-    jobs.go_back(before)
+    bank = Jobs(["adamw_8bit"])
+    bank.train()  # in the first step no A has a gradient, and a step of it taken twice would not be seen
+    before = bank.state()
+    expected = bank.train()
+    after = bank.state()
+    bank.go_back(before)
     update_step = optimizer.update_step
     calls = itertools.count()
 
@@ -260,5 +260,5 @@ def test_an_optimizer_of_their_own_that_fails_between_two_matrices_begins_again(
         update_step(self, *args)
 
     monkeypatch.setattr(optimizer, "update_step", fails_once)
-    assert jobs.train() == expected
-    assert_equal(jobs.state(), after)
+    assert bank.train() == expected
+    assert_equal(bank.state(), after)

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import load_tiny, make_task, read_journal
+from tiny import curves_of, load_tiny, make_task, read_journal
 
 from alto.data import TokenBatch
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import DeviceMemoryError, NoResultError
-from alto.executor import Executor, Trainer, executor, plan_jobs, recover, trainer
+from alto.executor import Executor, RunStart, TaskContext, Trainer, assembly, executor, recover, trainer
 from alto.lora import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
 from alto.records import ExitReason
@@ -53,10 +52,10 @@ def run_in(folder: Path, **changes: Any) -> RunDir:
 
 def finish(run: RunDir) -> list[dict[str, Any]]:
     """Begin or go on with a run; its events."""
-    task, past = load_task(run.task_file), recover(run)
-    backbone, data = load_tiny(task)
-    with Journal(run.journal_file, past=past.events) as journal:
-        Executor(task, plan_jobs(task, backbone, data), backbone, data, run_dir=run, journal=journal, past=past).run()
+    task, resume_state = load_task(run.task_file), recover(run)
+    context = TaskContext.of(task, *load_tiny(task))
+    with Journal(run.journal_file, past=resume_state.lines) as journal:
+        Executor.build(context, journal, RunStart(run_dir=run, resume_state=resume_state)).run()
     return read_journal(run.root)
 
 
@@ -110,10 +109,10 @@ def test_the_limit_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(executor, "MAX_SAVING_SHARE", 1e9)
     update = Trainer.update
 
-    def dies(self: Trainer, runs: Any) -> torch.Tensor:
-        if runs[0].step == 4:
+    def dies(self: Trainer, jobs: Any) -> torch.Tensor:
+        if jobs[0].step == 4:
             raise KeyboardInterrupt
-        return update(self, runs)
+        return update(self, jobs)
 
     monkeypatch.setattr(Trainer, "update", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -182,7 +181,7 @@ def limit_slots(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
             super().__init__(layout, num_slots, **settings)
 
-    monkeypatch.setattr(trainer, "AdapterBank", Bank)
+    monkeypatch.setattr(assembly, "AdapterBank", Bank)
 
 
 def test_a_bank_that_does_not_fit_has_fewer_slots(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec.method import find_method
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 
 
@@ -183,14 +184,24 @@ def test_refused(given, error, reason):
         ("r", {"min": 1.5, "max": 4}, r"whole number"),
         ("lr_scheduler_type", {}, r"cannot be sampled"),
         ("target_modules", {}, r"cannot be sampled"),
-        ("loss_type", {}, r"cannot be sampled"),
-        ("beta", {"min": 0}, r"^In search_space.beta.min"),
-        ("label_smoothing", {"max": 0.5}, r"^In search_space.label_smoothing.max"),
     ],
 )
 def test_sampling_refused(field, change, reason):
     with pytest.raises(SpecError, match=reason):
         SearchSpace.parse({field: SAMPLED_LR | change})
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "reason"),
+    [
+        ("loss_type", {}, r"cannot be sampled"),
+        ("beta", {"min": 0}, r"^In search_space.beta.min: beta .*>= 1e-06"),
+        ("label_smoothing", {"max": 0.5}, r"^In search_space.label_smoothing.max"),
+    ],
+)
+def test_sampling_a_setting_of_the_method_refused(field, change, reason):
+    with pytest.raises(SpecError, match=reason):
+        SearchSpace.parse({field: SAMPLED_LR | change}, find_method("dpo"))
 
 
 def test_sampling_with_missing_or_unknown_words():

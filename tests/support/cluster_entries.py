@@ -112,11 +112,11 @@ def ranks_meet(run_dir: str, is_interrupted: IsInterrupted) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")
     ranks = Ranks.join(torch.device("cpu"))
     replace_file(Path(run_dir) / f"met-{ranks.rank}", json.dumps({name: os.environ[name] for name in names}))
-    ranks.wait()
+    ranks.barrier()
     if ranks.is_first:
         files = [Path(run_dir) / f"met-{rank}" for rank in range(ranks.size)]
         tell(run_dir, "met", ranks=[json.loads(file.read_text("utf-8")) for file in files])
-    ranks.wait()
+    ranks.barrier()
 
 
 def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:

@@ -14,25 +14,26 @@ from alto.records import Gpu
 LIMIT_S = 120.0
 
 
-def local_cluster(entry: str, num_gpus: int, **timeouts: float) -> Cluster:
-    return LocalCluster(entry=entry, total_gpus=num_gpus, **timeouts)
+def local_cluster(num_gpus: int, **timeouts: float) -> Cluster:
+    return LocalCluster(total_gpus=num_gpus, **timeouts)
 
 
-def ray_cluster(entry: str, num_gpus: int, **timeouts: float) -> Cluster:
+def ray_cluster(num_gpus: int, **timeouts: float) -> Cluster:
     from alto.cluster.ray import RayCluster
 
-    return RayCluster("auto", entry=entry, total_gpus=num_gpus, **timeouts)
+    return RayCluster("auto", total_gpus=num_gpus, **timeouts)
 
 
 CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ray_cluster}
-"""Makes a cluster of ``num_gpus`` GPUs (or what stands for them here) whose executors call ``entry``."""
+"""Makes a cluster of ``num_gpus`` GPUs, or what stands for them here."""
 
 
 class Started:
-    """A cluster and what it has told so far."""
+    """A cluster whose executors call ``entry``, a function of ``cluster_entries``, and what it has told so far."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
         self.cluster = cluster
+        self.entry = entry
         self.events: list[ClusterEvent] = []
         self._folder = folder
 
@@ -63,6 +64,7 @@ class Started:
             Launch(
                 task=task,
                 run_dir=str(run_dir),
+                entry=f"cluster_entries:{self.entry}",
                 gpus=own,
                 attempt=attempt,
                 num_ranks=num_ranks,

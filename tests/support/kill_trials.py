@@ -30,8 +30,8 @@ from tiny import make_task, save_model
 
 import alto
 from alto.early_exit import audit
-from alto.executor import JobRun, checkpoint, executor
-from alto.executor.task_run import TaskRun
+from alto.executor import JobState, checkpoint, executor
+from alto.executor.task_state import TaskState
 from alto.runs import Action, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
 
@@ -91,15 +91,15 @@ class Instants:
                 die()
 
         checkpoint.save_file = save
-        active = TaskRun.active
+        active = TaskState.active
 
-        def about_to_train(state: TaskRun) -> list[JobRun]:
-            runs = active(state)
-            if any(state.selection.is_waiting(run.id) for run in runs) and self.is_reached("ahead"):
+        def about_to_train(state: TaskState) -> list[JobState]:
+            jobs = active(state)
+            if any(state.selection.is_waiting(job.id) for job in jobs) and self.is_reached("ahead"):
                 die()
-            return runs
+            return jobs
 
-        TaskRun.active = about_to_train  # type: ignore[method-assign]
+        TaskState.active = about_to_train  # type: ignore[method-assign]
 
     def _on_audit(self, event: str, args: Any, root: str) -> None:
         if event in FILE_EVENTS and args and str(args[0]).startswith(root):

@@ -20,10 +20,18 @@ from transformers import (
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TaskData, collate
-from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor import (
+    BankSize,
+    JobState,
+    MicroBatches,
+    TaskContext,
+    Trainer,
+    build_trainer,
+    initial_states,
+)
 from alto.executor.memory_errors import MemoryEvent
-from alto.lora import linear_modules
-from alto.objectives import find_objective, reference_log_probs
+from alto.executor.micro_batches import OnMemoryEvent
+from alto.objectives import reference_log_probs
 from alto.spec import Task
 
 VOCABULARY = 160
@@ -118,12 +126,21 @@ def with_references(backbone: Backbone, data: TaskData) -> TaskData:
     return replace(data, train=answered(data.train), validation=answered(data.validation))
 
 
+def make_trainer(context: TaskContext, num_slots: int, on_memory_event: OnMemoryEvent = lambda event: None) -> Trainer:
+    """A trainer for the jobs of a task, with so many slots a rank."""
+    task, ranks = context.task, context.ranks
+    assert task.max_tokens_per_pass is not None
+    micro_batches = MicroBatches(task.max_tokens_per_pass, on_memory_event, can_retry=ranks.is_alone)
+    size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=task.adapter_dtype)
+    return build_trainer(context.backbone, size, micro_batches, ranks)
+
+
 class Bank:
-    """All jobs of a task seated in a trainer, job ``i`` in slot ``slots[i]``.
+    """All jobs of a task admitted to a trainer, job ``i`` to slot ``slots[i]``.
 
     Attributes:
         backbone: The base that they share.
-        data: What they are trained on; where the objective asks the base, with what it answers.
+        data: What they are trained on; where the objective needs reference log-probs, with them.
         memory_events: What the trainer has said of memory that ran out.
     """
 
@@ -131,49 +148,39 @@ class Bank:
         self, model: PreTrainedModel, task: Task, slots: list[int] | None = None, data: TaskData = DATA
     ) -> None:
         self.backbone = backbone = Backbone(model, None, "unused")
-        modules = linear_modules(model)
-        objective = find_objective(task.method)
-        self.data = with_references(backbone, data) if objective.needs_reference else data
-        self.runs: list[JobRun] = plan_jobs(task, backbone, data)
+        context = TaskContext.of(task, backbone, data)
+        if context.objective.needs_reference:
+            context = replace(context, data=with_references(backbone, data))
+        self.data = context.data
+        self.jobs = initial_states(context)
         self.memory_events: list[MemoryEvent] = []
-        self.trainer = Trainer(
-            backbone,
-            self.data,
-            modules=modules,
-            max_rank=max(run.config.r for run in self.runs),
-            num_slots=len(self.runs) + 1,
-            max_tokens_per_pass=task.max_tokens_per_pass,
-            optims={run.config.optim for run in self.runs},
-            objective=objective,
-            adapter_dtype=task.adapter_dtype,
-            on_memory_event=self.memory_events.append,
-        )
-        for run, slot in zip(self.runs, slots or range(len(self.runs)), strict=True):
-            run.slot = slot
-            self.trainer.admit_fresh(run, slot)
+        self.trainer = make_trainer(context, len(self.jobs) + 1, self.memory_events.append)
+        for job, slot in zip(self.jobs, slots or range(len(self.jobs)), strict=True):
+            job.slot = slot
+            self.trainer.admit_fresh(job, slot)
 
     @property
-    def training(self) -> list[JobRun]:
-        return [run for run in self.runs if run.step < run.total_steps]
+    def training(self) -> list[JobState]:
+        return [job for job in self.jobs if job.step < job.total_steps]
 
     def step(self) -> dict[str, StepFacts]:
         """One step of every job that still trains, with everything it did."""
-        runs, trainer = self.training, self.trainer
-        before = {run.id: flat(trainer.bank.read(run.slot)) for run in runs}
-        losses = trainer.backward(runs).tolist()
-        gradients = {run.id: self._gradients(run) for run in runs}
-        norms = trainer.update(runs).tolist()
+        jobs, trainer = self.training, self.trainer
+        before = {job.id: flat(trainer.bank.read(job.slot)) for job in jobs}
+        losses = trainer.backward(jobs).tolist()
+        gradients = {job.id: self._gradients(job) for job in jobs}
+        norms = trainer.update(jobs).tolist()
         facts = {}
-        for run, loss, norm in zip(runs, losses, norms, strict=True):
-            after = flat(trainer.bank.read(run.slot))
-            updates = {name: after[name] - before[run.id][name] for name in after}
-            facts[run.id] = StepFacts(loss=loss, grad_norm=norm, gradients=gradients[run.id], updates=updates)
-            run.step += 1
+        for job, loss, norm in zip(jobs, losses, norms, strict=True):
+            after = flat(trainer.bank.read(job.slot))
+            updates = {name: after[name] - before[job.id][name] for name in after}
+            facts[job.id] = StepFacts(loss=loss, grad_norm=norm, gradients=gradients[job.id], updates=updates)
+            job.step += 1
         return facts
 
-    def _gradients(self, run: JobRun) -> dict[str, torch.Tensor]:
+    def _gradients(self, job: JobState) -> dict[str, torch.Tensor]:
         bank = self.trainer.bank
-        return flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, run.slot)})
+        return flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, job.slot)})
 
 
 def assert_same_step(found: StepFacts, expected: StepFacts) -> None:

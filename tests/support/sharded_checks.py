@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from architectures import VOCABULARY
 from live_memory import peak_bytes
-from resident_jobs import make_dataset, make_task
+from resident_jobs import make_dataset, make_task, make_trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,11 +24,12 @@ from alto.backbone import load_backbone, load_network
 from alto.backbone.quantised import QuantisedLinear
 from alto.backbone.sharding import held_bytes
 from alto.data import EncodedDataset, TaskData, dummy_batch
-from alto.executor import JobRun, Trainer, plan_jobs
+from alto.executor import JobState, TaskContext, Trainer, initial_states
 from alto.executor.ranks import Ranks
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, bank_bytes, find_shared_inputs, inject, linear_modules
 from alto.objectives import find_objective, job_losses
+from alto.spec import BaseModelSpec
 
 Settings = dict[str, Any]
 
@@ -37,13 +38,16 @@ def weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, settings
     with on_ranks(num_ranks) as mesh:
         if mesh is None:
             return
-        sharded, whole = load_network(folder, mesh=mesh, **settings), load_network(folder, **settings)
+        sharded, whole = (
+            load_network(BaseModelSpec(id=folder, **settings), mesh=mesh),
+            load_network(BaseModelSpec(id=folder, **settings)),
+        )
         assert_equal_tensors(sharded, whole)
         if not any(isinstance(module, QuantisedLinear) for module in whole.modules()):
             assert sharded.config.to_dict() == whole.config.to_dict()
         rows = sum(math.ceil(len(p) / num_ranks) * p[0].nbytes for p in whole.parameters() if p.is_floating_point())
         most = rows + sum(b.nbytes for b in whole.buffers())
-        assert settings.get("load_in_4bit") or settings.get("load_in_8bit") or held_bytes(sharded) <= most
+        assert "quantisation" in settings or held_bytes(sharded) <= most
 
 
 def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, settings: Settings) -> None:
@@ -51,7 +55,10 @@ def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, s
     with on_ranks(num_ranks) as mesh:
         if mesh is None:
             return
-        sharded, whole = load_network(folder, mesh=mesh, **settings), load_network(folder, **settings)
+        sharded, whole = (
+            load_network(BaseModelSpec(id=folder, **settings), mesh=mesh),
+            load_network(BaseModelSpec(id=folder, **settings)),
+        )
         layers = [m for m in sharded.modules() if isinstance(m, QuantisedLinear)]
         assert layers
         held, packed = 0, 0
@@ -64,12 +71,12 @@ def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, s
 
 def refused(folder: str, settings: Settings, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        load_backbone(folder, mesh=world(), **settings)
+        load_backbone(BaseModelSpec(id=folder, **settings), mesh=world())
 
 
 def losses_and_gradients_equal_those_of_the_whole_model(folder: str, settings: Settings) -> None:
     mesh = world()
-    sharded, whole = Adapted(folder, mesh=mesh, **settings), Adapted(folder, **settings)
+    sharded, whole = Adapted(folder, settings, mesh=mesh), Adapted(folder, settings)
     for number in range(3):
         is_idle = number == mesh.get_local_rank()
         (losses, gradients), (expected_losses, expected) = (
@@ -83,30 +90,30 @@ def losses_and_gradients_equal_those_of_the_whole_model(folder: str, settings: S
 
 
 def evaluations_leave_nothing_behind(folder: str) -> None:
-    adapted = Adapted(folder, mesh=world())
+    adapted = Adapted(folder, {}, mesh=world())
     body: Any = adapted.backbone.model.base_model
     adapted.train((5, 4))
     expected = adapted.evaluate((7, 3))
     for _ in range(10):
         assert torch.equal(adapted.evaluate((7, 3)), expected)
         assert body._get_fsdp_state()._comm_ctx.post_forward_order == []
-    assert held_bytes(adapted.backbone.model) < 0.6 * held_bytes(load_network(folder))
+    assert held_bytes(adapted.backbone.model) < 0.6 * held_bytes(load_network(BaseModelSpec(id=folder)))
 
 
 def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -> None:
     """Layers twice, embeddings, output head and what is outside of layers once; of adapters not a byte."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    trainer, runs = trainer_of(folder, ranks, gradient_checkpointing=checkpointing)
-    trainer.step(runs)
+    trainer, jobs = trainer_of(folder, ranks, gradient_checkpointing=checkpointing)
+    trainer.step(jobs)
     with WireCounter() as wire:
-        losses = trainer.step(runs)
+        losses = trainer.step(jobs)
     assert all(map(math.isfinite, losses))
-    whole = load_network(folder)
+    whole = load_network(BaseModelSpec(id=folder))
     layers = sum(gathered_bytes(layer, ranks.size) for layer in layers_of(whole))
     rest = gathered_bytes(whole, ranks.size) - layers
     is_tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
     head = gathered_bytes(whole.get_output_embeddings(), ranks.size)
-    control = 2 * 8 * len(runs) * (ranks.size - 1) // ranks.size
+    control = 2 * 8 * len(jobs) * (ranks.size - 1) // ranks.size
     expected = {"gather": 2 * layers + rest + is_tied * head, "all_reduce": control}
     assert wire.sent_bytes == pytest.approx(expected, rel=1e-12)
     assert wire.calls["all_reduce"] == 1
@@ -114,21 +121,21 @@ def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -
 
 def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    (alone, of_alone), (trainer, runs) = trainer_of(folder, Ranks()), trainer_of(folder, ranks)
-    job = next(run for run in runs if trainer.place(run) is not None)
-    job_alone = next(run for run in of_alone if run.id == job.id)
-    activations = peak_after_a_step(alone, [job_alone]) - bytes_of_base_and_bank(alone, len(of_alone))
-    two = 2 * max(map(own_bytes, parts_of(load_network(folder))))
-    mine = bytes_of_base_and_bank(trainer, 1)
-    found = peak_after_a_step(trainer, runs)
-    assert mine + 0.8 * two <= found <= 1.1 * (mine + two + activations), (found, mine, two, activations)
+    (alone, of_alone), (trainer, jobs) = trainer_of(folder, Ranks()), trainer_of(folder, ranks)
+    mine = next(job for job in jobs if trainer.local_slot(job) is not None)
+    same = next(job for job in of_alone if job.id == mine.id)
+    activations = peak_after_a_step(alone, [same]) - bytes_of_base_and_bank(alone, len(of_alone))
+    two = 2 * max(map(own_bytes, parts_of(load_network(BaseModelSpec(id=folder)))))
+    held = bytes_of_base_and_bank(trainer, 1)
+    found = peak_after_a_step(trainer, jobs)
+    assert held + 0.8 * two <= found <= 1.1 * (held + two + activations), (found, held, two, activations)
 
 
 def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
-    whole = load_network(folder)
+    whole = load_network(BaseModelSpec(id=folder))
     loaded: list[PreTrainedModel] = []
     mesh = world()
-    peak = peak_bytes(lambda: loaded.append(load_network(folder, mesh=mesh, **settings)))
+    peak = peak_bytes(lambda: loaded.append(load_network(BaseModelSpec(id=folder, **settings), mesh=mesh)))
     largest = max(parameter.nbytes for parameter in whole.parameters())
     share = held_bytes(loaded[0])
     two = 2 * max(map(own_bytes, parts_of(whole)))  # gathered by the first pass
@@ -136,9 +143,9 @@ def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
     assert share <= peak <= 1.1 * (share + max(largest * (4 if settings else 1), two)), (share, peak, largest, two)
 
 
-def peak_after_a_step(trainer: Trainer, runs: list[JobRun]) -> int:
+def peak_after_a_step(trainer: Trainer, jobs: list[JobState]) -> int:
     """Of a step that is not the first, which makes what stays and shows it to the watcher."""
-    return peak_bytes(lambda: [trainer.step(runs) for _ in range(2)])
+    return peak_bytes(lambda: [trainer.step(jobs) for _ in range(2)])
 
 
 def bytes_of_base_and_bank(trainer: Trainer, num_slots: int) -> int:
@@ -148,8 +155,13 @@ def bytes_of_base_and_bank(trainer: Trainer, num_slots: int) -> int:
 class Adapted:
     """A base from ``folder`` with two adapters that do something."""
 
-    def __init__(self, folder: str, **settings: Any) -> None:
-        self.backbone = load_backbone(folder, **settings)
+    def __init__(self, folder: str, settings: Settings, mesh: DeviceMesh | None = None) -> None:
+        of_base = {key: value for key, value in settings.items() if key != "gradient_checkpointing"}
+        self.backbone = load_backbone(
+            BaseModelSpec(id=folder, **of_base),
+            mesh=mesh,
+            gradient_checkpointing=settings.get("gradient_checkpointing", False),
+        )
         model = self.backbone.model
         modules = linear_modules(model)
         shared = find_shared_inputs(model, self.backbone.run_once)
@@ -188,30 +200,21 @@ class Adapted:
         return self.backbone.token_losses(self.backbone.hidden_states(ids, positions, lengths), ids.roll(-1))
 
 
-def trainer_of(folder: str, ranks: Ranks, **settings: Any) -> tuple[Trainer, list[JobRun]]:
+def trainer_of(folder: str, ranks: Ranks, *, gradient_checkpointing: bool = False) -> tuple[Trainer, list[JobState]]:
     """A trainer with one job a rank, of unlike rank and batch size, as many as there are processes in the world."""
     mesh = None if ranks.is_alone else world()
-    backbone = load_backbone(folder, mesh=mesh, **settings)
+    backbone = load_backbone(BaseModelSpec(id=folder), mesh=mesh, gradient_checkpointing=gradient_checkpointing)
     data = TaskData(train=inside_vocabulary(make_dataset(12, seed=1)), validation=make_dataset(2, seed=2))
     count = dist.get_world_size()
     task = make_task([{"lr": 1e-3, "r": 2 + job, "batch_size": 1 + job, "seed": job} for job in range(count)])
-    runs = plan_jobs(task, backbone, data)
-    trainer = Trainer(
-        backbone,
-        data,
-        modules=linear_modules(backbone.model),
-        max_rank=count + 1,
-        num_slots=count if ranks.is_alone else 1,
-        max_tokens_per_pass=300,
-        optims={"adamw_torch"},
-        ranks=ranks,
-    )
-    for slot, run in enumerate(runs):
-        run.slot = slot
-        place = trainer.place(run)
-        if place is not None:
-            trainer.admit_fresh(run, place)
-    return trainer, runs
+    context = TaskContext.of(task, backbone, data, ranks)
+    trainer, jobs = make_trainer(context, count if ranks.is_alone else 1), initial_states(context)
+    for slot, job in enumerate(jobs):
+        job.slot = slot
+        local_slot = trainer.local_slot(job)
+        if local_slot is not None:
+            trainer.admit_fresh(job, local_slot)
+    return trainer, jobs
 
 
 def inside_vocabulary(dataset: EncodedDataset) -> EncodedDataset:

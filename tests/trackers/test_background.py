@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.trackers import background
 from alto.trackers.background import BackgroundTracker, tracking
@@ -70,7 +71,7 @@ def show(events: Sequence[Event], trackers: dict[str, Tracker], run_dir: Path, *
     with tracking(trackers, run_dir, **settings) as observers:
         for event in events:
             for observe in observers:
-                observe(event)
+                observe(entry(event))
 
 
 def test_slow_tracker_hears_everything_before_the_end(
@@ -144,7 +145,7 @@ def test_tracker_that_is_given_up_warns_once(
     tracker = Tracker("log", hang_then_fail)
     worker = BackgroundTracker("late", tracker, tmp_path)
     for event in small_run:
-        worker.observe(event)
+        worker.observe(entry(event))
     worker.end()
     worker.join(0.05)
     gate.set()
@@ -164,11 +165,11 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
 
     tracker = Tracker("start", hang)
     worker = BackgroundTracker("lagging", tracker, tmp_path, max_waiting=10)
-    worker.observe(small_run[0])
+    worker.observe(entry(small_run[0]))
     assert started.wait(LIMIT_S)
     losses = next(event for event in small_run if event["event"] == "eval")
     for _ in range(1000):
-        worker.observe(losses)
+        worker.observe(entry(losses))
     gate.set()
     worker.end()
     worker.join(LIMIT_S)

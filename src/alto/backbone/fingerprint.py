@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from alto.backbone.load import resolve_model
 from alto.backbone.reading import reading
+from alto.spec import BaseModelSpec
 
 __all__ = ["base_differences", "base_fingerprint"]
 
@@ -40,24 +41,22 @@ _TOP_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def base_fingerprint(model: str, *, use_safetensors: bool = True, trust_remote_code: bool = False) -> dict[str, Any]:
+def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
     """The fingerprint of a base model that can be loaded, in plain values: JSON keeps it as it is.
 
     ``weights`` is a digest of every tensor's name, type, shape and sampled numbers, ``config`` of ``config.json``,
     ``code`` of the Python files beside it where they are what is run; ``commit`` is the hub's. ``files`` says of each
     file of weights its size and when it was written (nanoseconds), for the reader alone.
 
-    Args:
-        use_safetensors, trust_remote_code: As the model is loaded; see :func:`alto.backbone.load_backbone`.
-
     Raises:
         ModelNotFoundError: A file cannot be read.
         ModelError: One is not what its name says.
     """
-    with reading(model, resolve_model(model), "the files that it was loaded from", "copy or download the model again"):
-        folder = _folder(model)
-        code = _code(folder) if trust_remote_code and _brings_code(folder) else []
-        return _fingerprint(folder, code, use_safetensors=use_safetensors)
+    path = resolve_model(spec.id)
+    with reading(spec.id, path, "the files that it was loaded from", "copy or download the model again"):
+        folder = _folder(spec.id)
+        code = _code(folder) if spec.trust_remote_code and _brings_code(folder) else []
+        return _fingerprint(folder, code, use_safetensors=spec.use_safetensors)
 
 
 def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> dict[str, Any]:

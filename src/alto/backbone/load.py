@@ -19,6 +19,8 @@ from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
 from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
+from alto.spec import BaseModelSpec
+from alto.spec.base_model import QUANTISATION_KEYS
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_config", "load_network", "load_tokenizer", "resolve_model"]
 
@@ -52,31 +54,19 @@ def resolve_model(model: str) -> str:
 
 
 def load_backbone(
-    model: str,
+    spec: BaseModelSpec,
     *,
-    dtype: str = "auto",
-    load_in_4bit: bool = False,
-    load_in_8bit: bool = False,
     device: torch.device | str = "cpu",
-    gradient_checkpointing: bool = False,
-    torch_compile: bool = False,
-    trust_remote_code: bool = False,
-    use_safetensors: bool = True,
     mesh: DeviceMesh | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
     Args:
-        model: ``alto-tiny``, a local folder, or a Hugging Face hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``; ``auto`` is float32 on the CPU and the model's own on CUDA.
-        load_in_4bit, load_in_8bit: Keep the linear layers, but not the output head, quantised by bitsandbytes: NF4 with
-            double quantisation, or a byte a number with a scale a row. A model that lies so on disk needs neither.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass.
-        torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
-        trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
-        use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
-            and nothing else.
+        spec: Which one, and in what precision.
+        device: Where it lies afterwards.
         mesh: The ranks to shard it over: each keeps a part, and all of them run the same passes. None keeps it whole.
+        gradient_checkpointing: Recompute each layer's activations in the backward pass.
 
     Raises:
         ModelNotFoundError: Nothing is there under that name, or a file is missing.
@@ -86,38 +76,28 @@ def load_backbone(
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
             quantised by other means. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
     """
-    if torch_compile and mesh is not None:
+    if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
             "torch_compile: expected a base model that lies on one GPU, found one shared out over several, whose "
             "weights come and go between the layers; remove the key, or set num_gpus to 1"
         )
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    network = load_network(
-        model,
-        dtype=dtype,
-        load_in_4bit=load_in_4bit,
-        load_in_8bit=load_in_8bit,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=use_safetensors,
-        mesh=mesh,
-    )
+    tokenizer = load_tokenizer(spec)
     return Backbone(
-        network,
+        load_network(spec, device=device, mesh=mesh),
         tokenizer,
-        resolve_model(model),
+        resolve_model(spec.id),
         gradient_checkpointing=gradient_checkpointing,
-        torch_compile=torch_compile,
+        torch_compile=spec.torch_compile,
     )
 
 
-def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of ``model``; no weights are read. Raises as :func:`load_backbone` does."""
-    config, path = load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+def load_tokenizer(spec: BaseModelSpec) -> Any:
+    """The tokenizer of a base model; no weights are read. Raises as :func:`load_backbone` does."""
+    config, path = load_config(spec), resolve_model(spec.id)
     remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
-    with reading(model, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
-    _check_offsets(model, tokenizer)
+    with reading(spec.id, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
+    _check_offsets(spec.id, tokenizer)
     return tokenizer
 
 
@@ -132,25 +112,17 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
 
 
 def load_network(
-    model: str,
-    *,
-    dtype: str = "auto",
-    load_in_4bit: bool = False,
-    load_in_8bit: bool = False,
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
-    use_safetensors: bool = True,
-    mesh: DeviceMesh | None = None,
+    spec: BaseModelSpec, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None
 ) -> PreTrainedModel:
     """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
-    config, path = load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+    model, config, path = spec.id, load_config(spec), resolve_model(spec.id)
     device = torch.device(device)
     if mesh is not None:
-        _check_shardable(model, config, use_safetensors=use_safetensors)
-    quantisation = bitsandbytes_config(model, config, load_in_4bit=load_in_4bit, load_in_8bit=load_in_8bit)
+        _check_shardable(spec, config)
+    quantisation = bitsandbytes_config(spec, config)
     is_quantised = quantisation is not None or hasattr(config, "quantization_config")
-    wanted = _DTYPES.get(dtype) or (torch.float32 if device.type == "cpu" else None)
-    what = "weights (model.safetensors)" if use_safetensors else "weights (pytorch_model.bin)"
+    wanted = _DTYPES.get(spec.dtype) or (torch.float32 if device.type == "cpu" else None)
+    what = "weights (model.safetensors)" if spec.use_safetensors else "weights (pytorch_model.bin)"
     with reading(model, path, what, _COPY_AGAIN):
         try:
             if mesh is not None:
@@ -161,7 +133,7 @@ def load_network(
                     device=device,
                     mesh=mesh,
                     quantisation=quantisation,
-                    trust_remote_code=trust_remote_code,
+                    trust_remote_code=spec.trust_remote_code,
                 )
                 _check_complete(model, report, _NAME_AS_MODEL)
                 return network
@@ -171,13 +143,13 @@ def load_network(
                 dtype=wanted or "auto",
                 quantization_config=quantisation,
                 device_map={"": device} if is_quantised else None,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=use_safetensors,
+                trust_remote_code=spec.trust_remote_code,
+                use_safetensors=spec.use_safetensors,
                 ignore_mismatched_sizes=True,  # said in better words by _check_complete
                 output_loading_info=True,
             )
         except OSError as error:
-            if use_safetensors and has_pickle_weights(path):
+            if spec.use_safetensors and has_pickle_weights(path):
                 remedy = "convert it to safetensors"
                 if mesh is None:
                     remedy += (
@@ -201,23 +173,23 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
     return getattr(torch, named) if isinstance(named, str) else named
 
 
-def _check_shardable(model: str, config: PreTrainedConfig, *, use_safetensors: bool) -> None:
+def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
     """What can be read slice by slice: unquantised safetensors."""
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
-            f"num_gpus: expected an unquantised model to share out, found that {model!r} lies quantised on disk; use "
-            f"the unquantised model with 'load_in_4bit: true', or set num_gpus to 1"
+            f"num_gpus: expected an unquantised model to share out, found that {spec.id!r} lies quantised on disk; use "
+            f"the unquantised model with '{QUANTISATION_KEYS['4bit']}: true', or set num_gpus to 1"
         )
-    if not use_safetensors:
+    if not spec.use_safetensors:
         raise UnsupportedError(
             f"num_gpus: expected safetensors, of which every GPU reads its part, found 'use_safetensors: false'; "
-            f"convert {model!r} to safetensors and remove the key, or set num_gpus to 1"
+            f"convert {spec.id!r} to safetensors and remove the key, or set num_gpus to 1"
         )
 
 
-def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of ``model``. Raises as :func:`load_backbone` does."""
-    path = resolve_model(model)
+def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
+    """The configuration of a base model. Raises as :func:`load_backbone` does."""
+    model, path = spec.id, resolve_model(spec.id)
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
             raise ModelNotFoundError(
@@ -228,7 +200,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
     else:
         what = f"one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, with a causal language model"
     with reading(model, path, what, "use a base model that transformers knows"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     _check_is_causal(model, config)
     return config
 

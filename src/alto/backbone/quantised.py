@@ -12,11 +12,12 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from alto.errors import ModelError, UnsupportedError
+from alto.spec import BaseModelSpec, Quantisation
+from alto.spec.base_model import QUANTISATION_KEYS, quantisation_keys, quantisation_of
 
 __all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
 
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads the one through the other
-_KEYS = {4: "load_in_4bit", 8: "load_in_8bit"}
 
 
 class QuantisedLinear(nn.Linear):
@@ -102,11 +103,9 @@ class _Product(torch.autograd.Function):
         return dy @ ctx.layer.weight, None
 
 
-def bitsandbytes_config(
-    model: str, config: PreTrainedConfig, *, load_in_4bit: bool, load_in_8bit: bool
-) -> BitsAndBytesConfig | None:
-    """How to quantise the linear layers of ``model`` while it is read; None where nothing is asked for, or where they
-    are quantised on disk.
+def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
+    """How to quantise the linear layers of a base model while it is read; None where nothing is asked for, or where
+    they are quantised on disk.
 
     Args:
         config: The model's own, which says how it lies on disk.
@@ -115,28 +114,25 @@ def bitsandbytes_config(
         ModelError: The model is quantised on disk in another way than asked for.
         UnsupportedError: A package is missing, or the model is quantised on disk by other means than bitsandbytes.
     """
-    wanted = 4 if load_in_4bit else 8 if load_in_8bit else None
-    on_disk = _bits_on_disk(model, config)
-    if wanted is None and on_disk is None:
+    wanted, on_disk = spec.quantisation, _quantisation_on_disk(spec.id, config)
+    if wanted == on_disk == "none":
         return None
+    key = QUANTISATION_KEYS.get(wanted)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        what = f"{_KEYS[wanted]}: expected" if wanted else f"model: {model!r} is quantised by bitsandbytes, expected"
+        what = f"{key}: expected" if key else f"model: {spec.id!r} is quantised by bitsandbytes, expected"
         raise UnsupportedError(
             f"{what} the packages {' and '.join(_PACKAGES)}, found no {' and no '.join(missing)}; install what is "
             f'missing with: pip install "alto-lora[bnb]"; or use an unquantised base'
         )
-    if on_disk is None:
+    if on_disk == "none":
         return BitsAndBytesConfig(
-            load_in_4bit=load_in_4bit,
-            load_in_8bit=load_in_8bit,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
+            **quantisation_keys(wanted), bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
         )
-    if wanted not in (None, on_disk):
+    if wanted not in ("none", on_disk):
         raise ModelError(
-            f"model: expected an unquantised model to load in {wanted} bits, found that {model!r} lies on disk in "
-            f"{on_disk} bits; remove {_KEYS[wanted]!r}, or use the unquantised model"
+            f"model: expected an unquantised model to load in {_bits(wanted)} bits, found that {spec.id!r} lies on "
+            f"disk in {_bits(on_disk)} bits; remove {key!r}, or use the unquantised model"
         )
     return None
 
@@ -162,16 +158,21 @@ def plan_packing(network: PreTrainedModel, quantisation: BitsAndBytesConfig) -> 
     unpack_on_use(network)
 
 
-def _bits_on_disk(model: str, config: PreTrainedConfig) -> int | None:
+def _quantisation_on_disk(model: str, config: PreTrainedConfig) -> Quantisation:
     settings: Any = getattr(config, "quantization_config", None)
     if settings is None:
-        return None
+        return "none"
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    bits = next((bits for bits, key in _KEYS.items() if settings.get(key)), None)
+    found = quantisation_of(settings)
     method = settings.get("quant_method") or "bitsandbytes"
-    if method != "bitsandbytes" or bits is None:
+    if method != "bitsandbytes" or found == "none":
         raise UnsupportedError(
             f"model: expected a base model that is unquantised or quantised by bitsandbytes in 4 or 8 bits, found that "
-            f"{model!r} is quantised by {method}; use the unquantised model, with 'load_in_4bit: true' to make it small"
+            f"{model!r} is quantised by {method}; use the unquantised model, with '{QUANTISATION_KEYS['4bit']}: true' "
+            "to make it small"
         )
-    return bits
+    return found
+
+
+def _bits(quantisation: Quantisation) -> str:
+    return quantisation.removesuffix("bit")

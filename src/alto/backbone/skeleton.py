@@ -7,19 +7,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from alto.backbone.load import load_config, resolve_model
 from alto.backbone.reading import reading
 from alto.backbone.sharded_load import parameters_on_meta
+from alto.spec import BaseModelSpec
 
 __all__ = ["build_skeleton"]
 
 
-def build_skeleton(model: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The modules of ``model``; no weights are read, and none take memory.
+def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
+    """The modules of a base model; no weights are read, and none take memory.
 
     Raises:
         ModelNotFoundError: Nothing is there under that name, or its configuration is missing.
         ModelError: What is there is not the configuration of a causal LM, or needs ``trust_remote_code``.
     """
-    config, path = load_config(model, trust_remote_code=trust_remote_code), resolve_model(model)
+    config, path = load_config(spec), resolve_model(spec.id)
     what = "config.json of a causal language model"
-    with reading(model, path, what, "use a base model that transformers knows"), parameters_on_meta():
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    with reading(spec.id, path, what, "use a base model that transformers knows"), parameters_on_meta():
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     return network.requires_grad_(False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alto.cli import evaluate, job, plan, preview, report, resume, run, show, simulate, tune
+from alto.cli import evaluate, job, plan, preview, queue, report, resume, run, show, simulate, tune
 from alto.cli.output import print_error
 from alto.errors import AltoError
 
@@ -28,6 +28,10 @@ app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(show.show)
 app.add_typer(job.app)
+app.command()(queue.submit)
+app.command()(queue.cancel)
+app.command()(queue.drain)
+app.command("list")(queue.list_tasks)
 app.command()(report.report)
 app.command()(preview.preview)
 app.command("eval")(evaluate.evaluate)

@@ -9,7 +9,8 @@ from types import FrameType
 
 import typer
 
-from alto.runs import Event
+from alto.runs import JournalEntry, events
+from alto.runs.events import as_entry
 
 __all__ = ["Interrupt", "catching_signals"]
 
@@ -25,22 +26,28 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self._is_training = False
+        self._is_asked = False
+        self._has_ended = False
 
     def requested(self) -> bool:
-        """Whether a signal came while the task trained."""
+        """Whether a signal came while the task trained. Whoever asks this can be stopped cleanly."""
+        self._is_asked = True
         return self.exit_code != 0
 
-    def observe(self, event: Event) -> None:
-        """Events say whether there is anything to stop cleanly."""
-        if event["event"] in ("task_started", "task_resumed", "queue_started", "queue_resumed"):
-            self._is_training = True
-        elif event["event"] in ("task_completed", "task_interrupted", "queue_completed", "queue_interrupted"):
-            self._is_training = False
+    def observe(self, entry: JournalEntry) -> None:
+        """Find out from what happens whether there is nothing left to stop cleanly. That there is, training says by
+        asking: events are seen a moment later, on another thread."""
+        match as_entry(entry).event:
+            case events.TaskCompleted() | events.TaskInterrupted():
+                self._has_ended = True
+            case events.QueueCompleted() | events.QueueInterrupted():
+                self._has_ended = True
+            case events.TaskResumed() | events.QueueResumed():  # what came before was of an earlier process
+                self._has_ended = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """The signal handler."""
-        at_once = self.requested() or not self._is_training
+        at_once = self.exit_code != 0 or not self._is_asked or self._has_ended
         self.exit_code = 128 + number
         if at_once:
             raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -17,10 +17,8 @@ from rich.text import Text
 
 from alto.errors import AltoError
 from alto.records import TaskResult
-from alto.runs import Event, Observer
-
-if TYPE_CHECKING:
-    from alto.export import QueueProgress
+from alto.runs import JournalEntry, Observer, QueueProgress
+from alto.runs.events import as_entry
 
 __all__ = ["print_error", "print_json", "print_notices", "progress", "queue_progress", "result_facts"]
 
@@ -39,12 +37,12 @@ def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
 
 @contextlib.contextmanager
 def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueueProgress, list[Observer]]]:
-    """What is known of a queue, and the observers that tell it and show it, as :func:`progress` does for a run."""
-    from alto.export import QueueProgress, open_queue_view
+    """The progress of a queue, and the observers that keep and show it, as :func:`progress` does for a run."""
+    from alto.export import open_queue_view
 
     if silent:
         known = QueueProgress()
-        yield known, [known.apply]
+        yield known, [lambda entry: known.apply(as_entry(entry))]
         return
     with open_queue_view(console) as view:
         yield view.progress, [_until_nobody_reads(view.observe)]
@@ -53,9 +51,9 @@ def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueuePro
 def _until_nobody_reads(observe: Observer) -> Observer:
     """A run outlives the pipe its progress is read from (``alto tune FILE | head``)."""
 
-    def observe_if_read(event: Event) -> None:
+    def observe_if_read(entry: JournalEntry) -> None:
         try:
-            observe(event)
+            observe(entry)
         except BrokenPipeError:
             # Whatever is printed from here on, by the interpreter's own farewell too, goes nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

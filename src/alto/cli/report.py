@@ -13,8 +13,8 @@ def report(
     run: Run,
 ) -> None:
     """Show the jobs of RUN, or the tasks of a queue, and write its report.html anew."""
-    from alto.export import QueueProgress, final_summary, queue_summary, write_queue_report, write_report
-    from alto.runs import QueueDir, RunDir, read_history
+    from alto.export import final_summary, queue_summary, write_queue_report, write_report
+    from alto.runs import QueueDir, QueueProgress, RunDir, read_history
 
     console = Console()
     if QueueDir.exists(run):

@@ -24,6 +24,9 @@ def resume(
     cluster: Annotated[
         str, typer.Option("--cluster", help="Of a queue that began on a Ray cluster at an address: its address again.")
     ] = "local",
+    wait_for_tasks: Annotated[
+        bool, typer.Option("--wait-for-tasks", help="Of a queue: stay when all tasks have ended, until alto drain.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -34,7 +37,10 @@ def resume(
     """
     if QueueDir.exists(run):
         work_on_queue(
-            lambda engine: engine.resume_queue(run, trust_remote_code=trust_remote_code),
+            lambda engine: (
+                run,
+                engine.resume_queue(run, trust_remote_code=trust_remote_code, keep_open=wait_for_tasks),
+            ),
             as_json=as_json,
             quiet=quiet,
             output_dir=run.parent,

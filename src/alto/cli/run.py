@@ -23,7 +23,9 @@ __all__ = ["run", "work_on_queue"]
 
 
 def run(
-    files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Task files (YAML); none is needed with --wait-for-tasks.")
+    ] = None,
     total_gpus: Annotated[
         int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
     ] = None,
@@ -35,17 +37,37 @@ def run(
     quotas: Annotated[
         list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
     ] = None,
+    wait_for_tasks: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-tasks", help="Stay when all tasks have ended, for those of alto submit; end by alto drain."
+        ),
+    ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Allow the Python code of base models to tasks of alto submit, too."),
+    ] = False,
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the tasks in FILES side by side so that all are done soonest, and keep the best adapter of each."""
-    tasks = [load_task(file, overrides or ()) for file in files]
+    if not files and not wait_for_tasks:
+        raise typer.BadParameter("expected task files, or --wait-for-tasks", param_hint="FILES")
+    tasks = [load_task(file, overrides or ()) for file in files or ()]
     limits = dict(_quota(text) for text in quotas or ())
 
-    def work(engine: Engine) -> list[TaskResult]:
-        return engine.batched_execution(tasks, engine.schedule(tasks, method=method))
+    def work(engine: Engine) -> tuple[Path, list[TaskResult]]:
+        with engine.queue(tasks, method=method, trust_remote_code=trust_remote_code) as queue:
+            if wait_for_tasks:
+                typer.echo(
+                    f"Waits for tasks: alto submit {queue.root} FILE; end it with: alto drain {queue.root}", err=True
+                )
+            else:
+                queue.finish()
+            queue.serve()
+        return queue.root, queue.results()
 
     work_on_queue(
         work,
@@ -60,9 +82,9 @@ def run(
 
 
 def work_on_queue(
-    work: Callable[[Engine], list[TaskResult]], *, as_json: bool, quiet: bool, **settings: object
+    work: Callable[[Engine], tuple[Path, list[TaskResult]]], *, as_json: bool, quiet: bool, **settings: object
 ) -> None:
-    """Let an engine with ``settings`` work on a queue, and show it."""
+    """Let an engine with ``settings`` work on a queue, whose folder and results ``work`` returns, and show it."""
     from alto.engine import Engine
     from alto.export import queue_summary
 
@@ -71,10 +93,10 @@ def work_on_queue(
         try:
             with queue_progress(console, silent=quiet or as_json) as (progress, views):
                 observers = [interrupt.observe, *views]
-                results = work(Engine(observers=observers, is_interrupted=interrupt.requested, **settings))  # type: ignore[arg-type]
+                root, results = work(Engine(observers=observers, is_interrupted=interrupt.requested, **settings))  # type: ignore[arg-type]
         except TaskInterruptedError as error:
             print_error(error)
-            raise typer.Exit(interrupt.exit_code) from None
+            raise typer.Exit(interrupt.exit_code or 1) from None
         except KeyboardInterrupt:
             typer.echo("Stopped at once; a queue that had begun goes on with: alto resume QUEUE", err=True)
             raise typer.Exit(interrupt.exit_code or 130) from None
@@ -84,7 +106,6 @@ def work_on_queue(
         for result in results:
             typer.echo(result.adapter_dir)
     else:
-        root = Path(results[0].run_dir).parent.parent
         console.print(queue_summary(progress, root))
         report = root / "report.html"
         found = str(report) if report.exists() else f"none could be written; write it later with: alto report {root}"

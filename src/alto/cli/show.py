@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from alto.cli.output import print_json
 from alto.cli.paths import Run
-from alto.runs import QueueDir, RunDir, RunHistory, gpus_to_json, read_history
-
-if TYPE_CHECKING:
-    from alto.export import QueueProgress
+from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, gpus_to_json, read_history
 
 __all__ = ["show"]
 
@@ -55,7 +52,7 @@ def show(
 
 
 def _show_queue(console: Console, queue: Path, *, as_json: bool, watch: bool, every_s: float) -> None:
-    from alto.export import QueueProgress, queue_summary
+    from alto.export import queue_summary
 
     while True:
         is_live = RunDir(queue).is_locked()
@@ -73,7 +70,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict
     history = progress.queue
     return {
         "queue_dir": str(queue),
-        "state": "finished" if history.result is not None else "running" if is_live else "interrupted",
+        "state": history.status(is_live=is_live).value,
         "duration_s": round(history.duration_s, 3),
         "plans": len(history.plans),
         "tasks": [
@@ -105,7 +102,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
     return {
         "run_dir": str(run.root),
         "task": history.name,
-        "state": "finished" if history.result is not None else "running" if is_live else "interrupted",
+        "state": history.status(is_live=is_live).value,
         "metric": history.metric,
         "best_job": best.job if best else None,
         "best_validation_loss": best.best_validation_loss if best else None,

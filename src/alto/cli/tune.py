@@ -72,7 +72,7 @@ def train(
                 result = work(engine)
         except TaskInterruptedError as error:
             print_error(error)
-            raise typer.Exit(interrupt.exit_code) from None
+            raise typer.Exit(interrupt.exit_code or 1) from None
         except KeyboardInterrupt:
             typer.echo(
                 "Stopped at once; a run that had begun goes on from its last checkpoint: alto resume RUN", err=True

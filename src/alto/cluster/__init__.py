@@ -1,22 +1,40 @@
-"""Runs many tasks: a controller drives the queue, a cluster launches executors on this machine or on Ray."""
+"""Runs tasks: a controller owns the GPUs and drives the queue, a cluster launches executors here or on Ray."""
 
-from alto.cluster.base import Cluster, ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
+from alto.cluster.base import (
+    Cluster,
+    ClusterEvent,
+    EntryWritten,
+    ExecutorEnded,
+    GpuCame,
+    GpuGone,
+    Launch,
+    Outcome,
+)
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
 from alto.cluster.entry import error_class
+from alto.cluster.live_queue import LiveQueue, QueueIntake, unique_name
 from alto.cluster.solver import GuardedSolver
+from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
 __all__ = [
     "Cluster",
     "ClusterEvent",
     "Controller",
+    "ControllerStatus",
+    "EntryWritten",
     "ExecutorEnded",
     "GpuCame",
     "GpuGone",
     "GuardedSolver",
     "Launch",
+    "LiveQueue",
     "Outcome",
-    "Told",
+    "QueueIntake",
+    "Submission",
+    "TaskRun",
+    "TaskStatus",
     "error_class",
     "open_cluster",
+    "unique_name",
 ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from alto.records import Gpu, Node
+from alto.runs import JournalEntry
 
-__all__ = ["Cluster", "ClusterEvent", "ExecutorEnded", "GpuCame", "GpuGone", "Launch", "Outcome", "Told"]
+__all__ = ["Cluster", "ClusterEvent", "EntryWritten", "ExecutorEnded", "GpuCame", "GpuGone", "Launch", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class Launch:
         task: Unique within the queue.
         run_dir: Folder of the run, made already and seen by every node; what an earlier attempt left there is gone on
             with.
+        entry: What the executor does, ``module:function``: it is called with the run directory and a function that says
+            whether to stop.
         gpus: Its own for as long as it runs.
         num_ranks: Processes that it is, each on its share of the GPUs; one process has them all.
         trust_remote_code: Whether the user allows code of the base model, where the run's task asks for it.
@@ -27,6 +30,7 @@ class Launch:
 
     task: str
     run_dir: str
+    entry: str
     gpus: tuple[Gpu, ...]
     attempt: int
     num_ranks: int = 1
@@ -46,12 +50,12 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A line that the executor of a task has written into the journal of its run."""
+class EntryWritten:
+    """An entry that the executor of a task has written into the journal of its run."""
 
     task: str
     attempt: int
-    event: Mapping[str, Any]
+    entry: JournalEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,7 @@ class GpuCame:
     gpu: Gpu
 
 
-ClusterEvent = Told | ExecutorEnded | GpuGone | GpuCame
+ClusterEvent = EntryWritten | ExecutorEnded | GpuGone | GpuCame
 
 
 class Cluster(Protocol):
@@ -100,7 +104,7 @@ class Cluster(Protocol):
         """False where CPU slots stand for GPUs."""
 
     def start(self, launch: Launch) -> None:
-        """Start an executor; how it fares is told by :meth:`poll`, also where it cannot be started.
+        """Start an executor; how it fares is reported by :meth:`poll`, also where it cannot be started.
 
         Raises:
             ValueError: The task runs already, or a GPU is taken or is not in this cluster.

@@ -1,278 +1,343 @@
-"""Drives a queue with a cluster: what the queue wants is done, what happens is told to it, all of it is journaled."""
+"""The control plane: owns the GPUs of a cluster and everything that runs on them, on a thread of its own."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
-from alto.cluster.base import Cluster, ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, Told
-from alto.errors import TaskInterruptedError
-from alto.runs import Journal, Observer, QueueDir, QueueEntry, RunHistory, gpus_to_json, has_result
-from alto.scheduler import TaskDemand, remaining_duration_s
-from alto.scheduler.queue import (
-    Action,
-    Failed,
-    Finished,
-    GaveUp,
-    GpuAdded,
-    GpuLost,
-    Offered,
-    Planned,
-    Progressed,
-    Queue,
-    QueueEvent,
-    Started,
-    StartTask,
-    StopTask,
-    Submitted,
-    Woken,
-)
+from alto.cluster.base import Cluster
+from alto.cluster.dispatcher import Dispatcher
+from alto.cluster.submission import ControllerStatus, Submission, TaskRun
+from alto.errors import QueueCommandError, TaskInterruptedError
+from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
+from alto.scheduler.queue import Queue
 
-__all__ = ["Controller"]
+__all__ = ["POLL_S", "Controller", "interruption"]
 
-POLL_S = 1.0
-"""How long nothing at all is looked at; a signal of the user is heeded within it."""
+POLL_S = 0.25
+"""How long the cluster is waited for in one turn; commands and interruptions are heeded between two turns."""
 
-_STANDS = frozenset({"eval", "warmup_ended", "job_exited", "job_completed"})
-"""Events of a run that say how far it is."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """An executor that runs, and what is known of its pace; ``start_s`` is what it took until it began to train."""
-
-    launch: Launch
-    expected_s: float
-    launched_at: float
-    start_s: float = 0.0
-    history: RunHistory = field(default_factory=RunHistory)
-    began_at: float | None = None
-    share_before: float = 0.0
+T = TypeVar("T")
 
 
 class Controller:
-    """Runs the tasks of one queue to their ends.
+    """Runs tasks on a cluster while they come and go.
+
+    :meth:`start` begins a thread that drives the cluster; every other method may be called from any thread. Where it
+    was not started, each method does its work on the thread that calls it, and waiting means to call :meth:`turn`:
+    so a test needs no thread and no clock of its own. Use it as a context manager, or :meth:`close` it.
 
     Args:
-        queue: Made for the cluster's nodes; nothing has been told to it yet.
-        done: Tasks that have their result from before.
-        trusted: Tasks that may run the Python code that comes with their base model.
-        observers: Shown every line of the journals of the tasks' runs, as ``{"event": "told", "task", "line"}``.
-        is_interrupted: Asked every second; once true, the executors save and end, and the queue can be resumed.
+        cluster: Used by this controller alone until it is closed; whoever opened it closes it.
+        queue: Made for the cluster's nodes; nothing has been submitted to it yet.
+        journal: Of what happens to the tasks.
+        show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`; has to return at once.
+        is_interrupted: Asked in every turn; once it returns true, what runs saves and ends, as after :meth:`drain`.
+        clock: In seconds; never runs backwards.
     """
 
     def __init__(
         self,
-        entries: Sequence[QueueEntry],
-        queue: Queue,
         cluster: Cluster,
-        *,
-        queue_dir: QueueDir,
+        queue: Queue,
         journal: Journal,
-        num_ranks: Callable[[int], int] = lambda num_gpus: 1,
-        done: Iterable[str] = (),
-        trusted: Iterable[str] = (),
-        observers: Sequence[Observer] = (),
-        is_interrupted: Callable[[], bool] | None = None,
+        *,
+        show: Observer = lambda entry: None,
+        is_interrupted: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._entries = {entry.task: entry for entry in entries}
-        self._queue = queue
         self._cluster = cluster
-        self._queue_dir = queue_dir
         self._journal = journal
-        self._num_ranks = num_ranks
-        self._observers = tuple(observers)
-        self._is_interrupted = is_interrupted or (lambda: False)
+        self._is_interrupted = is_interrupted
         self._clock = clock
-        self._began_at = clock()
-        self._trusted = frozenset(trusted)
-        self._open = {task for task in self._entries if task not in set(done)}
-        self._running: dict[str, _Attempt] = {}
+        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, clock=clock)
+        self._hooks: list[Callable[[], None]] = []
+        self._calls: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self._num_turns = 0
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._has_ended = False
+        self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Until every task has its result or was given up; which, is in the journal.
+    # -- its life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on by itself from now on."""
+        assert self._thread is None, "it was started"
+        self._thread = threading.Thread(target=self._work, name="alto-controller", daemon=True)
+        self._thread.start()
+
+    def begin(self, submissions: Sequence[Submission]) -> None:
+        """Take in tasks that the journal has already, all in one plan; before :meth:`start`.
 
         Raises:
-            TaskInterruptedError: It was asked to stop; everything is on disk.
-            RunWriteError: The journal cannot be written.
+            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
         """
-        now_s = self._now_s()
-        self._tell(
-            *(
-                Submitted(
-                    time_s=now_s,
-                    demand=TaskDemand(
-                        task=entry.task,
-                        num_gpus=entry.num_gpus,
-                        duration_s=entry.duration_s,
-                        release_s=now_s,
-                        priority=entry.priority,
-                        tenant=entry.tenant,
-                    ),
-                )
-                for entry in self._entries.values()
-                if entry.task in self._open
-            )
-        )
-        while self._open:
-            if self._is_interrupted():
-                self._drain()
-            wake_s = self._queue.next_wake_s
-            wait_s = POLL_S if wake_s is None else min(POLL_S, max(0.0, wake_s - self._now_s()))
-            for event in self._cluster.poll(wait_s):
-                self._handle(event)
-            if wake_s is not None and wake_s <= self._now_s():
-                self._tell(Woken(time_s=self._now_s()))
+        self._dispatcher.begin(submissions)
 
-    # -- from the cluster to the queue ---------------------------------------------------------------------------
+    def on_turn(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` in every turn, on the thread of the controller; before :meth:`start`."""
+        self._hooks.append(hook)
 
-    def _handle(self, event: ClusterEvent) -> None:
-        match event:
-            case Told():
-                self._handle_line(event)
-            case ExecutorEnded():
-                self._handle_end(event)
-            case GpuGone(gpu=gpu):
-                self._journal.append("gpu_lost", node=gpu.node, index=gpu.index)
-                self._tell(GpuLost(time_s=self._now_s(), gpu=gpu))
-            case GpuCame(gpu=gpu):
-                self._journal.append("gpu_added", node=gpu.node, index=gpu.index)
-                self._tell(GpuAdded(time_s=self._now_s(), gpu=gpu))
+    def drain(self) -> None:
+        """Have what runs save and end, start nothing any more, and wait until nothing runs.
 
-    def _handle_line(self, told: Told) -> None:
-        attempt = self._running.get(told.task)
-        if attempt is None or attempt.launch.attempt != told.attempt:
+        Raises:
+            RunWriteError, RunBusyError, ClusterLostError: What ended the controller before.
+        """
+        if not self._dispatcher.is_drained:
+            self.begin_drain()
+        while not self._dispatcher.is_drained:
+            num_turns = self._num_turns
+            self._check_alive()
+            self._pause(num_turns)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is done any more: it was closed or drained, or cannot go on."""
+        return self._has_ended
+
+    def begin_drain(self) -> None:
+        """Have what runs save and end, and start nothing any more; returns at once."""
+        self._call(self._dispatcher.drain)
+
+    def pause(self) -> None:
+        """Until there was another turn, or it has ended."""
+        self._pause(self._num_turns)
+
+    def close(self) -> None:
+        """Kill what still runs; doing it twice changes nothing. Its journal and its status can still be read."""
+        self._is_closing = True
+        if self._thread is None:
+            self._end(None)
+        elif self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what is asked of it ---------------------------------------------------------------------------------------
+
+    def submit(self, run: TaskRun, *, tenant: str = "", priority: int = 0, command: str = "") -> str:
+        """Have a run executed as soon as it is its turn.
+
+        Args:
+            tenant: Whose quota it counts against.
+            priority: Higher goes first.
+            command: Id of what asked for it, for the journal.
+
+        Returns:
+            The task's id here: its name.
+
+        Raises:
+            SpecError: The name was there before, or no GPUs can ever be given to it.
+            QueueCommandError: Nothing is started any more.
+        """
+        submission = Submission(run=run, tenant=tenant, priority=priority)
+        self._call(lambda: self._dispatcher.submit(submission, command))
+        return run.task
+
+    def check(self, submission: Submission) -> None:
+        """Whether :meth:`submit` would take it; raises what it would."""
+        self._call(lambda: self._dispatcher.check(submission))
+
+    def check_open(self, task: str) -> None:
+        """Whether :meth:`cancel` would take it; raises what it would."""
+        self._call(lambda: self._dispatcher.check_cancel(task))
+
+    def cancel(self, task: str, *, command: str = "") -> None:
+        """Take a task out of the queue, or have its executor save and end; returns at once.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended; or nothing is started any more.
+        """
+        self._call(lambda: self._dispatcher.cancel(task, command))
+
+    def job_command(
+        self,
+        task: str,
+        action: Action,
+        job: str,
+        *,
+        changes: Mapping[str, Any] | None = None,
+        warm: bool = False,
+        timeout_s: float = 60.0,
+    ) -> Answer | None:
+        """Stop, resume or clone a job of a task, as ``alto job`` does.
+
+        Args:
+            changes: A clone's settings that differ from the job's, canonical keys.
+            warm: A clone starts from the job's best adapter.
+            timeout_s: How long the executor's answer is waited for.
+
+        Returns:
+            The answer; None if there was none in time. The command stays until an executor of the task answers it.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended.
+            RunWriteError: The run's folder cannot be written.
+        """
+        run = self._call(lambda: self._dispatcher.run_of(task))
+        mailbox = Mailbox(RunDir(Path(run.run_dir)))
+        command = mailbox.send(action, job, changes=changes, warm=warm)
+        sleep = time.sleep if self._thread is not None else lambda _: self.turn()
+        return mailbox.wait_for_answer(command, timeout_s, sleep=sleep)
+
+    def status(self) -> ControllerStatus:
+        """Everything as it is now; once it has ended, as it was then."""
+        try:
+            return self._call(self._dispatcher.status)
+        except Exception:
+            if not self._has_ended:
+                raise
+            return self._dispatcher.status()
+
+    def events(self, since: int = 0, *, follow: bool = True) -> Iterator[JournalEntry]:
+        """The entries of the journal, in order and each once.
+
+        Args:
+            since: Sequence number of the first entry that is wanted. Whoever left off after entry n goes on with
+                n + 1, here or with another controller of the same journal.
+            follow: Wait for what comes, until the controller has ended; else end with the last that there is.
+        """
+        tail = JournalTail(self._journal.path)
+        while True:
+            has_ended, num_turns = self._has_ended, self._num_turns  # asked first, so that nothing is missed
+            yield from (entry for entry in tail.read() if entry.seq >= since)
+            if has_ended or not follow:
+                return
+            self._pause(num_turns)
+
+    def wait(self, *tasks: str, timeout_s: float | None = None) -> bool:
+        """Until all of ``tasks`` have ended, or every task where none is named.
+
+        Args:
+            timeout_s: On the controller's clock; None waits for ever.
+
+        Returns:
+            Whether they have; False after the timeout.
+
+        Raises:
+            TaskInterruptedError: They were asked to save and end before that; all of them have.
+            RunWriteError, RunBusyError, ClusterLostError: What ended the controller.
+        """
+        until_s = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            num_turns, has_ended = self._num_turns, self._has_ended
+            status = self.status()
+            if not set(tasks or status.tasks).intersection(status.open_tasks):
+                return True
+            if self._dispatcher.is_drained:
+                raise interruption(status)
+            if has_ended:
+                self._check_alive()
+            if until_s is not None and self._clock() >= until_s:
+                return False
+            self._pause(num_turns)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Do ``work`` between two turns, when nobody else changes anything; what it returns or raises.
+
+        Raises:
+            QueueCommandError: The controller has ended.
+        """
+        return self._call(work)
+
+    # -- its thread ------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Do what was asked, and take in what has happened on the cluster."""
+        while self._calls:
+            self._calls.popleft().do()
+        for hook in self._hooks:
+            hook()
+        if self._is_interrupted():
+            self._dispatcher.drain()
+        self._dispatcher.turn(POLL_S)
+        with self._changed:
+            self._num_turns += 1
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not (self._is_closing or self._dispatcher.is_drained):
+                self.turn()
+        except BaseException as found:  # whoever waits for the tasks is told
+            error = found
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            if not self._has_ended and self._dispatcher.is_running:
+                self._cluster.close()
+        except Exception as found:
+            error = error or found
+        with self._changed:
+            self._error = self._error or error
+            self._has_ended = True
+            calls, self._calls = list(self._calls), deque()
+            self._changed.notify_all()
+        for call in calls:
+            call.future.set_exception(self._why_ended())
+
+    def _call(self, work: Callable[[], T]) -> T:
+        if self._thread is threading.current_thread():
+            return work()
+        with self._changed:
+            if self._has_ended:
+                raise self._why_ended()
+            if self._thread is not None:
+                call = _Call(work)
+                self._calls.append(call)
+        return call.future.result() if self._thread is not None else work()
+
+    def _pause(self, num_turns: int) -> None:
+        """Until there were more turns than ``num_turns``, or it has ended."""
+        if self._thread is None:
+            self.turn()
             return
-        attempt.history.apply(told.event)
-        for observer in self._observers:
-            observer({"event": "told", "task": told.task, "line": told.event})
-        name, share = told.event.get("event"), attempt.history.settled_share
-        if name in ("task_started", "task_resumed"):
-            attempt.began_at, attempt.share_before = self._clock(), share
-            attempt.start_s = attempt.began_at - attempt.launched_at
-            self._tell(Started(time_s=self._now_s(), task=told.task, attempt=told.attempt))
-        elif name == "gpus_offered":
-            line = told.event
-            self._tell(
-                Offered(
-                    time_s=self._now_s(),
-                    task=told.task,
-                    attempt=told.attempt,
-                    num_gpus=line["num_gpus"],
-                    duration_s=attempt.start_s + line["duration_s"],
-                    kept_duration_s=line["spread_duration_s"],
-                )
-            )
-        elif name in _STANDS and attempt.began_at is not None:
-            remaining_s = remaining_duration_s(
-                attempt.expected_s,
-                elapsed_s=self._clock() - attempt.began_at,
-                share_before=attempt.share_before,
-                share_done=share,
-            )
-            self._tell(Progressed(time_s=self._now_s(), task=told.task, attempt=told.attempt, remaining_s=remaining_s))
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_turns != num_turns or self._has_ended)
 
-    def _handle_end(self, ended: ExecutorEnded) -> None:
-        attempt = self._running.get(ended.task)
-        if attempt is None or attempt.launch.attempt != ended.attempt:
-            return
-        del self._running[ended.task]
-        ended = self._as_its_result_says(ended)
-        self._journal_end(ended)
-        if ended.outcome is Outcome.FINISHED:
-            self._open.discard(ended.task)
-            self._tell(Finished(time_s=self._now_s(), task=ended.task, attempt=ended.attempt))
-            return
-        self._tell(
-            Failed(
-                time_s=self._now_s(),
-                task=ended.task,
-                attempt=ended.attempt,
-                reason=ended.reason,
-                is_retryable=ended.outcome is not Outcome.FAILED,
-                remaining_s=max(attempt.expected_s * (1.0 - attempt.history.settled_share), 1.0),
-            )
-        )
+    def _check_alive(self) -> None:
+        if self._has_ended and not self._dispatcher.is_drained:
+            raise self._why_ended()
 
-    # -- from the queue to the cluster ---------------------------------------------------------------------------
+    def _why_ended(self) -> BaseException:
+        return self._error or _EndedError("expected a controller that runs, found one that was closed")
 
-    def _tell(self, *events: QueueEvent) -> None:
-        for action in self._queue.apply(*events):
-            self._do(action)
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case Planned(reason=reason, schedule=schedule):
-                self._journal.append(
-                    "planned",
-                    reason=reason,
-                    method=schedule.method,
-                    status=schedule.status,
-                    makespan_s=schedule.makespan_s,
-                    bound_s=schedule.bound_s,
-                    notice=schedule.notice,
-                    placements=[
-                        {
-                            "task": placement.task,
-                            "gpus": gpus_to_json(placement.gpus),
-                            "start_s": placement.start_s,
-                            "duration_s": placement.duration_s,
-                        }
-                        for placement in schedule.placements
-                    ],
-                )
-            case StartTask(task=task, gpus=gpus, attempt=number):
-                self._journal.append("executor_started", task=task, attempt=number, gpus=gpus_to_json(gpus))
-                launch = Launch(
-                    task=task,
-                    run_dir=str(self._queue_dir.run_of(task).root),
-                    gpus=gpus,
-                    attempt=number,
-                    num_ranks=self._num_ranks(len(gpus)),
-                    trust_remote_code=task in self._trusted,
-                )
-                self._running[task] = _Attempt(
-                    launch=launch,
-                    expected_s=self._queue.tasks[task].demand.duration_s,
-                    launched_at=self._clock(),
-                )
-                self._cluster.start(launch)
-            case StopTask(task=task):
-                self._cluster.stop(task)
-            case GaveUp(task=task, reason=reason):
-                self._journal.append("task_given_up", task=task, reason=reason)
-                self._open.discard(task)
+def interruption(status: ControllerStatus) -> TaskInterruptedError:
+    """What whoever waits for the tasks of a controller is told that was asked to end before them."""
+    return TaskInterruptedError(
+        f"stopped as asked, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and everything "
+        "on disk"
+    )
 
-    def _drain(self) -> None:
-        """Let every executor save and end; then so does the queue."""
-        for task in self._running:
-            self._cluster.stop(task)
-        while self._running:
-            for event in self._cluster.poll(POLL_S):
-                if isinstance(event, ExecutorEnded) and event.task in self._running:
-                    del self._running[event.task]
-                    event = self._as_its_result_says(event)
-                    if event.outcome is Outcome.FINISHED:
-                        self._open.discard(event.task)
-                    self._journal_end(event)
-        self._journal.append("queue_interrupted", open=sorted(self._open))
-        raise TaskInterruptedError(
-            f"stopped as asked, with {len(self._open)} of {len(self._entries)} tasks still to finish and everything on "
-            f"disk; go on with: alto resume {self._queue_dir.root}"
-        )
 
-    def _as_its_result_says(self, ended: ExecutorEnded) -> ExecutorEnded:
-        """A task that has its result is finished, whatever ended its executor afterwards."""
-        if ended.outcome is Outcome.FINISHED or not has_result(self._queue_dir.run_of(ended.task)):
-            return ended
-        return replace(ended, outcome=Outcome.FINISHED, reason=f"Ended after it had its result: {ended.reason}")
+class _EndedError(QueueCommandError):
+    """The controller has ended, and not by an error."""
 
-    def _journal_end(self, ended: ExecutorEnded) -> None:
-        self._journal.append(
-            "executor_ended", task=ended.task, attempt=ended.attempt, outcome=ended.outcome.value, reason=ended.reason
-        )
 
-    def _now_s(self) -> float:
-        return self._clock() - self._began_at
+class _Call:
+    """Something to be done on the controller's thread."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._work = work
+
+    def do(self) -> None:
+        try:
+            self.future.set_result(self._work())
+        except BaseException as error:
+            self.future.set_exception(error)

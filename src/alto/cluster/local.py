@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
+from alto.cluster.device_locks import DeviceLocks
 from alto.cluster.entry import ending_by
 from alto.cluster.launches import check_launch
 from alto.cluster.local_executor import LocalExecutor, Timeouts
@@ -28,17 +29,19 @@ class LocalCluster:
     On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
     n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
 
+    Its GPUs are locked from now on until it is closed, so that no other controller of this user takes them; slots of
+    the CPU are not.
+
     Args:
-        entry: ``module:function`` that an executor calls with the run directory and a function that says whether to
-            stop; the latter must be called at least once in ``heartbeat_timeout_s``.
         total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
             has; None makes it one.
-        heartbeat_timeout_s: An executor that has told something and then gives no sign of life for so long is killed
-            and ends as ``lost``. A sign is a line in its journal, or its training loop asking whether to stop.
-        start_timeout_s: The same before it has told anything, while it loads the model and reads the data.
+        heartbeat_timeout_s: An executor that has written into its journal and then gives no sign of life for so long is
+            killed and ends as ``lost``. A sign is a line in its journal, or its training loop asking whether to stop.
+        start_timeout_s: The same before it has written anything, while it loads the model and reads the data.
         drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
 
     Raises:
+        DeviceBusyError: Another controller has one of the GPUs; says which, and its process.
         SpecError: There are fewer GPUs than asked for.
         UnsupportedError: The machine does not run Linux.
     """
@@ -46,7 +49,6 @@ class LocalCluster:
     def __init__(
         self,
         *,
-        entry: str,
         total_gpus: int | None = None,
         heartbeat_timeout_s: float = 300.0,
         start_timeout_s: float = 3600.0,
@@ -57,10 +59,11 @@ class LocalCluster:
                 "cluster: 'local' keeps account of its processes as Linux lists them, found a machine without /proc; "
                 "run one task at a time with: alto tune"
             )
-        self._entry = entry
         self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._devices = _visible_devices()
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
+        used = range(len(self._node.gpus)) if self._devices else ()
+        self._locks = DeviceLocks([_lock_name(index, self._devices[index]) for index in used])
         self._executors: dict[str, LocalExecutor] = {}
         self._events: list[ClusterEvent] = []
 
@@ -81,7 +84,6 @@ class LocalCluster:
         try:
             self._executors[launch.task] = LocalExecutor(
                 launch,
-                entry=self._entry,
                 devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
                 num_threads=max(1, num_threads),
                 timeouts=self._timeouts,
@@ -118,11 +120,12 @@ class LocalCluster:
             time.sleep(WATCH_INTERVAL_S)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, then give the GPUs back."""
         while self._executors:
             self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
             if self._executors:
                 time.sleep(WATCH_INTERVAL_S)
+        self._locks.release()
 
 
 def _visible_devices() -> tuple[str, ...]:
@@ -131,6 +134,13 @@ def _visible_devices() -> tuple[str, ...]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in chosen.split(",")] if chosen is not None else [str(i) for i in range(count)]
     return tuple(names[:count])
+
+
+def _lock_name(index: int, name: str) -> str:
+    """What the GPU with this number, called ``name`` in CUDA_VISIBLE_DEVICES, is called in every process.
+
+    A part of a GPU (MIG) has a UUID of its own there, which CUDA does not report."""
+    return name if name.startswith("MIG-") else f"{torch.cuda.get_device_properties(index).uuid}"
 
 
 def _num_gpus(asked: int | None, found: int) -> int:

@@ -1,7 +1,8 @@
-"""One executor on this machine: what it tells, whether it still works, and how it ended."""
+"""One executor on this machine: what it writes into its journal, whether it still works, and how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alto.cluster.attempt import AttemptDir, unwritten_ending
-from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome, Told
+from alto.cluster.base import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome
 from alto.cluster.process_group import ProcessGroup
 from alto.cluster.rendezvous import FOLDER, Rendezvous
-from alto.runs import JournalTail, RunDir
+from alto.errors import RunError
+from alto.runs import JournalEntry, JournalTail, RunDir
 
 __all__ = ["LocalExecutor", "Timeouts"]
 
@@ -25,7 +27,7 @@ class Timeouts:
     """How long an executor is waited for, in seconds.
 
     Attributes:
-        heartbeat_s: Without a sign of life, once it has told something.
+        heartbeat_s: Without a sign of life, once it has written into its journal.
         start_s: Without a sign of life, before: models are loaded and data read in that time.
         drain_s: From being asked to stop until it has saved and ended.
     """
@@ -39,7 +41,6 @@ class LocalExecutor:
     """A process group that works on the run of ``launch``.
 
     Args:
-        entry: ``module:function`` that does the work.
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
 
@@ -47,21 +48,19 @@ class LocalExecutor:
         OSError: It cannot be started. (`RunWriteError` is one.)
     """
 
-    def __init__(
-        self, launch: Launch, *, entry: str, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts
-    ) -> None:
+    def __init__(self, launch: Launch, *, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts) -> None:
         self.launch = launch
         self._timeouts = timeouts
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
         self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
-        self._tail.read()  # what earlier attempts told
+        self._skip_past()
         self._rendezvous = Rendezvous() if launch.num_ranks > 1 else None
         self._group = ProcessGroup(
             launch.task,
             "alto.cluster.worker",
             (
                 str(self._attempt.root),
-                *("--entry", entry),
+                *("--entry", launch.entry),
                 *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),
@@ -80,16 +79,16 @@ class LocalExecutor:
     def watch(self) -> list[ClusterEvent]:
         """What is new; the last is an :class:`ExecutorEnded`, after which there is nothing more to watch."""
         has_ended = self._has_ended()  # asked first: whatever it wrote before is read below
-        told = self._tail.read()
+        entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
-            told = []  # by whoever held the run before
-        self._has_begun = self._has_begun or bool(told)
+            entries = []  # by whoever held the run before
+        self._has_begun = self._has_begun or bool(entries)
         if not has_ended:
-            self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not told)
+            self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
         self._heartbeat = heartbeat
         events: list[ClusterEvent] = [
-            Told(task=self.launch.task, attempt=self.launch.attempt, event=event) for event in told
+            EntryWritten(task=self.launch.task, attempt=self.launch.attempt, entry=entry) for entry in entries
         ]
         return [*events, self._ending()] if has_ended else events
 
@@ -108,6 +107,19 @@ class LocalExecutor:
         if has_ended and self._rendezvous is not None:
             self._rendezvous.close()
         return has_ended
+
+    def _skip_past(self) -> None:
+        """Pass over what earlier attempts have written; the executor itself finds out whether that is damaged."""
+        with contextlib.suppress(RunError):
+            self._tail.read()
+
+    def _read_journal(self) -> list[JournalEntry]:
+        """What is new; an executor that writes what cannot be read is killed."""
+        try:
+            return self._tail.read()
+        except RunError as error:
+            self._kill_because(str(error))
+            return []
 
     def _read_heartbeat(self) -> int | None:
         try:

@@ -74,11 +74,13 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Keep this process's signal handlers: torch elastic puts its own in their place and leaves them there."""
+    """Keep this process's signal handlers: called on the main thread, torch elastic puts its own in their place and
+    leaves them there; on another it only warns that it cannot. The new process inherits the mask of this thread."""
     before = {number: signal.getsignal(number) for number in HELD_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
     try:
-        yield
+        with _without_messages():
+            yield
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is not handler:
@@ -88,7 +90,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_messages() -> Iterator[None]:
-    """Torch elastic prints every process that died; the queue tells it, and why."""
+    """Torch elastic prints every process that died; the queue reports it, and why."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before, logger.disabled = logger.disabled, True
     try:

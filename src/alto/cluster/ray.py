@@ -82,7 +82,6 @@ class RayCluster:
         address: ``ray://HOST:PORT``, or ``auto`` for the cluster this process is connected to, ``RAY_ADDRESS`` names,
             or this machine belongs to.
         total_gpus: How many GPUs to use at most; None for all there are.
-        entry: What an executor does, ``module:function``.
         heartbeat_timeout_s, start_timeout_s, drain_timeout_s: As of `LocalCluster`; an actor that is silent for
             ``heartbeat_timeout_s`` is hung too.
         placement_timeout_s: How long Ray may take to give a launch its GPUs (others may hold them) and an actor.
@@ -97,14 +96,12 @@ class RayCluster:
         address: str = "auto",
         *,
         total_gpus: int | None = None,
-        entry: str,
         heartbeat_timeout_s: float = 300.0,
         start_timeout_s: float = 3600.0,
         drain_timeout_s: float = 120.0,
         placement_timeout_s: float = 300.0,
     ) -> None:
         _check_version(ray.__version__)
-        self._entry = entry
         self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._placement_timeout_s = placement_timeout_s
         self._running: dict[str, _Running] = {}
@@ -164,7 +161,6 @@ class RayCluster:
                 )
                 .remote(
                     launch,
-                    entry=self._entry,
                     has_gpus=self.has_gpus,
                     core_share=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
                     timeouts=self._timeouts,

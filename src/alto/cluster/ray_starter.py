@@ -24,7 +24,7 @@ class Starter:
         core_share: How much of this machine's cores its threads may take, in (0, 1].
     """
 
-    def __init__(self, launch: Launch, *, entry: str, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:
+    def __init__(self, launch: Launch, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
         self._executor: LocalExecutor | None = None
@@ -51,7 +51,6 @@ class Starter:
         try:
             self._executor = LocalExecutor(
                 launch,
-                entry=entry,
                 devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if has_gpus else (),
                 num_threads=max(1, round(len(os.sched_getaffinity(0)) * core_share)),
                 timeouts=timeouts,

@@ -1,19 +1,28 @@
-"""Reading the journal of a run: what this room needs of its events."""
+"""Reading the journal of a run: what this package needs of its entries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from alto.errors import RunError
-from alto.records import ExitReason, StartValue
-from alto.spec.metric import LOSS, score_of
+from alto.records import StartValue, exit_reason
+from alto.runs.events import (
+    WIRE_NAMES,
+    BaseEvaluated,
+    JobAdded,
+    JobEvaluated,
+    JobExited,
+    JobReopened,
+    JournalEntry,
+    TaskStarted,
+    TrainSteps,
+    as_entry,
+)
+from alto.spec.metric import score_of
 
-__all__ = ["Curves", "Event", "curves_of", "exits_of", "loss_of", "metric_of", "start_values", "task_started"]
-
-Event = Mapping[str, Any]
+__all__ = ["Curves", "curves_of", "exits_of", "loss_of", "start_of", "start_values"]
 
 
 @dataclass(slots=True)
@@ -27,69 +36,63 @@ class Curves:
     score_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
-def task_started(events: Sequence[Event]) -> Event:
+def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
     """The event that names the jobs.
 
     Raises:
         RunError: There is none.
     """
-    for event in events:
-        if event["event"] == "task_started":
-            return event
+    for entry in entries:
+        if isinstance(entry.event, TaskStarted):
+            return entry.event
     raise RunError(
-        f"Expected a journal that begins with task_started, found {len(events)} events without it."
+        f"Expected a journal that begins with {WIRE_NAMES[TaskStarted]}, found {len(entries)} events without it."
         " Give the whole journal of a run."
     )
 
 
-def metric_of(started: Event) -> str:
-    """What the task of a ``task_started`` event chooses by; journals that do not say knew the loss alone."""
-    return str(started.get("metric", LOSS))
-
-
-def start_values(event: Event, metric: str) -> dict[str, StartValue]:
-    """What a ``base_evaluated`` event says of every job."""
+def start_values(event: BaseEvaluated, metric: str) -> dict[str, StartValue]:
+    """What validation gives before the first step of every job."""
     starts = {}
-    for value in event["values"]:
-        score = score_of(metric, value.get("metrics", {}))
-        rows = tuple(map(loss_of, value.get("metric_rows", ())))
-        start = StartValue(validation_loss=loss_of(value["validation_loss"]), score=score, score_rows=rows)
-        starts.update(dict.fromkeys(value["jobs"], start))
+    for value in event.values:
+        score = score_of(metric, value.metrics)
+        start = StartValue(validation_loss=value.validation_loss, score=score, score_rows=value.metric_rows)
+        starts.update(dict.fromkeys(value.jobs, start))
     return starts
 
 
-def curves_of(events: Sequence[Event]) -> dict[str, Curves]:
+def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
     """The loss curves of all jobs."""
-    started = task_started(events)
-    metric = metric_of(started)
-    curves = {entry["job"]: Curves() for entry in started["jobs"]}
-    for event in events:
-        if event["event"] == "job_added":
-            curves[event["job"]] = Curves()
-        elif event["event"] == "base_evaluated":
-            for job, start in start_values(event, metric).items():
-                curves[job].start = start
-        elif event["event"] == "train":
-            losses = map(loss_of, event["losses"])
-            curves[event["job"]].train.update(enumerate(losses, start=event["first_step"]))
-        elif event["event"] == "eval":
-            curves[event["job"]].validation[event["step"]] = loss_of(event["validation_loss"])
-            curves[event["job"]].scores[event["step"]] = score_of(metric, event.get("metrics", {}))
-            curves[event["job"]].score_rows[event["step"]] = tuple(map(loss_of, event.get("metric_rows", ())))
+    started = start_of(entries)
+    curves = {description.job: Curves() for description in started.jobs}
+    for entry in entries:
+        match entry.event:
+            case JobAdded(job=job):
+                curves[job] = Curves()
+            case BaseEvaluated() as event:
+                for job, start in start_values(event, started.metric).items():
+                    curves[job].start = start
+            case TrainSteps(job=job, first_step=first_step, losses=losses):
+                curves[job].train.update(enumerate(losses, start=first_step))
+            case JobEvaluated(job=job, step=step) as event:
+                curves[job].validation[step] = event.validation_loss
+                curves[job].scores[step] = score_of(started.metric, event.metrics)
+                curves[job].score_rows[step] = event.metric_rows
     return curves
 
 
-def exits_of(events: Iterable[Event]) -> dict[str, tuple[ExitReason, int]]:
-    """Reason and step of every job that the journal says ended early and was not reopened, by job id."""
-    exits: dict[str, tuple[ExitReason, int]] = {}
-    for event in events:
-        if event["event"] == "job_exited":
-            exits[event["job"]] = (ExitReason(event["reason"]), event["step"])
-        elif event["event"] == "job_reopened":
-            exits.pop(event["job"], None)
+def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
+    """Reason and step of every job that, by the journal, ended early and was not reopened, by job id."""
+    exits: dict[str, tuple[str, int]] = {}
+    for entry in map(as_entry, entries):
+        match entry.event:
+            case JobExited(job=job, reason=reason, step=step):
+                exits[job] = (exit_reason(reason), step or 0)
+            case JobReopened(job=job):
+                exits.pop(job, None)
     return exits
 
 
 def loss_of(value: float | str | None) -> float:
-    """A loss as journals and recordings write it: a number; where it is not finite a string, or null for NaN."""
+    """A loss as recordings write it: a number; where it is not finite a string, or null for NaN."""
     return math.nan if value is None else float(value)

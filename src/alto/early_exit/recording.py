@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alto.early_exit.journal import Curves, Event, curves_of, loss_of, task_started
+from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
 from alto.records import StartValue
-from alto.spec.job_config import JobConfig
+from alto.runs.events import JobDescription, JournalEntry, as_entry
+from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.outside import read_bytes, strict_json
 
 __all__ = ["RecordedJob", "Recording"]
@@ -103,7 +104,7 @@ class Recording:
     @property
     def lr_warmup(self) -> float:
         """The largest share of its steps for which a job's learning rate rises; see :meth:`EarlyExit.resolved`."""
-        return max(JobConfig(**job.config).lr_warmup_share(job.total_steps) for job in self.jobs)
+        return max(_common_config(job).lr_warmup_share(job.total_steps) for job in self.jobs)
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Training rows ``job`` has seen after ``step`` steps; the last step of an epoch may be short."""
@@ -112,21 +113,21 @@ class Recording:
         return epochs * self.num_train + min(steps * job.rows_per_step, self.num_train)
 
     @classmethod
-    def from_journal(cls, events: Iterable[Event]) -> Recording:
+    def from_journal(cls, entries: Iterable[JournalEntry]) -> Recording:
         """Fold the journal of a run without early exit.
 
         Raises:
             RunError: No task was started, a job was not trained to its end, or a job's budget disagrees with its steps.
         """
-        events = list(events)
-        started, curves = task_started(events), curves_of(events)
+        entries = [as_entry(entry) for entry in entries]
+        started, curves = start_of(entries), curves_of(entries)
         recording = cls(
-            task={"name": started["task"], "num_validation": started["num_validation"]},
-            num_train=started["num_train"],
-            jobs=tuple(_job_from_curves(entry, curves[entry["job"]]) for entry in started["jobs"]),
+            task={"name": started.task, "num_validation": started.num_validation},
+            num_train=started.num_train,
+            jobs=tuple(_job_from_curves(planned, curves[planned.job]) for planned in started.jobs),
         )
-        for job, entry in zip(recording.jobs, started["jobs"], strict=True):
-            _check_budget(entry, recording.samples_after(job, job.total_steps))
+        for job, planned in zip(recording.jobs, started.jobs, strict=True):
+            _check_budget(planned, recording.samples_after(job, job.total_steps))
         return recording
 
     def write(self, path: str | Path) -> None:
@@ -180,8 +181,13 @@ class Recording:
             ) from error
 
 
-def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
-    job, config = entry["job"], entry["config"]
+def _common_config(job: RecordedJob) -> JobConfig:
+    """What does not depend on the method, which a recording does not name."""
+    return JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS})
+
+
+def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
+    job, config = planned.job, planned.config
     steps = sorted(curves.train)
     if steps != list(range(1, len(steps) + 1)):
         raise RunError(
@@ -191,7 +197,7 @@ def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
     return RecordedJob(
         job=job,
         config=config,
-        total_steps=entry["total_steps"],
+        total_steps=planned.total_steps,
         rows_per_step=config["per_device_train_batch_size"],
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
@@ -203,11 +209,11 @@ def _job_from_curves(entry: Mapping[str, Any], curves: Curves) -> RecordedJob:
     )
 
 
-def _check_budget(entry: Mapping[str, Any], num_samples: int) -> None:
-    if num_samples != entry["samples_budgeted"]:
+def _check_budget(planned: JobDescription, num_samples: int) -> None:
+    if num_samples != planned.samples_budgeted:
         raise RunError(
-            f"Journal, job {entry['job']}: expected a budget of {entry['samples_budgeted']} rows, found {num_samples}"
-            f" from its {entry['total_steps']} steps, so a recording would misstate savings."
+            f"Journal, job {planned.job}: expected a budget of {planned.samples_budgeted} rows, found {num_samples}"
+            f" from its {planned.total_steps} steps, so a recording would misstate savings."
             " Steps must hold per_device_train_batch_size rows, the last of an epoch what is left."
         )
 

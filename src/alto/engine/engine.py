@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,24 +14,17 @@ from alto.data import preview_rows, read_heldout_rows, read_task_rows
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
 from alto.engine.packing import packed_as
-from alto.engine.queues import QueueRunner
+from alto.engine.queues import QueueRunner, QueueSetup
 from alto.engine.runner import TaskRunner, portable
+from alto.engine.task_queue import TaskQueue
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation import (
-    BaseModel,
-    EvaluationSettings,
-    OnProgress,
-    add_evaluation,
-    check_metrics,
-    find_target,
-    measure,
-)
+from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
 from alto.executor import ResumeState, check_base, model_notes
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
 from alto.export import write_report
 from alto.records import DataPreview, EvaluationResult, GenerationBackend, Metric, Schedule, TaskPlan, TaskResult
-from alto.runs import Observer, RunDir, load_run_task, read_intact_events
-from alto.spec import EarlyExit, Task
+from alto.runs import Observer, RunDir, in_background, load_run_task, read_intact_events
+from alto.spec import BaseModelSpec, EarlyExit, Task
 
 __all__ = ["Engine"]
 
@@ -52,11 +45,13 @@ class Engine:
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
         quotas: The most GPUs that the tasks of a tenant have at a time.
         output_dir: Where run directories are made.
-        observers: Called with every journal event of every task, after it is written. A run that is resumed tells
-            them its past first, each event with ``replayed`` true. Where ranks are lost and go on, what they had told
-            since their last checkpoint is told again. Of many tasks they are shown
-            ``{"event": "measured", "task", "duration_s"}`` before the queue begins, then the queue's events, and every
-            event of a task as ``{"event": "told", "task", "line"}``.
+        observers: Each is called, on a thread of its own, with every journal entry (:class:`alto.runs.JournalEntry`)
+            of every task, after it is written. One that raises, hangs or is slow changes nothing about the training:
+            one that raises is not called again, and at the end they get half a minute to finish. A run that is
+            resumed shows them its past first, each entry with ``is_replayed``. Where ranks are lost and started again,
+            what they had written since their last checkpoint is shown again. Of many tasks they are shown a
+            `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
+            of a task in a `TaskRelayed`.
         is_interrupted: Asked between steps; once it returns true, what runs stops and can be resumed.
 
     Raises:
@@ -79,17 +74,10 @@ class Engine:
         if total_gpus is not None and total_gpus < 1:
             raise SpecError(f"total_gpus: expected at least 1, found {total_gpus}")
         self._output_dir = Path(output_dir)
-        self._strategy = strategy
-        self._tasks = TaskRunner(observers=observers, is_interrupted=is_interrupted)
-        self._launched = LaunchedRunner(observers=observers, is_interrupted=is_interrupted)
-        self._queues = QueueRunner(
-            strategy=strategy,
-            cluster=cluster,
-            total_gpus=total_gpus,
-            quotas=quotas or {},
-            observers=observers,
-            is_interrupted=is_interrupted,
-        )
+        self._setup = QueueSetup(strategy=strategy, cluster=cluster, total_gpus=total_gpus, quotas=dict(quotas or {}))
+        self._observers = tuple(observers)
+        self._is_interrupted = is_interrupted
+        self._device = TaskRunner().device
 
     def tune(self, task: Task, *, packing_from: str | Path | None = None) -> TaskResult:
         """Run one task and export its best adapter.
@@ -109,9 +97,10 @@ class Engine:
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
         """
         if packing_from is not None:
-            num_ranks = 1 if self._runner_of(task) is self._tasks else task.num_gpus
-            task = packed_as(portable(task), packing_from, device_name(self._tasks.device), num_ranks)
-        return self._runner_of(task).begin(task, self._output_dir)
+            num_ranks = task.num_gpus if self._is_launched(task) else 1
+            task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
+        with self._runner_of(task) as runner:
+            return runner.begin(task, self._output_dir)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
@@ -123,7 +112,8 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model.
             DeviceMemoryError: The task cannot fit; says what does.
         """
-        return self._runner_of(task).plan(task, refresh=refresh)
+        with self._runner_of(task) as runner:
+            return runner.plan(task, refresh=refresh)
 
     def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
         """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
@@ -145,15 +135,16 @@ class Engine:
         """
         run_dir = RunDir.open(run)
         if _is_finished(run_dir):
-            return self._tasks.resume(run_dir, trust_remote_code=trust_remote_code)
+            with in_background(self._observers) as observers:
+                return self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code)
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
-        if num_gpus is not None and num_gpus != task.num_gpus:
-            task = task.replace(num_gpus=num_gpus)
-            runner = self._runner_of(task)
-            with run_dir.locked():
-                run_dir.resolve(task)
+        is_other = num_gpus is not None and num_gpus != task.num_gpus
+        task = task.replace(num_gpus=num_gpus) if is_other else task
+        with self._runner_of(task) as runner:
+            if is_other:
+                with run_dir.locked():
+                    run_dir.resolve(task)
             return runner.resume(run_dir, trust_remote_code=trust_remote_code)
-        return self._runner_of(task).resume(run_dir, trust_remote_code=trust_remote_code)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
         """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
@@ -162,10 +153,10 @@ class Engine:
             AltoError: What is wrong with the data, or with the model's tokenizer.
         """
         rows = read_task_rows(task)
-        tokenizer = load_tokenizer(task.model, trust_remote_code=task.trust_remote_code)
-        limits = limits_of(load_config(task.model, trust_remote_code=task.trust_remote_code))
+        tokenizer = load_tokenizer(task.base_model)
+        limits = limits_of(load_config(task.base_model))
         shown = preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits)
-        skeleton = build_skeleton(task.model, trust_remote_code=task.trust_remote_code)
+        skeleton = build_skeleton(task.base_model)
         return replace(shown, notes=(*shown.notes, *model_notes(skeleton, [job.config for job in task.jobs])))
 
     def evaluate(
@@ -227,22 +218,15 @@ class Engine:
             check_metrics(adapter.folder)
         task = target.task
         if base is None:
-            _check_trained_on(target.run_dirs, target.base_model, task)
+            _check_trained_on(target.run_dirs, target.base_model)
         rows = read_heldout_rows(task, dataset)
         result = measure(
             target.adapters,
             rows,
             settings,
-            base=BaseModel(
-                model=target.base_model,
-                dtype=task.dtype,
-                load_in_4bit=task.load_in_4bit,
-                load_in_8bit=task.load_in_8bit,
-                device=self._tasks.device,
-                trust_remote_code=task.trust_remote_code,
-                use_safetensors=task.use_safetensors,
-            ),
-            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._tasks.device.type],
+            base=target.base_model,
+            device=self._device,
+            max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[self._device.type],
             max_length=rows.max_length if target.run_dirs else None,
             on_progress=on_progress,
         )
@@ -268,7 +252,8 @@ class Engine:
             SpecError: The method is unknown, or a task asks for more GPUs than there are.
             AltoError: What is wrong with a task, its data or its model.
         """
-        return self._queues.schedule(tasks, method, refresh=refresh)
+        with self._queues() as queues:
+            return queues.schedule(tasks, method, refresh=refresh)
 
     def batched_execution(
         self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None
@@ -276,26 +261,57 @@ class Engine:
         """Run ``tasks`` on the cluster, first as ``schedule`` says, and replanned as they end and fail.
 
         Args:
-            schedule: From :meth:`schedule`; None makes one.
+            schedule: From :meth:`schedule`; None makes one, on the same cluster.
             early_exit: Replaces the settings of every task; None keeps each task's own.
 
         Returns:
-            One result per task, in the order of ``tasks``.
+            One result per task, in the order of ``tasks``, but of those that were cancelled meanwhile; then one of each
+            task that was submitted meanwhile (``alto submit``).
 
         Raises:
             TasksFailedError: Tasks were given up; the others have their results.
             TaskInterruptedError: It was asked to stop; :meth:`resume_queue` goes on.
         """
         tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
-        return self._queues.begin(tasks, schedule, self._output_dir)
+        with self._queues() as queues:
+            return queues.begin(tasks, schedule, self._output_dir)
 
-    def resume_queue(self, queue: str | Path, *, trust_remote_code: bool = False) -> list[TaskResult]:
+    @contextlib.contextmanager
+    def queue(
+        self, tasks: Sequence[Task] = (), *, method: str = "cp-sat", trust_remote_code: bool = False
+    ) -> Iterator[TaskQueue]:
+        """A new queue, to which tasks are submitted and from which they are cancelled while others run.
+
+        Leaving the block waits until every task has ended; where an error leaves it, what runs saves and ends, and
+        :meth:`resume_queue` goes on.
+
+        Args:
+            tasks: To begin with; measured and scheduled as :meth:`schedule` does. What is submitted later and was not
+                measured before is estimated to take an hour, until its own pace says more.
+            method: As of :meth:`schedule`.
+            trust_remote_code: Whether tasks that other processes submit (``alto submit``) may run the Python code that
+                comes with their base models. What this process submits says so itself.
+
+        Raises:
+            TaskInterruptedError: It was asked to stop while the block waited.
+            AltoError: As :meth:`schedule` does.
+        """
+        with (
+            self._queues() as queues,
+            queues.opened(tasks, method, self._output_dir, trust_remote_code=trust_remote_code) as queue,
+        ):
+            yield queue
+
+    def resume_queue(
+        self, queue: str | Path, *, trust_remote_code: bool = False, keep_open: bool = False
+    ) -> list[TaskResult]:
         """Go on with an interrupted queue: tasks that are done stay so, the others go on from their checkpoints.
 
         Args:
             queue: Its folder, ``runs/queue-<id>``. It goes on on the cluster that it began on, or on the one that this
                 engine names; the address of a Ray cluster has to be named.
             trust_remote_code: As of :meth:`resume`, for all of its tasks.
+            keep_open: Wait for further tasks when all have ended, until ``alto drain``.
 
         Raises:
             UntrustedCodeError: A task that is not done asks for code of its base model, or the queue for a Ray cluster
@@ -304,31 +320,50 @@ class Engine:
             RunBusyError: A process works on it.
             AltoError: As :meth:`batched_execution` does.
         """
-        return self._queues.resume(queue, trust_remote_code=trust_remote_code)
+        with self._queues() as queues:
+            return queues.resume(queue, trust_remote_code=trust_remote_code, keep_open=keep_open)
 
-    def _runner_of(self, task: Task) -> TaskRunner | LaunchedRunner:
+    @contextlib.contextmanager
+    def _queues(self) -> Iterator[QueueRunner]:
+        with in_background(self._observers) as observers:
+            yield QueueRunner(self._setup, observers=observers, is_interrupted=self._is_interrupted)
+
+    @contextlib.contextmanager
+    def _runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
         """Whoever trains ``task``: this process, or one for each of its ranks."""
-        has_gpus = self._tasks.device.type == "cuda"
+        is_launched = self._is_launched(task)
+        with in_background(self._observers) as observers:
+            if is_launched:
+                yield LaunchedRunner(observers=observers, is_interrupted=self._is_interrupted)
+            else:
+                yield self._here(observers)
+
+    def _here(self, observers: Sequence[Observer]) -> TaskRunner:
+        return TaskRunner(observers=observers, is_interrupted=self._is_interrupted)
+
+    def _is_launched(self, task: Task) -> bool:
+        """Whether ``task`` is trained by processes of its own, one for each of its ranks."""
+        has_gpus = self._device.type == "cuda"
         most = torch.cuda.device_count() if has_gpus else task.num_gpus
-        check_num_gpus(task, self._strategy, most=most, has_gpus=has_gpus)
-        return self._tasks if task.num_gpus == 1 or self._strategy == "single" else self._launched
+        check_num_gpus(task, self._setup.strategy, most=most, has_gpus=has_gpus)
+        return task.num_gpus > 1 and self._setup.strategy != "single"
 
 
-def _check_trained_on(run_dirs: Sequence[Path], model: str, task: Task) -> None:
-    """Make sure that ``model`` is what the adapters of runs were trained on."""
+def _check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
+    """Make sure that ``base`` is what the adapters of runs were trained on."""
     if not run_dirs:
         return
-    found = base_fingerprint(model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code)
+    found = base_fingerprint(base)
     for run_dir in run_dirs:
         with contextlib.suppress(RunNotFoundError):  # its journal is gone, and with it what it could be compared with
-            resume_state = ResumeState(events=read_intact_events(RunDir(run_dir).journal_file))
+            resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
             remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
-            check_base(resume_state, found, model=model, remedy=remedy)
+            check_base(resume_state, found, model=base.id, remedy=remedy)
 
 
 def _is_finished(run_dir: RunDir) -> bool:
     """Whether nothing is left to be trained."""
     try:
-        return ResumeState(events=read_intact_events(run_dir.journal_file)).is_finished
+        return ResumeState(lines=read_intact_events(run_dir.journal_file)).is_finished
     except RunNotFoundError:
         return False

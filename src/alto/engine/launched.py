@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,23 +11,27 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from alto.cluster import Cluster, ExecutorEnded, Launch, Outcome, Told, error_class, open_cluster
+from alto.cluster import Controller, ExecutorEnded, Outcome, Submission, TaskRun, error_class, open_cluster
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
 from alto.executor import read_refusal
-from alto.records import Gpu, TaskPlan, TaskResult
+from alto.records import TaskPlan, TaskResult
 from alto.runs import (
-    Event,
+    Journal,
+    JournalEntry,
     Observer,
     RunDir,
     has_result,
     load_run_task,
     read_history,
-    read_intact_events,
+    read_intact_entries,
     task_result,
 )
+from alto.runs.events import CheckpointSaved, TaskRelayed, TaskResumed
+from alto.scheduler import schedule_tasks
+from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 from alto.trackers import chosen_trackers
 
@@ -38,7 +41,7 @@ MAX_ATTEMPTS = 3
 """A rank that is killed, hangs, or runs out of memory ends all of them. They are started again until so many attempts
 in a row have come no further."""
 
-POLL_S = 0.2
+_SETTINGS = QueueSettings(max_attempts=MAX_ATTEMPTS, backoff_s=0.0)
 
 
 class LaunchedRunner:
@@ -60,7 +63,7 @@ class LaunchedRunner:
         except (TaskInterruptedError, RunError):
             raise
         except (AltoError, KeyboardInterrupt):
-            if not _events(run_dir):
+            if not _entries(run_dir):
                 shutil.rmtree(run_dir.root, ignore_errors=True)
                 if is_new:
                     with contextlib.suppress(OSError):
@@ -105,89 +108,71 @@ class LaunchedRunner:
         )
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
-        """How the last of its attempts ended, and how many in a row, that one included, have come no further."""
+        """How the last of its executors ended, and how many in a row, that one included, have come no further."""
         relay = EventRelay(run_dir, self._observers)
-        with contextlib.closing(open_cluster("local", total_gpus=task.num_gpus, entry=entry)) as cluster:
-            (node,) = cluster.nodes
-            gpus = tuple(Gpu(node.name, index) for index in node.gpus)
-            num_in_vain = 0
-            for attempt in itertools.count(1):
-                before = Progress(run_dir)
-                cluster.start(
-                    Launch(
-                        task=task.name,
-                        run_dir=str(run_dir.root),
-                        gpus=gpus,
-                        attempt=attempt,
-                        num_ranks=task.num_gpus,
-                        trust_remote_code=task.trust_remote_code,
-                    )
-                )
-                ended = self._watch(cluster, task, relay)
-                num_in_vain = 0 if Progress(run_dir).is_beyond(before) else num_in_vain + 1
-                if (
-                    ended.outcome is not Outcome.LOST
-                    or has_result(run_dir)
-                    or self._is_interrupted()
-                    or num_in_vain == MAX_ATTEMPTS
-                ):
-                    break
-            return ended, num_in_vain
-
-    def _watch(self, cluster: Cluster, task: Task, relay: EventRelay) -> ExecutorEnded:
-        """Until the executor has ended."""
-        is_stopping = False
-        while True:
-            for event in cluster.poll(POLL_S):
-                if isinstance(event, Told):
-                    relay.relay(event.event)
-                elif isinstance(event, ExecutorEnded):
-                    return event
-            if not is_stopping and self._is_interrupted():
-                is_stopping = True
-                cluster.stop(task.name)
+        run = TaskRun(
+            task=task.name,
+            run_dir=str(run_dir.root),
+            entry=entry,
+            num_gpus=task.num_gpus,
+            is_parallel=True,
+            trust_remote_code=task.trust_remote_code,
+            retry_interrupted=False,
+            how_far=lambda: how_far(run_dir),
+        )
+        with (
+            tempfile.TemporaryDirectory(prefix="alto-control-") as folder,
+            contextlib.closing(open_cluster("local", total_gpus=task.num_gpus)) as cluster,
+            Journal(Path(folder) / "journal.jsonl") as journal,
+        ):
+            queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
+            with Controller(
+                cluster, queue, journal, show=relay.observe, is_interrupted=self._is_interrupted
+            ) as controller:
+                controller.begin([Submission(run=run)])
+                controller.start()
+                with contextlib.suppress(TaskInterruptedError):  # how its executor ended says more
+                    controller.wait()
+                status = controller.status().tasks[task.name]
+        assert status.ended is not None, "it was given all GPUs at once"
+        return status.ended, status.num_failures
 
 
 class EventRelay:
-    """Tells observers what the executor of a run tells; where the run goes on, its past first."""
+    """Shows observers the journal of a run that an executor writes; where the run is resumed, its past first."""
 
     def __init__(self, run_dir: RunDir, observers: Sequence[Observer]) -> None:
         self._run_dir = run_dir
         self._observers = observers
-        self._has_told = False
+        self._has_begun = False
 
-    def relay(self, event: Event) -> None:
-        """Pass on a line of the journal."""
-        if event["event"] == "task_resumed" and not self._has_told:
-            for resume_state in _events(self._run_dir)[: event["seq"]]:
-                self._show({**resume_state, "replayed": True})
-        self._has_told = True
-        self._show(event)
+    def observe(self, relayed: JournalEntry) -> None:
+        """Pass on the entry that a controller has relayed."""
+        assert isinstance(relayed.event, TaskRelayed)
+        entry = relayed.event.entry
+        if isinstance(entry.event, TaskResumed) and not self._has_begun:
+            for earlier in _entries(self._run_dir)[: entry.seq]:
+                self._show(replace(earlier, is_replayed=True))
+        self._has_begun = True
+        self._show(entry)
 
-    def _show(self, event: Event) -> None:
+    def _show(self, entry: JournalEntry) -> None:
         for observer in self._observers:
-            observer(event)
+            observer(entry)
 
 
-class Progress:
-    """How far a run has come on disk."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._checkpoint = max(
-            (event["seq"] for event in _events(run_dir) if event["event"] == "checkpoint"), default=0
-        )
-        refusal = read_refusal(run_dir)
-        self._max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
-
-    def is_beyond(self, earlier: Progress) -> bool:
-        """Whether an attempt that ends here may be told from the one before it: it has saved more, or has found out
-        that passes must be shorter."""
-        return self._checkpoint > earlier._checkpoint or self._max_tokens < earlier._max_tokens
+def how_far(run_dir: RunDir) -> tuple[float, float]:
+    """How far a run has come on disk: its last checkpoint, and how short its micro-batches have to be. An attempt that
+    ends with either grown is not in vain."""
+    checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
+    refusal = read_refusal(run_dir)
+    max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
+    return max(checkpoints, default=0), -max_tokens
 
 
-def _events(run_dir: RunDir) -> Sequence[Event]:
+def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
     try:
-        return read_intact_events(run_dir.journal_file)
+        return read_intact_entries(run_dir.journal_file)
     except RunNotFoundError:
         return []
 

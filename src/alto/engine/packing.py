@@ -7,22 +7,13 @@ from typing import Any
 
 from alto.errors import RunError, SpecError
 from alto.runs import RunDir, read_intact_events
-from alto.spec import Task, read_run_task
+from alto.runs.events import TaskStarted, decode
+from alto.spec import BaseModelSpec, Task, read_run_task
+from alto.spec.base_model import quantisation_keys
 
 __all__ = ["packed_as"]
 
-_SAME_KEYS = (
-    "model",
-    "dataset",
-    "validation_dataset",
-    "method",
-    "max_length",
-    "num_gpus",
-    "dtype",
-    "load_in_4bit",
-    "load_in_8bit",
-    "adapter_dtype",
-)
+_SAME_KEYS = ("dataset", "validation_dataset", "method", "max_length", "num_gpus", "adapter_dtype")
 _PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
 _UNLIMITED_TOKENS = 2**24
 """The most that a task may ask for, and more than a step has: stands for "no limit", so that nothing is left open to be
@@ -47,20 +38,22 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
             processes; or its journal has no packing, or a damaged one.
     """
     run_dir = RunDir.open(run)
-    events = read_intact_events(run_dir.journal_file)
-    packing = events[0].get("packing") if events else None
-    if not isinstance(packing, dict):
+    started = _started(run_dir)
+    if started is None or started.packing is None:
         raise RunError(
             f"packing_from: expected a run whose journal has its packing, found {run_dir.root} without one; name a run "
             "of this version of ALTO that has begun to train, or set max_slots, max_tokens_per_step, "
             "max_tokens_per_pass and gradient_checkpointing in the task"
         )
     earlier = read_run_task(run_dir.task_file)
+    packing, before = started.packing, _precision(earlier.base_model)
+    for key, wanted in _precision(task.base_model).items():
+        _check_same(run_dir, key, wanted, before[key])
     for key in _SAME_KEYS:
         _check_same(run_dir, key, getattr(task, key), getattr(earlier, key))
     _check_same_jobs(run_dir, task, earlier)
     _check_same(run_dir, "device", device_name, packing.get("device"))
-    _check_same(run_dir, "number of processes", num_ranks, events[0].get("num_ranks", 1))
+    _check_same(run_dir, "number of processes", num_ranks, started.num_ranks)
     try:
         limits = {key: packing[key] for key in _PACKING}
         limits["max_tokens_per_step"] = limits["max_tokens_per_step"] or _UNLIMITED_TOKENS
@@ -72,6 +65,21 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
             f"packing_from: expected the packing of {run_dir.root} as ALTO writes it into a journal, found another "
             f"({error!s:.200}); name another run of the task"
         ) from error
+
+
+def _started(run_dir: RunDir) -> TaskStarted | None:
+    """The first event of a run; None where there is none that can be read."""
+    lines = read_intact_events(run_dir.journal_file)[:1]
+    try:
+        events = [decode(line).event for line in lines]
+    except RunError:
+        return None
+    return next((event for event in events if isinstance(event, TaskStarted)), None)
+
+
+def _precision(base: BaseModelSpec) -> dict[str, Any]:
+    """The keys of a task that say which base model and in what precision; how it is read and compiled may differ."""
+    return {"model": base.id, "dtype": base.dtype, **quantisation_keys(base.quantisation)}
 
 
 def _check_same_jobs(run_dir: RunDir, task: Task, earlier: Task) -> None:

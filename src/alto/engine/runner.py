@@ -14,36 +14,33 @@ from typing import Any
 
 import torch
 
-from alto.backbone import (
-    SHIPPED_MODELS,
-    Backbone,
-    base_fingerprint,
-    is_out_of_memory,
-    limits_of,
-    load_backbone,
-    resolve_model,
-)
+from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, resolve_model
 from alto.data import read_task_rows
-from alto.errors import AltoError, DeviceMemoryError, RunWriteError
+from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck
 from alto.executor import (
     Executor,
+    Hooks,
     Ranks,
     ResumeState,
+    RunStart,
+    TaskContext,
     check_base,
     check_precision,
+    load_base,
     model_notes,
-    plan_jobs,
     recover,
     resolve_rungs,
 )
-from alto.executor.profiling import TaskContext, pack, plan
+from alto.executor.profiling import pack, plan
 from alto.export import export_best, write_report
-from alto.objectives import check_rows, find_objective
+from alto.lora import adapter_base_model
+from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
+from alto.runs.events import BaseDescription
 from alto.spec import Task, read_run_task
-from alto.spec.metric import check_metric
+from alto.spec.base_model import quantisation_keys
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
@@ -71,7 +68,7 @@ class TaskRunner:
     ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._observers = tuple(observers)
-        self._is_interrupted = is_interrupted
+        self._is_interrupted = is_interrupted or (lambda: False)
         self.ranks = ranks or Ranks()
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
@@ -93,11 +90,11 @@ class TaskRunner:
                 return self._conclude(read_run_task(run_dir.task_file), run_dir)
             task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
             prepared = self._prepare(task, resume_state)
-            if resume_state.events and resume_state.base is None:
+            if resume_state.lines and resume_state.base is None:
                 resume_state = replace(
                     resume_state, notes=(*resume_state.notes, _UNKNOWN_BASE.format(model=task.model))
                 )
-            if not resume_state.events:
+            if not resume_state.lines:
                 prepared = self._packed(prepared)
                 if self.ranks.is_first:
                     run_dir.resolve(prepared.context.task)
@@ -106,75 +103,44 @@ class TaskRunner:
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes of memory and time."""
         context = self._prepare(portable(task)).context
-        about_model = model_notes(context.backbone.model, [run.config for run in context.runs])
+        about_model = model_notes(context.backbone.model, [job.config for job in context.jobs])
         return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read everything that can be wrong with a task before its run has a folder, or goes on.
 
         Args:
-            past: What the run goes on from, empty for one that begins; None where there will be no run.
+            task: With absolute paths, as :func:`portable` gives it.
+            resume_state: What the run is resumed from, empty for one that begins; None where there will be no run.
         """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
-        check_metric(task.metric, task.method, objective.scores)
         rows = read_task_rows(task)  # before a model is downloaded in vain
-        backbone = self._load(task)
+        backbone = load_base(
+            task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
+        )
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in (data.train, data.validation):
-            check_rows(objective, split, [job.config for job in task.jobs])
+            objective.check(split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
-        task = resolve_rungs(task, len(data.train))
-        runs = plan_jobs(task, backbone, data)
-        return _Prepared(
-            trackers=trackers,
-            context=TaskContext(task=task, backbone=backbone, data=data, runs=runs, ranks=self.ranks),
-            judge=judge,
-            base=base,
-        )
+        context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
+        return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
 
-    def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> Mapping[str, Any]:
+    def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
         """Fingerprint and precision of the base model, which are those that the run began with."""
-        fingerprint = {}
-        if self.ranks.is_first:
-            fingerprint = base_fingerprint(
-                task.model, use_safetensors=task.use_safetensors, trust_remote_code=task.trust_remote_code
-            )
-        base = {
-            **self.ranks.broadcast(fingerprint, dict[str, Any]),
+        found = base_fingerprint(task.base_model) if self.ranks.is_first else {}
+        fingerprint = self.ranks.broadcast(found, dict[str, Any])
+        precision = {
             "dtype": str(backbone.dtype).removeprefix("torch."),
-            "load_in_4bit": task.load_in_4bit,
-            "load_in_8bit": task.load_in_8bit,
+            **quantisation_keys(task.base_model.quantisation),
             "adapter_dtype": task.adapter_dtype,
         }
+        base = BaseDescription(**(fingerprint | precision))
         remedy = "put it back as it was, or start a new run with: alto tune"
-        check_base(resume_state, base, model=task.model, remedy=remedy)
+        check_base(resume_state, fingerprint, model=task.model, remedy=remedy)
         check_precision(resume_state, base)
         return base
-
-    def _load(self, task: Task) -> Backbone:
-        try:
-            return load_backbone(
-                task.model,
-                dtype=task.dtype,
-                device=self.device,
-                load_in_4bit=task.load_in_4bit,
-                load_in_8bit=task.load_in_8bit,
-                gradient_checkpointing=task.gradient_checkpointing is True,
-                torch_compile=task.torch_compile,
-                trust_remote_code=task.trust_remote_code,
-                use_safetensors=task.use_safetensors,
-                mesh=self.ranks.mesh(self.device),
-            )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            share = f"its share of {self.ranks.size}" if self.ranks.size > 1 else "all of it"
-            raise DeviceMemoryError(
-                f"model: expected memory for the base model {task.model!r} ({share}) on {self.device}, found less; set "
-                f"num_gpus to more than {self.ranks.size}, so that each holds a part of it, or load_in_4bit: true"
-            ) from error
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
         """With every limit set."""
@@ -185,26 +151,18 @@ class TaskRunner:
         context, task = prepared.context, prepared.context.task
         with tracking(prepared.trackers, run_dir.root) as tracker_observers:
             observers = (*self._observers, *tracker_observers)
-            for event in resume_state.events:
+            for entry in resume_state.entries:
                 for observer in observers:
-                    observer({**event, "replayed": True})
+                    observer(replace(entry, is_replayed=True))
             try:
                 with self._journal(run_dir, observers, resume_state) as journal:
-                    Executor(
-                        task,
-                        context.runs,
-                        context.backbone,
-                        context.data,
-                        forecast=prepared.forecast,
+                    start = RunStart(
                         run_dir=run_dir,
-                        journal=journal,
                         resume_state=resume_state,
-                        is_interrupted=self._is_interrupted,
-                        ranks=self.ranks,
-                        judge=prepared.judge,
-                        check=PeftCheck(context.backbone, num_ranks=self.ranks.size),
+                        forecast=prepared.forecast,
                         base=prepared.base,
-                    ).run()
+                    )
+                    Executor.build(context, journal, start, self._hooks(prepared)).run()
             except BaseException:
                 # The report of a broken run is a courtesy; what broke it is the news.
                 with contextlib.suppress(AltoError, OSError):
@@ -219,24 +177,36 @@ class TaskRunner:
                     run_dir.report_file.unlink()
             return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
 
+    def _hooks(self, prepared: _Prepared) -> Hooks:
+        return Hooks(
+            is_interrupted=self._is_interrupted,
+            judge=prepared.judge,
+            check=PeftCheck(prepared.context.backbone, num_ranks=self.ranks.size),
+        )
+
     def _journal(self, run_dir: RunDir, observers: Sequence[Observer], resume_state: ResumeState) -> Journal:
         if not self.ranks.is_first:
             return SilentJournal()
-        return Journal(run_dir.journal_file, observers, resume_state=resume_state.events, check=run_dir.check_lock)
+        return Journal(run_dir.journal_file, observers, past=resume_state.entries, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
         """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
-        told = self.ranks.broadcast(result, TaskResult | None)
-        assert told is not None
-        return told
+        result = self.ranks.broadcast(result, TaskResult | None)
+        assert result is not None
+        return result
 
     def _export(self, task: Task, run_dir: RunDir) -> TaskResult:
         result = task_result(read_history(run_dir.root), run_dir)
         run_dir.check_lock()
         if not run_dir.best.is_dir():
             export_best(
-                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+                result,
+                run_dir.job(result.best_job, "best"),
+                adapter_base_model,
+                model=task.model,
+                dataset=task.dataset,
+                method=task.method,
             )
         return replace(result, notices=_reported(run_dir))
 
@@ -260,7 +230,7 @@ class _Prepared:
     trackers: Mapping[str, Tracker]
     context: TaskContext
     judge: FinalistJudge | None
-    base: Mapping[str, Any] | None
+    base: BaseDescription | None
     forecast: TaskPlan | None = None
 
 

@@ -1,6 +1,5 @@
 """What adapters are worth on rows they were not trained on: loss, exact match, preference."""
 
-from alto.evaluation.base_model import BaseModel
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
@@ -9,7 +8,6 @@ from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import EvaluationTarget, find_target
 
 __all__ = [
-    "BaseModel",
     "EvaluationSettings",
     "EvaluationTarget",
     "FinalistJudge",

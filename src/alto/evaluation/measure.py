@@ -8,21 +8,24 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from alto.backbone import Backbone, is_out_of_memory, limits_of, load_tokenizer
+import torch
+
+from alto.backbone import Backbone, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
 from alto.errors import DataError, DeviceMemoryError, SpecError
-from alto.evaluation.adapter import SavedAdapter, loaded_adapters
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers
-from alto.evaluation.base_model import BaseModel
 from alto.evaluation.exact_match import Question, judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import ServedAdapters
+from alto.lora import SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
+from alto.spec import BaseModelSpec
+from alto.spec.base_model import quantisation_keys
 
 __all__ = ["OnProgress", "measure"]
 
@@ -35,7 +38,8 @@ def measure(
     rows: HeldoutRows,
     settings: EvaluationSettings,
     *,
-    base: BaseModel,
+    base: BaseModelSpec,
+    device: torch.device | str = "cpu",
     max_tokens_per_pass: int,
     max_length: int | None = None,
     on_progress: OnProgress | None = None,
@@ -44,6 +48,9 @@ def measure(
 
     Args:
         adapters: By the name each is reported under.
+        rows: What they are measured on, of which ``settings.limit`` may take the first ones only.
+        base: The base model that the adapters are put on.
+        device: Where it is loaded.
         max_tokens_per_pass: Tokens of one forward pass of the loss.
         max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
 
@@ -60,11 +67,11 @@ def measure(
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     metrics = _metrics(conversations, rows.name, settings)
-    tokenizer = load_tokenizer(base.model, trust_remote_code=base.trust_remote_code)
+    tokenizer = load_tokenizer(base)
     questions = (
         _questions(conversations, tokenizer) if "exact_match" in metrics else []
     )  # before a model is loaded in vain
-    bench = _Bench(adapters, base, settings, on_progress)
+    bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
     else:
@@ -74,7 +81,7 @@ def measure(
             if not is_out_of_memory(error):
                 raise
             raise DeviceMemoryError(
-                f"expected memory for the base model {base.model} and {len(adapters)} adapters on {base.device}, found "
+                f"expected memory for the base model {base.id} and {len(adapters)} adapters on {device}, found "
                 "less; name fewer adapters at a time, or load the base with load_in_4bit: true in the run's task.yaml"
             ) from error
 
@@ -94,15 +101,14 @@ def measure(
             reward_margin=margin,
             settings={
                 "weights": BASE if slot == len(adapters) else "adapter",
-                "base_model": base.model,
+                "base_model": base.id,
                 "dtype": found.dtype or base.dtype,
                 "limit": settings.limit,
                 "max_length": found.max_length,
                 "max_new_tokens": settings.max_new_tokens if judged else None,
                 # What is usual is left out, as in what earlier versions wrote.
                 **({"backend": settings.backend} if judged and settings.backend != "alto" else {}),
-                **({"load_in_4bit": True} if base.load_in_4bit else {}),
-                **({"load_in_8bit": True} if base.load_in_8bit else {}),
+                **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -140,13 +146,15 @@ class _Bench:
     def __init__(
         self,
         adapters: Mapping[str, SavedAdapter],
-        base: BaseModel,
+        base: BaseModelSpec,
+        device: torch.device | str,
         settings: EvaluationSettings,
         on_progress: OnProgress | None,
     ) -> None:
         self.names = [*adapters, *([BASE] if settings.baseline else [])]
         self._adapters: list[SavedAdapter | None] = [*adapters.values(), *([None] if settings.baseline else [])]
         self._base = base
+        self._device = device
         self._settings = settings
         self._on_progress = on_progress
 
@@ -159,7 +167,7 @@ class _Bench:
         max_length: int | None,
     ) -> _Found:
         """``metrics`` of all adapters, by ALTO itself."""
-        backbone = self._base.load()
+        backbone = load_backbone(self._base, device=self._device)
         limit = max_positions(backbone)
         prompts = [question.prompt_ids for question in questions]
         try:
@@ -176,7 +184,7 @@ class _Bench:
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
         texts: Sequence[Sequence[Sequence[int]]] = ()
-        with loaded_adapters(backbone, slots, self._base.model) as served:
+        with loaded_adapters(backbone, slots, self._base.id) as served:
             if dataset is not None and "loss" in metrics:
                 losses = heldout_losses(
                     backbone,

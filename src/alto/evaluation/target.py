@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alto.backbone import resolve_model
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
+from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task
-from alto.spec import Task
+from alto.spec import BaseModelSpec, Task
 
 __all__ = ["BASE", "EvaluationTarget", "find_target"]
 
 BASE = "base"
 """What the base model alone is called among the weights that are measured."""
-
-_LOADING = ("dtype", "load_in_4bit", "load_in_8bit", "trust_remote_code", "use_safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +24,13 @@ class EvaluationTarget:
 
     Attributes:
         adapters: By name: a job's id, ``best`` for a run's best, or the folder as it was given.
-        base_model: What they are put on.
-        task: How rows and base are read: the task of the first run, or one that says no more than where they are.
+        base_model: What they are put on, loaded as for their training but never compiled.
+        task: How rows are read: the task of the first run, or one that says no more than where they are.
         run_dirs: The runs through which they were found.
     """
 
     adapters: Mapping[str, SavedAdapter]
-    base_model: str
+    base_model: BaseModelSpec
     task: Task
     run_dirs: tuple[Path, ...]
 
@@ -89,24 +87,34 @@ def find_target(
         assert dataset is not None
         task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code)
     return EvaluationTarget(
-        adapters=adapters, base_model=base_model, task=task, run_dirs=tuple(run.root for run in runs)
+        adapters=adapters,
+        base_model=_as_evaluated(task.base_model, base_model),
+        task=task,
+        run_dirs=tuple(run.root for run in runs),
     )
+
+
+def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:
+    """``base`` for evaluations, under the name or path ``model``."""
+    return replace(base, id=model, torch_compile=False)
 
 
 def _common_task(runs: Sequence[RunDir], *, trust_remote_code: bool) -> Task:
     """The task of the first run, whose base is loaded as that of every other is."""
     tasks = {str(run.root): load_run_task(run, trust_remote_code=trust_remote_code) for run in runs}
-    ways = {name: tuple(getattr(task, key) for key in _LOADING) for name, task in tasks.items()}
+    ways = {name: _as_evaluated(task.base_model, "") for name, task in tasks.items()}
     if len(set(ways.values())) > 1:
-        found = "; ".join(
-            f"{name}: {', '.join(f'{key} {value}' for key, value in zip(_LOADING, way, strict=True))}"
-            for name, way in ways.items()
-        )
+        found = "; ".join(f"{name}: {_loading_keys(way)}" for name, way in ways.items())
         raise SpecError(
             f"targets: expected runs whose base model is loaded in one way, found {found}; evaluate those of each "
             "way by themselves"
         )
     return next(iter(tasks.values()))
+
+
+def _loading_keys(base: BaseModelSpec) -> str:
+    shown = {key: value for key, value in base.task_keys().items() if key not in ("model", "torch_compile")}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def _name(target: Path, targets: Sequence[Path]) -> str:
@@ -124,7 +132,7 @@ def _folder(target: Path) -> Path:
                 f"gave a result; resume it, or name a job with --job (jobs that have one: {_listed(_bests(run))})"
             )
         return run.best
-    if not (target / "adapter_config.json").is_file():
+    if not is_adapter(target):
         raise RunNotFoundError(
             f"expected a run (task.yaml) or an adapter in PEFT's format (adapter_config.json) in {target}, found "
             f"{'neither' if target.is_dir() else 'no such folder'}; check the path"
@@ -164,7 +172,7 @@ def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
     for adapter in adapters.values():
         if not adapter.base_model:
             raise SpecError(
-                f"base: expected {adapter.folder / 'adapter_config.json'} to name the base model, found that it does "
+                f"base: expected {adapter.config_file} to name the base model, found that it does "
                 "not; name it with --base"
             )
         named.setdefault(resolve_model(adapter.base_model), adapter.base_model)

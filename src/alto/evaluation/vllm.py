@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from alto.backbone import resolve_model
 from alto.errors import DataError, UnsupportedError
-from alto.evaluation.adapter import SavedAdapter
-from alto.evaluation.base_model import BaseModel
+from alto.lora import SavedAdapter
+from alto.spec import BaseModelSpec
+from alto.spec.base_model import QUANTISATION_KEYS
 
 __all__ = ["complete_with_vllm"]
 
@@ -19,7 +20,7 @@ _MAX_LORAS = 8
 
 
 def complete_with_vllm(
-    base: BaseModel,
+    base: BaseModelSpec,
     adapters: Sequence[SavedAdapter | None],
     prompts: Sequence[Sequence[int]],
     *,
@@ -48,7 +49,7 @@ def complete_with_vllm(
     _check(base, ranks)
     try:
         engine = LLM(
-            model=resolve_model(base.model),
+            model=resolve_model(base.id),
             dtype=base.dtype,
             trust_remote_code=base.trust_remote_code,
             enable_lora=bool(ranks),
@@ -79,11 +80,11 @@ def complete_with_vllm(
     return [texts[start : start + len(prompts)] for start in range(0, len(texts), len(prompts))]
 
 
-def _check(base: BaseModel, ranks: Sequence[int]) -> None:
-    if base.load_in_4bit or base.load_in_8bit:
+def _check(base: BaseModelSpec, ranks: Sequence[int]) -> None:
+    if base.quantisation != "none":
         raise UnsupportedError(
-            "backend: expected a base model as it lies on disk, found one that is to be quantised (load_in_4bit, "
-            "load_in_8bit), which vLLM would do in its own way; leave --backend out"
+            "backend: expected a base model as it lies on disk, found one that is to be quantised "
+            f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM would do in its own way; leave --backend out"
         )
     if max(ranks, default=0) > _RANKS[-1]:
         raise UnsupportedError(

@@ -1,23 +1,40 @@
-"""Runs one task on its device: the only room where things are done rather than decided."""
+"""Runs one task on its device: the only package where things are done rather than decided."""
 
+from alto.executor.assembly import BankSize, build_trainer
+from alto.executor.beginning import RunStart
+from alto.executor.conclusion import Hooks
+from alto.executor.context import TaskContext
 from alto.executor.executor import Executor
-from alto.executor.job_run import JobRun, plan_jobs, resolve_rungs
+from alto.executor.job_state import JobState, initial_states
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
+from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
+from alto.executor.stages import load_base, with_references
 from alto.executor.trainer import Trainer
 
 __all__ = [
+    "BankSize",
     "Executor",
-    "JobRun",
+    "Hooks",
+    "JobState",
+    "MicroBatches",
+    "PlannedJob",
     "Ranks",
     "ResumeState",
+    "RunStart",
+    "TaskContext",
     "Trainer",
+    "build_trainer",
     "check_base",
     "check_precision",
+    "initial_states",
+    "load_base",
     "model_notes",
     "plan_jobs",
     "read_refusal",
     "recover",
     "resolve_rungs",
+    "with_references",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
-from alto.runs import replace_file
+from alto.runs import cache_home, replace_file
 from alto.spec.outside import read_json
 from alto.version import version_of
 
@@ -72,6 +71,5 @@ def weights_of(model: str) -> list[tuple[str, int, int]]:
 
 
 def _file(kind: Kind, key: Mapping[str, Any]) -> Path:
-    home = os.environ.get("ALTO_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "alto"
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return Path(home) / kind / f"{digest}.json"
+    return cache_home() / kind / f"{digest}.json"

@@ -6,39 +6,49 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from alto.errors import JobCommandError
-from alto.executor.job_run import JobRun
+from alto.executor.job_state import JobState
 from alto.spec import Job, JobConfig
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, canonical_keys
-from alto.spec.method import method_defaults
+from alto.spec.method import find_method
 
 __all__ = ["clone_job", "describe_changes"]
 
 
-def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobRun], *, warm: bool, method: str) -> Job:
-    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys).
+def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, method: str) -> Job:
+    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys and
+    of the settings of ``method``).
 
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
+
+    Args:
+        origin: The job to be cloned.
+        changes: New values of its settings, by key.
+        others: All jobs of the task.
+        warm: Whether the clone starts from the weights of ``origin``, and so may have its configuration.
+        method: Of the task.
 
     Raises:
         JobCommandError: Another job has this configuration already.
         SpecError: A change is not valid.
     """
-    changes = canonical_keys(changes, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the clone")
+    of = find_method(method)
+    fields, aliases = (*JOB_FIELDS, *of.known_keys), {**JOB_ALIASES, **of.aliases}
+    changes = canonical_keys(changes, fields=fields, aliases=aliases, where="the clone")
     values = origin.config.to_dict()
     if isinstance(changes.get("r"), int) and "lora_alpha" not in changes:
         values["lora_alpha"] *= changes["r"] / values["r"]
     if "num_train_epochs" in changes:
         values["max_steps"] = None
     values |= changes
-    config = JobConfig(**(values | method_defaults(method, values)))
-    twin = next((run.id for run in others if run.config == config), None)
+    config = JobConfig.of(of, values)
+    twin = next((job.id for job in others if job.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(
             f"expected a configuration that no job has yet, found that {twin} has it; change a setting with "
             "--set key=value, or start from the job's weights with --warm"
         )
-    return Job(id=_next_id([run.id for run in others]), config=config)
+    return Job(id=_next_id([job.id for job in others]), config=config)
 
 
 def describe_changes(origin: Job, clone: Job) -> str:

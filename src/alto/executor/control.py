@@ -1,38 +1,71 @@
-"""What others ask of a running task: stop a job, go on with one, clone one."""
+"""What users ask of a running task: stop a job, resume one, clone one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
+from alto.executor.base_evaluation import start_like_others
 from alto.executor.clone import clone_job, describe_changes
-from alto.executor.job_run import JobRun
+from alto.executor.job_state import JobState
+from alto.executor.lifecycle import JobLifecycle
+from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
-from alto.executor.task_run import TaskRun
+from alto.executor.task_state import TaskState
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Mailbox
+from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened
 
 __all__ = ["Control"]
 
 
 class Control:
-    """Carries out the commands in a run's mailbox.
+    """Carries out the commands in a run's mailbox. Made by :meth:`build`.
 
-    Every rank carries out the same ones, and one alone (``writes``) answers them. A command is answered when what it
-    did is committed; until then it stays in the mailbox, so a task that dies in between finds it again. The journal
-    remembers which commands took effect.
+    Every rank carries out the same ones, and the first alone answers them. A command is answered when what it did is
+    committed; until then it stays in the mailbox, so a task that dies in between finds it again. The journal remembers
+    which commands took effect.
+
+    Args:
+        answers: To commands that took effect before the run was resumed, by id.
     """
 
-    def __init__(self, state: TaskRun, mailbox: Mailbox, resume_state: ResumeState, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        state: TaskState,
+        lifecycle: JobLifecycle,
+        recorder: JournalRecorder,
+        mailbox: Mailbox,
+        answers: dict[str, Answer],
+    ) -> None:
         self._state = state
-        self._writes = writes
+        self._lifecycle = lifecycle
+        self._recorder = recorder
         self._mailbox = mailbox
-        self._answers = {event["command"]: _answer_of(event) for event in resume_state.events if "command" in event}
+        self._answers = answers
         self._unsent: list[str] = []
+
+    @classmethod
+    def build(
+        cls,
+        state: TaskState,
+        lifecycle: JobLifecycle,
+        recorder: JournalRecorder,
+        mailbox: Mailbox,
+        resume_state: ResumeState,
+    ) -> Self:
+        """With the answers that the journal of an interrupted run knows. Arguments beside those of the constructor:
+
+        Args:
+            resume_state: What the run is resumed from; an empty one knows of no command.
+        """
+        found = (_answered(entry.event) for entry in resume_state.entries)
+        return cls(state, lifecycle, recorder, mailbox, dict(answer for answer in found if answer is not None))
 
     @property
     def has_answers(self) -> bool:
-        """Whether somebody waits for the next checkpoint."""
+        """Whether a user waits for the next checkpoint."""
         return bool(self._unsent)
 
     def pending(self) -> list[Command]:
@@ -50,14 +83,18 @@ class Control:
 
     def send_answers(self) -> None:
         """Answer the commands whose effect is committed."""
-        for command in self._unsent if self._writes else ():
+        for command in self._unsent if self._is_first else ():
             self._mailbox.answer(command, self._answers[command])
         self._unsent = []
 
     def close(self) -> None:
         """The task has ended: whatever is still asked for comes too late."""
-        for command in self.pending() if self._writes else ():
+        for command in self.pending() if self._is_first else ():
             self._mailbox.answer(command.id, Answer(done=False, message="the task has ended; start a new run"))
+
+    @property
+    def _is_first(self) -> bool:
+        return self._state.context.ranks.is_first
 
     def _try(self, command: Command) -> Answer:
         try:
@@ -65,52 +102,57 @@ class Control:
         except (RunBusyError, RunWriteError):
             raise  # not the command's fault, and what it did may not be in the journal
         except AltoError as error:
-            self._state.journal.append("command_refused", command=command.id, job=command.job, why=str(error))
+            self._recorder.command_refused(command.id, command.job, str(error))
             return Answer(done=False, message=str(error))
 
     def _carry_out(self, command: Command) -> str:
-        run = self._state.runs.get(command.job)
-        if run is None:
+        job = self._state.jobs.get(command.job)
+        if job is None:
             raise JobCommandError(f"expected a job of this run, found {command.job!r}; alto show lists them")
         match command.action:
             case Action.STOP:
-                return self._stop(run, command)
+                return self._stop(job, command)
             case Action.RESUME:
-                return self._reopen(run, command)
+                return self._reopen(job, command)
             case Action.CLONE:
-                return self._clone(run, command)
+                return self._clone(job, command)
 
-    def _stop(self, run: JobRun, command: Command) -> str:
-        if not self._state.is_competing(run):
-            raise JobCommandError(f"expected a job that trains, found that {run.id} has ended; nothing to stop")
-        decision = ExitDecision(job=run.id, step=run.step, reason=ExitReason.STOPPED)
+    def _stop(self, job: JobState, command: Command) -> str:
+        if not self._state.is_competing(job):
+            raise JobCommandError(f"expected a job that trains, found that {job.id} has ended; nothing to stop")
+        decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.STOPPED)
         self._state.selection.end(decision)
-        self._state.end(run, decision, command.id)
-        return f"{run.id} is stopped after {run.step} of {run.total_steps} steps; alto job resume goes on with it"
+        self._lifecycle.end(job, decision, command.id)
+        return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; alto job resume goes on with it"
 
-    def _reopen(self, run: JobRun, command: Command) -> str:
-        if self._state.is_competing(run):
-            raise JobCommandError(f"expected a job that has ended, found that {run.id} trains; nothing to do")
-        if self._state.selection.decision_on(run.id) is None:
+    def _reopen(self, job: JobState, command: Command) -> str:
+        if self._state.is_competing(job):
+            raise JobCommandError(f"expected a job that has ended, found that {job.id} trains; nothing to do")
+        if self._state.selection.decision_on(job.id) is None:
             raise JobCommandError(
-                f"expected a job that was ended early, found that {run.id} has done all its {run.total_steps} steps; "
+                f"expected a job that was ended early, found that {job.id} has done all its {job.total_steps} steps; "
                 "clone it with a larger num_train_epochs instead"
             )
-        self._state.reopen(run, command.id)
-        return f"{run.id} goes on after {run.step} of {run.total_steps} steps"
+        self._lifecycle.reopen(job, command.id)
+        return f"{job.id} goes on after {job.step} of {job.total_steps} steps"
 
-    def _clone(self, origin: JobRun, command: Command) -> str:
-        others, method = self._state.runs.values(), self._state.task.method
-        job = clone_job(origin.job, command.changes, others, warm=command.warm, method=method)
-        clone = self._state.plan_clone(job)
+    def _clone(self, origin: JobState, command: Command) -> str:
+        state, context = self._state, origin.context
+        job = clone_job(
+            origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, method=context.task.method
+        )
+        clone = JobState(planned=context.plan(job), context=context)
         if command.warm:
             self._check_warm_start(origin, clone)
-            self._state.slot_manager.give_start(clone, origin)
-        self._state.add(clone, origin, command.id)
+            state.slot_manager.give_start(clone, origin)
+        self._lifecycle.add(clone, origin, command.id)
+        if not clone.starts_warm:
+            start_like_others(clone, state, self._recorder)
         start = f"the best weights of {origin.id}" if command.warm else "new weights"
-        return f"{clone.id} is {origin.id} with {describe_changes(origin.job, job)}, and begins with {start}"
+        changes = describe_changes(origin.planned.job, job)
+        return f"{clone.id} is {origin.id} with {changes}, and begins with {start}"
 
-    def _check_warm_start(self, origin: JobRun, clone: JobRun) -> None:
+    def _check_warm_start(self, origin: JobState, clone: JobState) -> None:
         if self._state.selection.best(origin.id) is None:
             raise JobCommandError(
                 f"expected a job with a finite validation loss to start from, found none of {origin.id} yet; "
@@ -123,7 +165,13 @@ class Control:
             )
 
 
-def _answer_of(event: Event) -> Answer:
-    if event["event"] == "command_refused":
-        return Answer(done=False, message=event["why"])
-    return Answer(done=True, message=f"{event['job']}: done before the run was resumed")
+def _answered(event: Event) -> tuple[str, Answer] | None:
+    """The command that an event is the effect of, and its answer; None of all other events."""
+    match event:
+        case CommandRefused(command=command, why=why):
+            return command, Answer(done=False, message=why)
+        case JobAdded(command=str(command), job=job) | JobExited(command=str(command), job=job):
+            return command, Answer(done=True, message=f"{job}: done before the run was resumed")
+        case JobReopened(command=str(command), job=job):
+            return command, Answer(done=True, message=f"{job}: done before the run was resumed")
+    return None

@@ -4,36 +4,36 @@ each."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
-from alto.backbone import Backbone, is_out_of_memory
-from alto.data import TaskData
-from alto.errors import DeviceMemoryError, NoResultError, TaskInterruptedError
+from alto.backbone import is_out_of_memory
+from alto.errors import DeviceMemoryError, TaskInterruptedError
+from alto.executor.admission import Admission, GpuOffers
+from alto.executor.base_evaluation import evaluate_base
+from alto.executor.beginning import RunStart, begin_events, resume_event
+from alto.executor.conclusion import Hooks, conclude
+from alto.executor.context import TaskContext
 from alto.executor.control import Control
-from alto.executor.job_run import JobRun
+from alto.executor.job_state import JobState
+from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
-from alto.executor.ranks import Ranks
-from alto.executor.recovery import ResumeState
+from alto.executor.micro_batches import MicroBatches
+from alto.executor.recorder import JournalRecorder
+from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
 from alto.executor.tally import Evaluated
-from alto.executor.task_run import TaskRun
-from alto.records import AdapterCheck, ExitReason, FinalistScore, LossPoint, TaskPlan
-from alto.runs import Command, Journal, Mailbox, RunDir
-from alto.spec import Task
+from alto.executor.task_state import TaskState
+from alto.runs import Command, Journal, Mailbox
 from alto.spec.metric import score_of
 
-__all__ = ["Check", "Executor", "Judge"]
-
-Check: TypeAlias = Callable[[Path], AdapterCheck]
-"""Says whether others read an adapter (its folder) as it was trained."""
-
-Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
-"""Says how well adapters (folders by job) answer; calls what it is given now and then, and ends where that raises."""
+__all__ = ["Executor"]
 
 # Saving takes at most this share of the time, however large the adapters are.
 MAX_SAVING_SHARE = 0.05
+
+FROM_CHECKPOINT = "from_checkpoint"
+"""Why a job gets its slot where the scheduler is not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,62 +46,81 @@ class ControlInputs:
 
 
 class Executor:
-    """One task on one device, or on one of several ranks.
+    """One task on one device, or on one of several ranks: the stage that trains. Made by :meth:`build`.
 
     Args:
-        runs: The task's jobs, from :func:`plan_jobs`.
-        backbone: The base model the jobs were planned for.
-        run_dir, journal: Where everything goes.
-        past: What an interrupted run goes on from; None begins the task.
-        forecast: What was found out about the task beforehand, for the journal.
-        is_interrupted: Asked before every step; once true, the task stops and can be resumed.
-        ranks: This process among those that train the task, which all do what the first one hears and says.
-        check: Of the best adapter, for the journal; run by the first rank. None checks nothing.
-        judge: Chooses the winner among the finalists, on this process alone; None takes the best by the metric.
-        base: Fingerprint and precision of the base model, for the journal.
+        state: Of the task, with its bank.
+        recorder: Writes the run's journal.
+        lifecycle: Changes the state of jobs.
+        control: What users ask of the task.
+        start: What the run begins with or is resumed from.
+        hooks: Whom it asks.
     """
 
     def __init__(
         self,
-        task: Task,
-        runs: Sequence[JobRun],
-        backbone: Backbone,
-        data: TaskData,
-        *,
-        run_dir: RunDir,
-        journal: Journal,
-        resume_state: ResumeState | None = None,
-        forecast: TaskPlan | None = None,
-        is_interrupted: Callable[[], bool] | None = None,
-        ranks: Ranks | None = None,
-        judge: Judge | None = None,
-        check: Check | None = None,
-        base: Mapping[str, Any] | None = None,
+        state: TaskState,
+        recorder: JournalRecorder,
+        lifecycle: JobLifecycle,
+        control: Control,
+        start: RunStart,
+        hooks: Hooks,
     ) -> None:
-        self._ranks = ranks or Ranks()
-        assert judge is None or self._ranks.is_alone, "finalists are judged by one process"
-        self._judge = judge
-        self._check = check
-        self._resume_state = resume_state or ResumeState()
-        self._is_interrupted = is_interrupted or (lambda: False)
-        self._run_dir = run_dir
-        self._forecast = forecast
-        self._state = TaskRun(
-            task,
-            runs,
-            backbone,
-            data,
-            run_dir=run_dir,
-            journal=journal,
-            resume_state=self._resume_state,
-            ranks=self._ranks,
-            on_turn=self._stop_before_training,
-            base=base,
-        )
-        self._control = Control(self._state, Mailbox(run_dir), self._resume_state, writes=self._ranks.is_first)
-        self._save_interval_s = task.checkpoint_interval_s
+        assert hooks.judge is None or state.context.ranks.is_alone, "finalists are judged by one process"
+        self._state = state
+        self._recorder = recorder
+        self._lifecycle = lifecycle
+        self._control = control
+        self._start = start
+        self._hooks = hooks
+        self._ranks = state.context.ranks
+        self._admission = Admission(state, lifecycle)
+        self._save_interval_s = state.context.task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
         self._stuck: DeviceMemoryError | None = None
+
+    @classmethod
+    def build(cls, context: TaskContext, journal: Journal, start: RunStart, hooks: Hooks | None = None) -> Self:
+        """Run the stages before training: reference log-probs, then the bank.
+
+        Args:
+            context: The task, its base loaded and its jobs planned.
+            journal: Of the run; a silent one on all ranks but the first.
+            start: What the run begins with or is resumed from.
+            hooks: Whom to ask; None asks nobody.
+
+        Raises:
+            RunChangedError: The run is another one than the task; see :func:`alto.executor.stages.check_resumable`.
+            TaskInterruptedError: It was asked to stop.
+            DeviceMemoryError: There is no memory for the bank, or for the base alone on the longest pair.
+            ModelError: The base gives a reply no finite log-prob.
+        """
+        hooks = hooks or Hooks()
+        ranks, resume_state = context.ranks, start.resume_state
+        recorder = JournalRecorder(journal, start.run_dir, ranks)
+
+        def stop_if_asked() -> None:
+            if ranks.broadcast(hooks.is_interrupted(), bool):
+                raise TaskInterruptedError(
+                    "stopped as asked while reference log-probs were precomputed, with those that were found on disk; "
+                    f"go on with: alto resume {start.run_dir.root}"
+                )
+
+        check_resumable(context, resume_state)
+        micro_batches = MicroBatches(
+            max_tokens_per_pass(context, resume_state), recorder.memory_ran_out, can_retry=ranks.is_alone
+        )
+        context = with_references(context, micro_batches, stop_if_asked)
+        state = build_state(
+            context,
+            resume_state,
+            start.run_dir,
+            max_tokens_per_pass=micro_batches.max_tokens,
+            on_memory_event=recorder.memory_ran_out,
+        )
+        lifecycle = JobLifecycle(state, recorder, start.run_dir)
+        control = Control.build(state, lifecycle, recorder, Mailbox(start.run_dir), resume_state)
+        return cls(state, recorder, lifecycle, control, start, hooks)
 
     def run(self) -> None:
         """Train until no job is left; the result is in the journal.
@@ -119,17 +138,17 @@ class Executor:
             if not is_out_of_memory(error):
                 raise
             raise DeviceMemoryError(
-                f"task {self._state.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in its "
-                f"task.yaml, the run goes on from its last checkpoint with: alto resume {self._run_dir.root}"
+                f"task {self._state.context.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in "
+                f"its task.yaml, the run goes on from its last checkpoint with: alto resume {self._start.run_dir.root}"
             ) from error
 
     def _run(self) -> None:
         state = self._state
-        if self._resume_state.events:
-            state.resume(self._resume_state)
+        if self._start.is_resumed:
+            self._resume()
         else:
-            state.begin(self._resume_state, self._forecast)
-            state.evaluate_base()
+            self._begin()
+        gpu_offers = GpuOffers(state, self._recorder, self._start.throughput(self._ranks.size))
         while True:
             inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
             self._control.apply(inputs.commands)
@@ -139,16 +158,39 @@ class Executor:
                 break
             if inputs.is_interrupted:
                 self._interrupt()
-            state.admit_jobs()
+            if self._admission.admit_jobs():
+                gpu_offers.offer()
             stepped = self._train_one_step(state.active())
-            self._evaluate([run for run in stepped if run.step in run.evaluation_steps and state.is_competing(run)])
+            self._evaluate([job for job in stepped if job.is_due and state.is_competing(job)])
             if self._stuck is not None:
                 self._save()
                 raise self._stuck
             if self._control.has_answers or inputs.is_saving_due:
                 self._save()
         self._save()
-        self._conclude()
+        conclude(state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
+        self._control.close()
+
+    # -- how it begins -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._recorder.begin(begin_events(self._state, self._start), self._start.resume_state.refusal)
+        evaluate_base(self._state, self._recorder)
+
+    def _resume(self) -> None:
+        """Put every job where the checkpoint left it."""
+        state, resume_state = self._state, self._start.resume_state
+        self._recorder.begin([resume_event(state, self._start)], resume_state.refusal)
+        assert resume_state.checkpoint is not None
+        for job_id, saved in resume_state.checkpoint.jobs.items():
+            job = state.jobs[job_id]
+            job.step = job.saved_step = saved.step
+            job.saved_best_step = saved.best_step
+            # A task may be resumed with fewer slots than it began with; a job whose slot is gone is parked.
+            if saved.slot is not None and saved.slot < state.slot_manager.num_slots:
+                self._lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
+
+    # -- one turn of the loop ------------------------------------------------------------------------------------
 
     def _control_inputs(self) -> ControlInputs:
         """What has come from outside since the last turn, as far as this process can know.
@@ -158,154 +200,93 @@ class Executor:
         """
         if not self._ranks.is_first:
             return ControlInputs()
-        self._run_dir.check_lock()
+        self._start.run_dir.check_lock()
         return ControlInputs(
             commands=self._control.pending(),
-            is_interrupted=self._is_interrupted(),
+            is_interrupted=self._hooks.is_interrupted(),
             is_saving_due=time.monotonic() >= self._next_save_at,
         )
 
-    # -- one turn of the loop ------------------------------------------------------------------------------------
+    def _hold_rung(self) -> None:
+        state, selection = self._state, self._state.selection
+        rung, index = selection.next_rung, selection.rungs_held
+        assert rung is not None
+        # A job that ran ahead has taken steps that the selection knows of; readers of the journal must, too.
+        for job in state.jobs.values():
+            self._recorder.losses(job)
+        result = selection.select()
+        self._recorder.rung_held(index, rung, result)
+        for decision in result.dropped:
+            self._lifecycle.end(state.jobs[decision.job], decision)
 
-    def _train_one_step(self, runs: Sequence[JobRun]) -> Sequence[JobRun]:
-        """Train; returns those who have taken a step: nobody where a job cannot and ends."""
-        trainer = self._state.slot_manager.trainer
+    def _train_one_step(self, jobs: Sequence[JobState]) -> Sequence[JobState]:
+        """Train; returns the jobs that have taken a step: none where one cannot and ends."""
+        trainer = self._state.trainer
         try:
-            losses = trainer.backward(runs)
+            losses = trainer.backward(jobs)
         except RowTooLargeError as error:
-            self._state.fail(error)
+            self._lifecycle.fail(error)
             return ()
         try:
-            trainer.update(runs)
+            trainer.update(jobs)
         except DeviceMemoryError as error:
             if not self._ranks.is_alone:
                 raise
             self._stuck = error
         found = trainer.read(losses)
-        stepped = [(run, loss) for run, loss in zip(runs, found, strict=True) if trainer.has_stepped(run)]
-        for run, loss in stepped:
-            run.step += 1
-            run.unsaved_losses.append(loss)
-            decision = self._state.selection.observe_losses(run.id, run.step, [loss])
+        stepped = [(job, loss) for job, loss in zip(jobs, found, strict=True) if trainer.has_stepped(job)]
+        for job, loss in stepped:
+            job.step += 1
+            job.unsaved_losses.append(loss)
+            decision = self._state.selection.observe_losses(job.id, job.step, [loss])
             if decision is not None:
-                self._state.end(run, decision)
-        return [run for run, _ in stepped]
+                self._lifecycle.end(job, decision)
+        return [job for job, _ in stepped]
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> None:
+    def _evaluate(self, jobs: Sequence[JobState]) -> None:
         selection = self._state.selection
-        runs, found = self._evaluated(runs)
-        for run, worth in zip(runs, found, strict=True):
-            score = score_of(self._state.task.metric, worth.metrics)
-            decision = selection.observe(run.id, run.step, worth.loss, score, worth.metric_rows)
-            best = selection.best(run.id)
-            is_best = best is not None and best.step == run.step
+        jobs, found = self._evaluated(jobs)
+        for job, value in zip(jobs, found, strict=True):
+            score = score_of(job.context.task.metric, value.metrics)
+            decision = selection.observe(job.id, job.step, value.loss, score, value.metric_rows)
+            best = selection.best(job.id)
+            is_best = best is not None and best.step == job.step
             if is_best:
-                self._state.slot_manager.keep_best(run)
-            self._state.record_losses(run)
-            self._state.journal.append(
-                "eval",
-                job=run.id,
-                step=run.step,
-                total_steps=run.total_steps,
-                train_ema=selection.history(run.id)[-1].train_ema,
-                **worth.facts(),
-                is_best=is_best,
-            )
-            if not selection.is_training(run.id):
-                self._state.end(run, decision)
+                self._state.slot_manager.keep_best(job)
+            self._recorder.losses(job)
+            train_ema = selection.history(job.id)[-1].train_ema
+            self._recorder.job_evaluated(job, value, train_ema, is_best=is_best)
+            if not selection.is_training(job.id):
+                self._lifecycle.end(job, decision)
 
-    def _evaluated(self, runs: Sequence[JobRun]) -> tuple[Sequence[JobRun], Sequence[Evaluated]]:
-        """What they are worth, of those who can be evaluated; the others end."""
-        while runs:
+    def _evaluated(self, jobs: Sequence[JobState]) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
+        """The jobs that can be evaluated, and what they are worth; the others end."""
+        while jobs:
             try:
-                return runs, self._state.slot_manager.trainer.evaluate(runs)
+                return jobs, self._state.trainer.evaluate(jobs)
             except RowTooLargeError as error:
-                self._state.fail(error)
-            runs = [run for run in runs if self._state.is_competing(run)]
+                self._lifecycle.fail(error)
+            jobs = [job for job in jobs if self._state.is_competing(job)]
         return (), ()
 
-    def _hold_rung(self) -> None:
-        selection = self._state.selection
-        rung, index = selection.next_rung, selection.rungs_held
-        assert rung is not None
-        # A job that ran ahead has taken steps that the selection knows of; whoever reads the journal must, too.
-        for run in self._state.runs.values():
-            self._state.record_losses(run)
-        rung_result = selection.select()
-        self._state.journal.append(
-            "warmup_ended",
-            rung=index,
-            progress=rung.progress,
-            kept=list(rung_result.kept),
-            dropped=[decision.job for decision in rung_result.dropped],
-        )
-        for decision in rung_result.dropped:
-            self._state.end(self._state.runs[decision.job], decision)
-
-    # -- saving and ending ---------------------------------------------------------------------------------------
+    # -- saving and stopping -------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         began = time.monotonic()
-        self._state.save()
+        self._lifecycle.save()
         self._control.send_answers()
         now = time.monotonic()
         self._next_save_at = now + max(self._save_interval_s, (now - began) / MAX_SAVING_SHARE)
 
+    def _stop_if_asked(self) -> None:
+        if self._hooks.is_interrupted():
+            self._interrupt()
+
     def _interrupt(self) -> None:
         self._save()
         training = self._state.selection.training
-        self._state.journal.append("task_interrupted", training=list(training))
+        self._recorder.task_interrupted(training)
         raise TaskInterruptedError(
-            f"stopped as asked, with {len(training)} of {len(self._state.runs)} jobs still to train and everything on "
-            f"disk; go on with: alto resume {self._run_dir.root}"
-        )
-
-    def _conclude(self) -> None:
-        winner = self._state.selection.winner()
-        if winner is None:
-            raise NoResultError(
-                f"task {self._state.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
-                f"found that {self._why_there_is_none()}"
-            )
-        if self._judge is not None:
-            winner, tied = self._judged(self._judge), []
-        else:
-            tied = self._state.selection.within_noise_of_winner()
-        if self._check is not None and self._ranks.is_first:
-            found = self._check(self._run_dir.job(winner.job, "best"))
-            self._state.journal.append("adapter_checked", job=winner.job, **asdict(found))
-        self._state.complete(winner, tied)
-        self._control.close()
-
-    def _judged(self, judge: Judge) -> LossPoint:
-        """The finalist that answers best; ties go to the lower validation loss. A run that is stopped here judges
-        again when it goes on."""
-        finalists = self._state.selection.leaders(self._state.task.num_finalists)
-        folders = {point.job: self._run_dir.job(point.job, "best") for point in finalists}
-        scores = judge(folders, self._stop_if_asked)
-        right = {score.job: score.num_correct for score in scores}
-        self._state.journal.append("finalists_judged", scores=[asdict(score) for score in scores])
-        return max(finalists, key=lambda point: (right[point.job], -point.validation_loss))
-
-    def _stop_if_asked(self) -> None:
-        if self._is_interrupted():
-            self._interrupt()
-
-    def _stop_before_training(self) -> None:
-        if self._ranks.broadcast(self._is_interrupted(), bool):
-            raise TaskInterruptedError(
-                "stopped as asked while the base model was asked about the data, with what it has said on disk; go on "
-                f"with: alto resume {self._run_dir.root}"
-            )
-
-    def _why_there_is_none(self) -> str:
-        decisions = [self._state.selection.decision_on(job) for job in self._state.runs]
-        failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
-        if not failed:
-            return f"all {len(decisions)} diverged before; lower the learning rates"
-        row, fits = failed[0].evidence["row_tokens"], self._state.slot_manager.trainer.micro_batches.largest
-        remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
-        return (
-            f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
-            f"(the largest pass that did fit has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+            f"stopped as asked, with {len(training)} of {len(self._state.jobs)} jobs still to train and everything on "
+            f"disk; go on with: alto resume {self._start.run_dir.root}"
         )

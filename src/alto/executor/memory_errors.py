@@ -25,9 +25,10 @@ class MemoryEvent:
     """Memory ran out, and what was done about it.
 
     Attributes:
-        slots: Who had a part in what did not fit.
-        num_tokens: Tokens of the pass that did not fit; 0 where it was no pass.
-        max_tokens_per_pass: Tokens of a pass from now on.
+        slots: Local slots of the jobs that had a part in what did not fit.
+        num_tokens: Tokens of the micro-batch that did not fit; 0 where it was no micro-batch.
+        max_tokens_per_pass: Tokens of a micro-batch from now on.
+        jobs: Ids of the resident jobs in ``slots``; empty while no bank holds a job.
         num_slots: Slots of the bank from now on; None where it keeps those it has.
     """
 
@@ -35,11 +36,12 @@ class MemoryEvent:
     slots: tuple[int, ...]
     num_tokens: int
     max_tokens_per_pass: int
+    jobs: tuple[str, ...] = ()
     num_slots: int | None = None
 
 
 class NoMemoryError(MemoryError):
-    """Signal inside this room: what was tried in ``phase`` did not fit."""
+    """Signal inside this package: what was tried in ``phase`` did not fit."""
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(phase)
@@ -47,7 +49,7 @@ class NoMemoryError(MemoryError):
 
 
 class RowTooLargeError(Exception):
-    """Signal inside this room: a row of the job in ``slot`` does not fit, not even in a pass of its own."""
+    """Signal inside this package: a row of the job in ``slot`` does not fit, not even in a micro-batch of its own."""
 
     def __init__(self, slot: int, num_tokens: int) -> None:
         super().__init__(slot, num_tokens)

@@ -1,4 +1,4 @@
-"""Work cut into passes that fit into memory."""
+"""Work cut into micro-batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
 
 
 class MicroBatches:
-    """Runs work pass by pass; where a pass does not fit into memory, again from its beginning in smaller ones.
+    """Runs work one micro-batch at a time; where one does not fit into memory, again from the beginning in smaller
+    ones.
 
     Args:
-        can_retry: Whether it may begin again. It cannot where other ranks have begun the pass too: they wait for this
-            one in the middle of it, so the executor ends, and is started again with smaller passes.
+        max_tokens: Most tokens of a micro-batch to begin with.
+        on_memory_event: Is told whenever memory ran out.
+        can_retry: Whether it may begin again. It cannot where other ranks have begun the micro-batch too: they wait for
+            this one in the middle of it, so the executor ends, and is started again with smaller micro-batches.
 
     Attributes:
-        max_tokens: Most tokens of a pass, half of those that did not fit. A row that has more is a pass of its own.
-        largest: Tokens of the largest pass that fitted; 0 before the first.
+        max_tokens: Most tokens of a micro-batch, half of those that did not fit. A row that has more is a micro-batch
+            of its own.
+        largest: Tokens of the largest micro-batch that fitted; 0 before the first.
     """
 
     def __init__(self, max_tokens: int, on_memory_event: OnMemoryEvent, *, can_retry: bool = True) -> None:
@@ -46,14 +50,16 @@ class MicroBatches:
         """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
 
         Args:
-            run_micro_batch: Does one pass; raises :class:`NoMemoryError` where it does not fit.
-            forget: Undoes all passes so far.
+            dataset: The rows that ``work`` names.
+            work: Rows by slot.
+            run_micro_batch: Does one micro-batch; raises :class:`NoMemoryError` where it does not fit.
+            forget: Undoes all micro-batches so far.
             split_jobs: See :func:`alto.data.split_into_micro_batches`.
             num_micro_batches: How many there are at least: where ``work`` has fewer, the last ones are empty.
 
         Raises:
-            RowTooLargeError: A row does not fit by itself; all passes are undone.
-            DeviceMemoryError: A pass does not fit, and it cannot begin again.
+            RowTooLargeError: A row does not fit by itself; all micro-batches are undone.
+            DeviceMemoryError: A micro-batch does not fit, and it cannot begin again.
         """
         refused = set()
         while True:
@@ -69,7 +75,7 @@ class MicroBatches:
             rows = tuple(row for job in jobs for row in job.rows)
             num_tokens = _num_tokens(dataset, jobs)
             self.max_tokens = max(1, min(self.max_tokens, num_tokens // 2))
-            self.tell(phase, slots, num_tokens)
+            self.report(phase, slots, num_tokens)
             if not self._can_retry:
                 raise DeviceMemoryError(
                     f"expected memory for the {phase} of a pass of {num_tokens:,} tokens, found less; the next attempt "
@@ -80,11 +86,11 @@ class MicroBatches:
             refused.add((slots, rows))
 
     def count(self, dataset: EncodedDataset, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
-        """How many passes ``work`` is cut into."""
+        """How many micro-batches ``work`` is cut into."""
         return sum(1 for _ in split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
 
-    def tell(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
-        """Say that memory ran out, and how large passes are from now on."""
+    def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
+        """Say that memory ran out, and how large micro-batches are from now on."""
         self._on_memory_event(
             MemoryEvent(phase=phase, slots=tuple(slots), num_tokens=num_tokens, max_tokens_per_pass=self.max_tokens)
         )
@@ -98,7 +104,7 @@ class MicroBatches:
         split_jobs: bool,
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
-        """The first pass that does not fit, and what it was about; None when all is done."""
+        """The first micro-batch that does not fit, and what it was about; None when all is done."""
         micro_batches = list(split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:

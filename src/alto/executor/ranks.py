@@ -148,7 +148,7 @@ class Ranks:
         if not self.is_alone:
             dist.all_reduce(tensor)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all ranks have come here."""
         self.max(0.0)
 

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, cast
 
 from alto.backbone import base_differences
 from alto.data import TaskData, digest_of
-from alto.errors import RunChangedError, RunNotFoundError
+from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import Event, RunDir, read_intact_events, replace_file, writing
+from alto.runs import JournalEntry, RunDir, read_intact_events, replace_file, writing
+from alto.runs.events import (
+    NO_SEQ,
+    BaseDescription,
+    CheckpointSaved,
+    OutOfMemory,
+    TaskCompleted,
+    TaskResumed,
+    TaskStarted,
+    decode,
+    encode,
+)
+from alto.runs.events.codec import event_from
+from alto.runs.events.names import WIRE_NAMES
 from alto.spec import EarlyExit, JobConfig, Task
-from alto.spec.metric import LOSS
+from alto.spec.base_model import QUANTISATION_KEYS
 from alto.spec.outside import read_json
 
 __all__ = [
@@ -26,50 +40,78 @@ __all__ = [
     "note_refusal",
     "read_refusal",
     "recover",
+    "refusal_event",
 ]
 
 _REFUSAL_FILE = "oom.json"
 
-_FINGERPRINT = ("weights", "config", "code", "commit", "files")
-_PRECISION = ("dtype", "load_in_4bit", "load_in_8bit", "adapter_dtype")
+_ENVELOPE = ("seq", "time", "event")
+"""Of a line of the journal, what stands beside the facts of its event."""
+
+_PRECISION = ("dtype", *QUANTISATION_KEYS.values(), "adapter_dtype")
+"""Fields of :class:`BaseDescription` that are asked for, and no digest of a file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResumeState:
-    """What a run goes on from.
+    """What a run is resumed from.
 
     Attributes:
-        events: The journal up to the checkpoint; empty for a run that begins.
+        lines: The journal up to the checkpoint, as JSON has it; empty for a run that begins.
         notes: What was lost on the way back, in sentences.
-        refusal: An ``oom`` event for the journal: the smallest pass that ended an attempt of several ranks.
+        refusal: Facts of an ``OutOfMemory`` event: the smallest micro-batch that ended an attempt of several ranks.
     """
 
-    events: Sequence[Event] = ()
+    lines: Sequence[Mapping[str, Any]] = ()
     notes: tuple[str, ...] = ()
     refusal: Mapping[str, Any] | None = None
 
-    @property
-    def checkpoint(self) -> Event | None:
-        """The event that the run goes on from; None if it begins at its first step."""
-        return next((event for event in reversed(self.events) if event["event"] == "checkpoint"), None)
+    @cached_property
+    def entries(self) -> tuple[JournalEntry, ...]:
+        """The journal up to the checkpoint.
+
+        Raises:
+            RunError: A known field of a known event is missing or holds another type.
+        """
+        return tuple(decode(line) for line in self.lines)
 
     @property
-    def base(self) -> Mapping[str, Any] | None:
+    def started(self) -> TaskStarted:
+        """The first event of a run that is resumed."""
+        event = self.entries[0].event
+        if not isinstance(event, TaskStarted):
+            raise RunError(
+                f"Expected a journal that begins with the start of its task, found {self.entries[0].name} as its first "
+                "event. Put the journal back as it was, or start a new run with: alto tune"
+            )
+        return event
+
+    @property
+    def checkpoint(self) -> CheckpointSaved | None:
+        """What the run is resumed from; None if it begins at its first step."""
+        events = (entry.event for entry in reversed(self.entries))
+        return next((event for event in events if isinstance(event, CheckpointSaved)), None)
+
+    @property
+    def base(self) -> BaseDescription | None:
         """Fingerprint and precision of the base model that it was trained on; None where version 0.1 began it, or where
         what the journal says of it is no such thing."""
-        return next((event["base"] for event in reversed(self.events) if _is_base(event.get("base"))), None)
+        events = (entry.event for entry in reversed(self.entries))
+        bases = (event.base for event in events if isinstance(event, TaskStarted | TaskResumed))
+        return next((base for base in bases if base is not None), None)
 
     @property
     def max_tokens_per_pass(self) -> int | None:
-        """Tokens of a pass after memory last ran out; None if it never did."""
-        limits = [event["max_tokens_per_pass"] for event in self.events if event["event"] == "oom"][-1:]
+        """Tokens of a micro-batch after memory last ran out; None if it never did."""
+        events = (entry.event for entry in self.entries)
+        limits = [event.max_tokens_per_pass for event in events if isinstance(event, OutOfMemory)][-1:]
         limits += [self.refusal["max_tokens_per_pass"]] if self.refusal is not None else []
         return min(limits, default=None)
 
     @property
     def is_finished(self) -> bool:
         """Whether the task has its result."""
-        return bool(self.events) and self.events[-1]["event"] == "task_completed"
+        return bool(self.lines) and isinstance(decode(self.lines[-1]).event, TaskCompleted)
 
 
 def recover(run: RunDir) -> ResumeState:
@@ -82,38 +124,63 @@ def recover(run: RunDir) -> ResumeState:
     Raises:
         RunWriteError: The run directory cannot be written.
     """
-    try:
-        events = read_intact_events(run.journal_file)
-    except RunNotFoundError:
-        events = []
-    resume_state = ResumeState(events=events)
-    if resume_state.is_finished:
-        return resume_state
+    entries, is_cut = _readable_entries(run)
+    if entries and isinstance(entries[-1].event, TaskCompleted):
+        return ResumeState(lines=[encode(entry) for entry in entries])
     store = StateStore(run)
-    ends = [index for index, event in enumerate(events, start=1) if event["event"] == "checkpoint"]
-    end = next((end for end in reversed(ends) if _restored(store, events[end - 1])), 0)
+    ends = [index for index, entry in enumerate(entries, start=1) if isinstance(entry.event, CheckpointSaved)]
+    end = next((end for end in reversed(ends) if _is_restored(store, entries[end - 1])), 0)
     if not end:
         store.restore({})
-    num_damaged = sum(other > end for other in ends)
     refusal, is_damaged = _refusal(run)
-    notes = _notes(num_damaged, begins_anew=not end)
+    notes = _notes(sum(other > end for other in ends), begins_anew=not end)
+    if is_cut:
+        notes += ("The journal has a damaged line; what came after it is lost.",)
     if is_damaged:
-        notes += (f"{_REFUSAL_FILE} is damaged and is not used; how much memory a pass may take is found out again.",)
-    return ResumeState(events=events[:end], notes=notes, refusal=refusal)
+        notes += (
+            f"{_REFUSAL_FILE} is damaged and is not used; how much memory a micro-batch may take is found out again.",
+        )
+    return ResumeState(lines=[encode(entry) for entry in entries[:end]], notes=notes, refusal=refusal)
 
 
-def note_refusal(run: RunDir, facts: Mapping[str, Any]) -> None:
-    """Keep, for the next attempt, what a pass of this one did not fit into; ``facts`` are those of an ``oom`` event.
+def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
+    """The entries before the first one that is damaged, and whether a whole line was left out for what it holds."""
+    try:
+        lines = read_intact_events(run.journal_file)
+    except RunNotFoundError:
+        return [], False
+    entries = []
+    for line in lines:
+        try:
+            entries.append(decode(line, run.journal_file))
+        except RunError:
+            return entries, True
+    return entries, False
+
+
+def note_refusal(run: RunDir, event: OutOfMemory) -> None:
+    """Keep, for the next attempt, which micro-batch of this one did not fit into memory.
 
     Raises:
         RunWriteError: The run directory cannot be written.
     """
+    line = encode(JournalEntry(seq=NO_SEQ, time=0.0, event=event))
+    facts = {key: value for key, value in line.items() if key not in _ENVELOPE}
     with writing(run.root, run.root / _REFUSAL_FILE):
         replace_file(run.root / _REFUSAL_FILE, json.dumps(facts) + "\n")
 
 
+def refusal_event(facts: Mapping[str, Any]) -> OutOfMemory:
+    """The event that :func:`note_refusal` has kept the facts of.
+
+    Raises:
+        TypeError: They are no such facts.
+    """
+    return cast(OutOfMemory, event_from(WIRE_NAMES[OutOfMemory], facts))
+
+
 def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
-    """The facts of an ``oom`` event that ended an attempt of several ranks; None where there is none to read."""
+    """The facts of the ``OutOfMemory`` event that ended an attempt of several ranks; None where none can be read."""
     refusal, _ = _refusal(run)
     return refusal
 
@@ -127,13 +194,15 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
     """Make sure that ``found`` is the base model of a run; of one that says nothing of its base, nothing is known.
 
     Args:
+        resume_state: What the journal of the run says.
         found: From :func:`alto.backbone.base_fingerprint`.
         model: Its name, for the message.
+        remedy: What to do where it is another one, for the message.
 
     Raises:
         RunChangedError: It is another one.
     """
-    differences = base_differences(resume_state.base, found) if resume_state.base is not None else ()
+    differences = base_differences(asdict(resume_state.base), found) if resume_state.base is not None else ()
     if differences:
         raise RunChangedError(
             f"model: expected the base model that the run began with, found {', '.join(differences)} in {model!r}; "
@@ -141,7 +210,7 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
         )
 
 
-def check_precision(resume_state: ResumeState, found: Mapping[str, Any]) -> None:
+def check_precision(resume_state: ResumeState, found: BaseDescription) -> None:
     """Make sure that base and adapters have the precision they had when the run began.
 
     Raises:
@@ -149,63 +218,61 @@ def check_precision(resume_state: ResumeState, found: Mapping[str, Any]) -> None
     """
     if resume_state.base is None:
         return
-    changed = [key for key in _PRECISION if resume_state.base[key] != found[key]]
+    before, now = asdict(resume_state.base), asdict(found)
+    changed = [key for key in _PRECISION if before[key] != now[key]]
     if changed:
         raise RunChangedError(
-            f"expected the precision that the run began with ({_named(resume_state.base, changed)}), found "
-            f"{_named(found, changed)}; set it back in its task.yaml, or start a new run with: alto tune"
+            f"expected the precision that the run began with ({_named(before, changed)}), found "
+            f"{_named(now, changed)}; set it back in its task.yaml, or start a new run with: alto tune"
         )
-
-
-def _is_base(found: object) -> bool:
-    """Whether it is what :func:`alto.backbone.base_fingerprint` says of a model, and the precision."""
-    if not isinstance(found, dict) or not found.keys() >= {*_FINGERPRINT, *_PRECISION}:
-        return False
-    files = found["files"]
-    return isinstance(files, dict) and all(
-        isinstance(file, list | tuple) and [type(number) for number in file] == [int, int] for file in files.values()
-    )
 
 
 def _named(facts: Mapping[str, Any], keys: Sequence[str]) -> str:
     return ", ".join(f"{key}: {json.dumps(facts[key]).strip(chr(34))}" for key in keys)
 
 
-def check_data(started: Event, data: TaskData) -> None:
-    """Make sure that a run goes on with the data it began with.
+def check_data(started: TaskStarted, data: TaskData) -> None:
+    """Make sure that a run is resumed with the data it began with.
 
     Raises:
         RunChangedError: Rows, tokenizer, chat template or max_length are other ones.
     """
-    if (started.get("data") or {}).get("fingerprint") != data_fingerprint(data):
+    if started.data.get("fingerprint") != data_fingerprint(data):
         remedy = "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
-        if "base" not in started:  # as version 0.1 began it
+        if started.base is None:  # as version 0.1 began it
             remedy = (
                 "version 0.1 of ALTO, which began it, made other tokens of some rows than this version does; if the "
                 "files are as they were, a new run is needed: alto tune; if not, put them back, then go on with: "
                 "alto resume"
             )
         raise RunChangedError(
-            f"expected the data that the run began with, found other rows or tokens in {started.get('dataset')}; "
-            f"{remedy}"
+            f"expected the data that the run began with, found other rows or tokens in {started.dataset}; {remedy}"
         )
 
 
-def check_jobs(started: Event, configs: Mapping[str, JobConfig], task: Task) -> None:
-    """Make sure that a run goes on with the jobs, the method, the metric, the evaluation points and the early-exit
+def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
+    """Make sure that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
     settings it began with.
+
+    Args:
+        started: The first event of the run.
+        configs: Of all jobs of the run as ``task`` has them now, by id.
+        task: The task as it is now.
 
     Raises:
         RunChangedError: ``task.yaml`` says something else now.
     """
-    changed = [entry["job"] for entry in started["jobs"] if configs.get(entry["job"]) != JobConfig(**entry["config"])]
-    if EarlyExit.of_run(started["early_exit"]).resolved() != task.early_exit.resolved():
-        changed.append("early_exit")
-    if started["method"] != task.method:
+    changed = []
+    if started.method != task.method:
         changed.append("method")
-    if started.get("metric", LOSS) != task.metric:
+    else:
+        began_with = {job.job: task.job_config(job.config) for job in started.jobs}
+        changed += [job for job, config in began_with.items() if configs.get(job) != config]
+    if EarlyExit.of_run(started.early_exit).resolved() != task.early_exit.resolved():
+        changed.append("early_exit")
+    if started.metric != task.metric:
         changed.append("metric")
-    if started.get("eval_steps", task.eval_steps) != task.eval_steps:
+    if started.eval_steps not in (None, task.eval_steps):
         changed.append("eval_steps")
     if changed:
         raise RunChangedError(
@@ -219,8 +286,9 @@ def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
     try:
         facts = read_json(run.root / _REFUSAL_FILE)
         limit = facts["max_tokens_per_pass"]
-        if type(limit) is not int or limit < 1 or not facts.keys().isdisjoint({"seq", "time", "event"}):
+        if type(limit) is not int or limit < 1 or not facts.keys().isdisjoint(_ENVELOPE):
             return None, True
+        refusal_event(facts)
     except FileNotFoundError:
         return None, False
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -228,19 +296,14 @@ def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
     return facts, False
 
 
-def _restored(store: StateStore, checkpoint: Event) -> bool:
-    try:
-        states = _states(checkpoint)
-    except (KeyError, TypeError, AttributeError):
-        return False
-    return store.restore(states)
-
-
-def _states(checkpoint: Event) -> dict[tuple[str, Kind], int]:
-    jobs: Mapping[str, Mapping[str, Any]] = checkpoint["jobs"]
-    last: dict[tuple[str, Kind], int] = {(job, "last"): at["step"] for job, at in jobs.items()}
-    best: dict[tuple[str, Kind], int] = {(job, "best"): at["best_step"] for job, at in jobs.items() if at["best_step"]}
-    return last | best
+def _is_restored(store: StateStore, entry: JournalEntry) -> bool:
+    assert isinstance(entry.event, CheckpointSaved)
+    jobs = entry.event.jobs
+    last: dict[tuple[str, Kind], int] = {(job, "last"): saved.step for job, saved in jobs.items()}
+    best: dict[tuple[str, Kind], int] = {
+        (job, "best"): saved.best_step for job, saved in jobs.items() if saved.best_step
+    }
+    return store.restore(last | best)
 
 
 def _notes(num_damaged: int, *, begins_anew: bool) -> tuple[str, ...]:

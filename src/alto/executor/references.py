@@ -1,4 +1,5 @@
-"""What the frozen base gives every reply of the data: found once, shared by all jobs, and kept for later tasks."""
+"""Reference log-probs: what the frozen base gives every reply of the data. Computed once, shared by all jobs, and kept
+for later tasks."""
 
 from __future__ import annotations
 
@@ -10,20 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dummy_batch, share_rows
 from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
+from alto.executor.context import TaskContext
 from alto.executor.memory_errors import RowTooLargeError, watching
 from alto.executor.micro_batches import MicroBatches
-from alto.executor.ranks import Ranks
 from alto.objectives import reference_log_probs
-from alto.spec import Task
+from alto.spec.base_model import QUANTISATION_KEYS
 
 __all__ = ["References", "find_references"]
 
 PART_ROWS = 2048
-"""Pairs that are asked about and kept together: what a run that ends in between has found, the next one need not."""
+"""Pairs that are computed and kept together: what a run that ends in between has found, the next one need not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,35 +41,34 @@ class References:
 
 
 def find_references(
-    task: Task,
-    backbone: Backbone,
-    data: TaskData,
-    micro_batches: MicroBatches,
-    ranks: Ranks,
-    on_turn: Callable[[], None] = lambda: None,
+    context: TaskContext, micro_batches: MicroBatches, on_turn: Callable[[], None] = lambda: None
 ) -> References:
-    """Log-probabilities of every reply in ``data`` under ``backbone``, before any adapter is injected or outside of
-    their passes; each rank asks about its share of the rows.
+    """Log-probabilities of every reply in a task's data under its base model, before any adapter is injected or outside
+    of their micro-batches; each rank computes its share of the rows.
 
     Args:
-        on_turn: Called before every pass, on all ranks; what it raises ends the asking.
+        context: Of the task, all ranks an equal one.
+        micro_batches: Cuts the rows into what fits into memory.
+        on_turn: Called before every micro-batch, on all ranks; what it raises ends the computation.
 
     Raises:
-        DeviceMemoryError: A pair does not fit into memory by itself; or a pass does not, and other ranks have begun it.
+        DeviceMemoryError: A pair does not fit into memory by itself; or a micro-batch does not, and other ranks have
+            begun it.
         ModelError: The base model gives a reply no finite number.
     """
+    ranks, data = context.ranks, context.data
     began = time.perf_counter()
     is_cached = True
     splits = []
     for split in (data.train, data.validation):
         found = []
         for part in split.parts(PART_ROWS):
-            key = _key(task, backbone, part)
+            key = _key(context, part)
             known = _known(key, len(part)) if ranks.is_first else None
             references = ranks.broadcast_tensor(known, (len(part), 2), torch.float64)
             if references is None:
                 is_cached = False
-                references = _asked(backbone, part, micro_batches, ranks, on_turn)
+                references = _computed(context, part, micro_batches, on_turn)
                 if ranks.is_first:
                     cache.save("references", key, references.tolist())
             found.append(references)
@@ -97,30 +96,31 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _asked(
-    backbone: Backbone, dataset: EncodedDataset, micro_batches: MicroBatches, ranks: Ranks, on_turn: Callable[[], None]
+def _computed(
+    context: TaskContext, dataset: EncodedDataset, micro_batches: MicroBatches, on_turn: Callable[[], None]
 ) -> Tensor:
+    backbone, ranks = context.backbone, context.ranks
     everything = JobRows(0, tuple(range(len(dataset))))
     shares = share_rows(dataset, everything, ranks.size)
     work = [[] if share is None else [share] for share in shares]
     num_micro_batches = max(micro_batches.count(dataset, rows, split_jobs=True) for rows in work)
     found: dict[int, Sequence[float]] = {}
 
-    def ask(jobs: Sequence[JobRows]) -> None:
+    def compute(parts: Sequence[JobRows]) -> None:
         on_turn()
         with watching("evaluation"):
-            batch = collate(dataset, jobs, backbone.device) if jobs else dummy_batch(backbone.device)
+            batch = collate(dataset, parts, backbone.device) if parts else dummy_batch(backbone.device)
             log_probs = reference_log_probs(backbone, batch).tolist()
-        found.update(zip((row for job in jobs for row in job.rows), log_probs, strict=bool(jobs)))
+        found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
 
     try:
         micro_batches.run(
-            dataset, work[ranks.rank], ask, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
+            dataset, work[ranks.rank], compute, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
         )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
             f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
-            f"{backbone.device}; lower max_length, or load_in_4bit: true"
+            f"{backbone.device}; lower max_length, or {QUANTISATION_KEYS['4bit']}: true"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0, 0.0))]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
@@ -134,17 +134,14 @@ def _asked(
     return references
 
 
-def _key(task: Task, backbone: Backbone, dataset: EncodedDataset) -> dict[str, Any]:
-    """Everything that they depend on."""
+def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
+    """Everything that they depend on. Where the base model was found and the precision that it has stand for what the
+    specification asks for."""
+    backbone = context.backbone
     return {
-        "model": backbone.path,
+        "base": context.base.key() | {"id": backbone.path, "dtype": str(backbone.dtype)},
         "commit": getattr(backbone.model.config, "_commit_hash", None),
-        "weights": cache.weights_of(task.model),
-        "dtype": str(backbone.dtype),
-        "load_in_4bit": task.load_in_4bit,
-        "load_in_8bit": task.load_in_8bit,
-        "trust_remote_code": task.trust_remote_code,
-        "use_safetensors": task.use_safetensors,
+        "weights": cache.weights_of(context.base.id),
         "versions": cache.versions(),
         "device": backbone.device.type,
         "data": digest_of(dataset),

@@ -4,177 +4,183 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
-from alto.backbone import Backbone, release_memory
-from alto.data import TaskData
+from alto.backbone import release_memory
 from alto.errors import DeviceMemoryError
+from alto.executor.assembly import BankSize, build_trainer
 from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.executor.job_run import JobRun
+from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
-from alto.executor.micro_batches import OnMemoryEvent
-from alto.executor.ranks import Ranks
+from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
 from alto.executor.trainer import Trainer
-from alto.lora import (
-    ADAPTER_DTYPES,
-    AdapterWeights,
-    BankLayout,
-    ModuleNames,
-    TargetModule,
-    bank_bytes,
-    eject,
-    linear_modules,
-    read_adapter,
-    write_adapter,
-)
-from alto.objectives import find_objective
+from alto.lora import AdapterWeights, ModuleNames, eject, read_adapter, write_adapter
 from alto.runs import RunDir
-from alto.spec import Task
-from alto.spec.job_config import OptimizerName
 
 __all__ = ["SlotManager"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BankSize:
-    """Of the bank of one rank; all have the same."""
-
-    modules: tuple[TargetModule, ...]
-    max_rank: int
-    rank_step: int
-    num_slots: int
-    optims: frozenset[OptimizerName]
 
 
 class SlotManager:
     """Moves jobs between the slots of the banks and their folders.
 
     A bank that does not fit into memory is made with half the slots, down to one. Every rank has a slot manager and
-    does the same with it; what concerns a job that sits with another rank is only noted.
+    does the same with it; what concerns a job that is resident on another rank is only noted. Made by :meth:`build`.
 
     Args:
-        max_tokens_per_pass: Most tokens of a pass to begin with.
-        on_memory_event: Is told whenever memory ran out.
-
-    Raises:
-        DeviceMemoryError: Not even one slot fits.
+        context: Base model, limits and ranks; jobs that are admitted may have contexts of their own.
+        run_dir: Where the states of jobs lie.
+        names: Of the base model's modules, for adapters on disk.
+        on_memory_event: Is told whenever memory ran out, with the jobs that had a part in it.
 
     Attributes:
-        trainer: Trains those that have a slot.
+        trainer: Trains the resident jobs. Another one after :meth:`fit`.
     """
 
+    trainer: Trainer
+
     def __init__(
-        self,
-        task: Task,
-        runs: Iterable[JobRun],
-        backbone: Backbone,
-        data: TaskData,
-        *,
-        run_dir: RunDir,
-        max_tokens_per_pass: int,
-        on_memory_event: OnMemoryEvent,
-        ranks: Ranks,
+        self, context: TaskContext, run_dir: RunDir, names: ModuleNames, on_memory_event: OnMemoryEvent
     ) -> None:
-        self._task = task
-        self._ranks = ranks
-        self._backbone = backbone
-        self._data = data
-        self._modules = linear_modules(backbone.model)
-        self._names = ModuleNames.of(backbone.model)
+        self._context = context
+        self._ranks = context.ranks
+        self._backbone = context.backbone
+        self._names = names
         self._run_dir = run_dir
         self._store = StateStore(run_dir)
         self._on_memory_event = on_memory_event
-        self._build(self._size_for(list(runs)), max_tokens_per_pass)
+        self._residents: dict[int, JobState] = {}
+
+    @classmethod
+    def build(
+        cls,
+        context: TaskContext,
+        jobs: Sequence[JobState],
+        run_dir: RunDir,
+        *,
+        max_tokens_per_pass: int,
+        on_memory_event: OnMemoryEvent,
+    ) -> Self:
+        """With a bank for ``jobs``, none of which is resident yet. Beside the constructor's arguments:
+
+        Args:
+            jobs: Every job that may be admitted before the next :meth:`fit`.
+            max_tokens_per_pass: Most tokens of a micro-batch to begin with.
+
+        Raises:
+            DeviceMemoryError: Not even one slot fits.
+        """
+        manager = cls(context, run_dir, ModuleNames.of(context.backbone.model), on_memory_event)
+        manager._build(manager._size_for(jobs), max_tokens_per_pass)
+        return manager
 
     @property
     def num_slots(self) -> int:
         """Of all ranks together."""
         return self.trainer.slots.num_slots
 
-    def admit(self, run: JobRun, slot: int, *, is_data_parallel: bool = False) -> None:
-        """Put a job without a slot into ``slot``, as it was when it left its last one; one that is spread into the
-        same place of every rank's bank."""
-        run.slot, run.is_data_parallel = slot, is_data_parallel
-        local_slot = self.trainer.local_slot(run)
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens of the largest micro-batch that fitted into memory so far; 0 before the first."""
+        return self.trainer.micro_batches.largest
+
+    def ranks_of(self, job: JobState) -> list[int]:
+        """The ranks that train a resident job."""
+        if job.is_data_parallel:
+            return list(range(self._ranks.size))
+        return [self._rank_of(job)]
+
+    def admit(self, job: JobState, slot: int, *, is_data_parallel: bool = False) -> None:
+        """Put a job without a slot into ``slot``, as it was when it left its last one.
+
+        Args:
+            slot: Counted over all ranks.
+            is_data_parallel: Put it into the same local slot of every rank's bank.
+        """
+        job.slot, job.is_data_parallel = slot, is_data_parallel
+        self._residents[slot] = job
+        local_slot = self.trainer.local_slot(job)
         if local_slot is None:
             return
-        if run.step:
-            self.trainer.readmit(run, local_slot, *read_state(self._store.folder(run.id, "last")))
-        elif run.starts_warm:
-            self.trainer.admit_warm(run, local_slot, read_adapter(self._run_dir.job(run.id, "start")))
+        if job.step:
+            self.trainer.readmit(job, local_slot, *read_state(self._store.folder(job.id, "last")))
+        elif job.starts_warm:
+            self.trainer.admit_warm(job, local_slot, read_adapter(self._run_dir.job(job.id, "start")))
         else:
-            self.trainer.admit_fresh(run, local_slot)
+            self.trainer.admit_fresh(job, local_slot)
 
-    def evict(self, run: JobRun) -> int:
+    def evict(self, job: JobState) -> int:
         """Put everything the slot holds of the job on disk, then free the slot and return it."""
-        assert run.slot is not None
-        self.save(run)
-        local_slot = self.trainer.local_slot(run)
+        assert job.slot is not None
+        self.save(job)
+        local_slot = self.trainer.local_slot(job)
         if local_slot is not None:
             self.trainer.release(local_slot)
-        slot, run.slot, run.is_data_parallel = run.slot, None, False
+        del self._residents[job.slot]
+        slot, job.slot, job.is_data_parallel = job.slot, None, False
         return slot
 
-    def keep_best(self, run: JobRun) -> None:
+    def keep_best(self, job: JobState) -> None:
         """The adapter in the job's slot is its best so far."""
-        run.unsaved_best = (run.step, self.trainer.bank.read(self._local_slot(run)) if self._is_ours(run) else None)
+        job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
 
-    def save(self, run: JobRun) -> None:
+    def save(self, job: JobState) -> None:
         """Put what the job's slot holds on disk, where it is not there already."""
-        if run.unsaved_best is not None:
-            step, best = run.unsaved_best
+        if job.unsaved_best is not None:
+            step, best = job.unsaved_best
             if best is not None:
-                self._store.save(run.id, "best", step, lambda folder: self._write_adapter(folder, run, best))
+                self._store.save(job.id, "best", step, lambda folder: self._write_adapter(folder, job, best))
             else:
-                self._store.saved_elsewhere(run.id, "best")
-            run.saved_best_step, run.unsaved_best = step, None
-        if run.slot is not None and run.saved_step != run.step:
-            if self._is_ours(run):
-                local_slot = self._local_slot(run)
+                self._store.saved_elsewhere(job.id, "best")
+            job.saved_best_step, job.unsaved_best = step, None
+        if job.slot is not None and job.saved_step != job.step:
+            if self._is_ours(job):
+                local_slot = self._local_slot(job)
                 weights, optimizer = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
 
                 def fill(folder: Path) -> None:
-                    self._write_adapter(folder, run, weights)
+                    self._write_adapter(folder, job, weights)
                     write_state(folder, optimizer)
 
-                self._store.save(run.id, "last", run.step, fill)
+                self._store.save(job.id, "last", job.step, fill)
             else:
-                self._store.saved_elsewhere(run.id, "last")
-            run.saved_step = run.step
+                self._store.saved_elsewhere(job.id, "last")
+            job.saved_step = job.step
 
     def commit(self) -> None:
         """From now on what was saved is what a resumed run goes on from."""
         self._store.commit()
 
-    def give_start(self, clone: JobRun, origin: JobRun) -> None:
+    def give_start(self, clone: JobState, origin: JobState) -> None:
         """Let ``clone`` begin with the best adapter of ``origin``."""
         self.save(origin)
-        self._ranks.wait()  # for whoever has saved it
+        self._ranks.barrier()  # until the rank that saves it has done so
         if self._ranks.is_first:
             weights = read_adapter(self._store.folder(origin.id, "best"))
             self._write_adapter(self._run_dir.job(clone.id, "start"), clone, weights)
-        self._ranks.wait()
+        self._ranks.barrier()
         clone.starts_warm = True
 
-    def fit(self, runs: Iterable[JobRun]) -> tuple[JobRun, ...]:
-        """Make the bank large enough for ``runs``, whoever sits in it already.
+    def fit(self, jobs: Iterable[JobState]) -> tuple[JobState, ...]:
+        """Make the bank large enough for ``jobs``, those that are resident included.
 
         Returns:
-            Those who have lost their slot, as the new bank has fewer; everything of them is on disk.
+            Those that have lost their slot, as the new bank has fewer; everything of them is on disk.
 
         Raises:
             DeviceMemoryError: Not even one slot of that size fits; the bank is as large as before.
         """
-        runs = list(runs)
-        before, wanted = self._size, self._size_for(runs)
+        jobs = list(jobs)
+        before, wanted = self._size, self._size_for(jobs)
         if wanted == self._wanted:
             return ()
-        # Whoever was spread sits where the first of its copies was, until the next plan.
-        residents = [(run, run.slot) for run in runs if run.slot is not None]
-        for run, _ in residents:
-            self.evict(run)
-        self._ranks.wait()
+        # A job that was data-parallel goes where the first of its copies was, until the next plan.
+        residents = [(job, job.slot) for job in jobs if job.slot is not None]
+        for job, _ in residents:
+            self.evict(job)
+        self._ranks.barrier()
         max_tokens = self.trainer.micro_batches.max_tokens
         del self.trainer
         eject(self._backbone.model)  # which holds the bank too
@@ -185,38 +191,40 @@ class SlotManager:
             self._readmit(residents)
             raise
         self._readmit(residents)
-        return tuple(run for run, _ in residents if run.slot is None)
+        return tuple(job for job, _ in residents if job.slot is None)
 
-    def _is_ours(self, run: JobRun) -> bool:
-        """Whether this rank writes the states of a resident job; one that is spread is written by the first of those
-        that have it."""
-        assert run.slot is not None
-        return self.trainer.slots.rank_of(run.slot) == self._ranks.rank
+    def _rank_of(self, job: JobState) -> int:
+        assert job.slot is not None, f"{job.id} has no slot"
+        return self.trainer.slots.rank_of(job.slot)
 
-    def _local_slot(self, run: JobRun) -> int:
-        assert run.slot is not None
-        return self.trainer.slots.local_slot_of(run.slot)
+    def _is_ours(self, job: JobState) -> bool:
+        """Whether this rank writes the states of a resident job; those of a data-parallel one are written by the first
+        rank that has it."""
+        return self._rank_of(job) == self._ranks.rank
 
-    def _readmit(self, residents: Iterable[tuple[JobRun, int]]) -> None:
-        for run, slot in residents:
+    def _local_slot(self, job: JobState) -> int:
+        assert job.slot is not None
+        return self.trainer.slots.local_slot_of(job.slot)
+
+    def _readmit(self, residents: Iterable[tuple[JobState, int]]) -> None:
+        for job, slot in residents:
             if slot < self.num_slots:
-                self.admit(run, slot)
+                self.admit(job, slot)
 
-    def _size_for(self, runs: Sequence[JobRun]) -> _BankSize:
-        targeted = {module for run in runs for module in run.shape.targets}
-        return _BankSize(
-            modules=tuple(module for module in self._modules if module in targeted),
-            max_rank=max(run.shape.rank for run in runs),
-            rank_step=math.gcd(*(run.shape.rank for run in runs)),
-            num_slots=math.ceil(min(self._task.max_slots or len(runs), len(runs)) / self._ranks.size),
-            optims=frozenset(run.config.optim for run in runs),
+    def _size_for(self, jobs: Sequence[JobState]) -> BankSize:
+        task = self._context.task
+        return BankSize.of(
+            [job.planned for job in jobs],
+            self._backbone,
+            num_slots=math.ceil(min(task.max_slots or len(jobs), len(jobs)) / self._ranks.size),
+            adapter_dtype=task.adapter_dtype,
         )
 
-    def _build(self, size: _BankSize, max_tokens: int) -> None:
+    def _build(self, size: BankSize, max_tokens: int) -> None:
         """Set up a bank of ``size``, or with as many of its slots as fit."""
         self._wanted = size
         while True:
-            trainer = self._try_new_trainer(size, max_tokens)
+            trainer = self._try_build_trainer(size, max_tokens)
             if not self._ranks.any(trainer is None):
                 assert trainer is not None
                 self.trainer, self._size = trainer, size
@@ -232,39 +240,25 @@ class SlotManager:
                 MemoryEvent(phase="bank", slots=(), num_tokens=0, max_tokens_per_pass=max_tokens, num_slots=num_slots)
             )
 
-    def _try_new_trainer(self, size: _BankSize, max_tokens: int) -> Trainer | None:
+    def _try_build_trainer(self, size: BankSize, max_tokens: int) -> Trainer | None:
         """None where it does not fit."""
+        micro_batches = MicroBatches(max_tokens, self._memory_ran_out, can_retry=self._ranks.is_alone)
         try:
             with watching("bank"):
-                return self._new_trainer(size, max_tokens)
+                return build_trainer(self._backbone, size, micro_batches, self._ranks)
         except NoMemoryError:
             return None
 
-    def _new_trainer(self, size: _BankSize, max_tokens: int) -> Trainer:
-        return Trainer(
-            self._backbone,
-            self._data,
-            modules=size.modules,
-            max_rank=size.max_rank,
-            rank_step=size.rank_step,
-            num_slots=size.num_slots,
-            max_tokens_per_pass=max_tokens,
-            optims=size.optims,
-            objective=find_objective(self._task.method),
-            metric=self._task.metric,
-            adapter_dtype=self._task.adapter_dtype,
-            on_memory_event=self._on_memory_event,
-            ranks=self._ranks,
-        )
+    def _memory_ran_out(self, event: MemoryEvent) -> None:
+        here = (job for job in self._residents.values() if self.trainer.local_slot(job) in event.slots)
+        self._on_memory_event(replace(event, jobs=tuple(sorted(job.id for job in here))))
 
-    def _no_bank(self, size: _BankSize) -> str:
-        layout = BankLayout(modules=size.modules, max_rank=size.max_rank)
-        num_bytes = bank_bytes(layout, 1, size.optims, ADAPTER_DTYPES[self._task.adapter_dtype])
+    def _no_bank(self, size: BankSize) -> str:
         return (
             f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
-            f"and optimizer state, {num_bytes / 2**20:,.1f} MiB, found less left on {self._backbone.device} beside the "
-            "base model; lower r, target fewer modules, or free memory on the device"
+            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less left on {self._backbone.device} "
+            "beside the base model; lower r, target fewer modules, or free memory on the device"
         )
 
-    def _write_adapter(self, folder: Path, run: JobRun, weights: AdapterWeights) -> None:
-        write_adapter(folder, weights, run.config, self._backbone.path, self._names)
+    def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
+        write_adapter(folder, weights, job.config, self._backbone.path, self._names)

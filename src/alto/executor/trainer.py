@@ -1,137 +1,103 @@
-"""The arithmetic of one task on one device: a bank on a frozen base, stepped and evaluated for any set of slots.
+"""The arithmetic of jobs on one device: a bank on a frozen base, stepped and evaluated for any set of slots.
 
 Of several ranks each has a trainer with a bank of its own. All are given the same jobs and do their part of them, in as
-many passes as the rank that needs most: a pass gathers the base from all of them.
+many micro-batches as the rank that needs most: a micro-batch gathers the base from all of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, release_memory
-from alto.data import EncodedDataset, JobRows, TaskData, TokenBatch, collate, dummy_batch, share_rows
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate, dummy_batch, share_rows
 from alto.errors import DeviceMemoryError
-from alto.executor.job_run import JobRun
+from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
-from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
+from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
-from alto.kernels import VECTOR_SIZE, DropoutKey, TokenSchedule, upload
-from alto.lora import (
-    ADAPTER_DTYPES,
-    AdapterBank,
-    AdapterWeights,
-    BankLayout,
-    OptimizerState,
-    SlotAdamW,
-    SlotUpdate,
-    TargetModule,
-    find_shared_inputs,
-    inject,
-)
-from alto.objectives import Objective, find_objective, job_losses, micro_batch_terms, terms_of, token_losses
+from alto.kernels import DropoutKey, TokenSchedule, upload
+from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
+from alto.objectives import job_losses, micro_batch_terms, terms_of, token_losses
 from alto.scheduler import RankSlots
-from alto.spec import AdapterDtype, JobConfig
-from alto.spec.job_config import OptimizerName
-from alto.spec.metric import LOSS
+from alto.spec import JobConfig
 
 __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains whichever jobs sit in its slots. Decides nothing.
+    """Trains whichever jobs are in its slots. Decides nothing. :func:`alto.executor.assembly.build_trainer` makes one.
 
-    Where memory runs out in a step or an evaluation, it is begun again from the same state in smaller passes.
+    Rows and objective come from the context of the jobs' task, so the bank may hold jobs of several tasks; those of one
+    call are of one task.
+
+    Where memory jobs out in a step or an evaluation, it is begun again from the same state in smaller micro-batches.
 
     Args:
-        backbone: The base model; its targeted modules are wrapped in place.
-        modules: Every module that some job targets.
-        max_rank: The largest rank of any job.
-        rank_step: What the ranks of all jobs are multiples of; None where that is not known.
-        num_slots: Slots of this rank's bank; all ranks have as many.
-        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is cut between jobs, and
-            between the rows of a job that is larger.
-        optims: What its jobs are trained with.
-        objective: What they learn; None is ``sft``.
-        metric: What the task chooses by; evaluations keep its value on every row.
-        adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
-        on_memory_event: Is told whenever memory ran out.
-        ranks: This process among those that train the task.
+        backbone: The base model, whose targeted modules are wrapped for ``bank``.
+        bank: Of this rank; the banks of all ranks have as many slots.
+        optimizer: Of the bank's rows.
+        forward_context: What tells the wrapped modules whose tokens a micro-batch holds.
+        micro_batches: Cuts steps and evaluations into what fits into memory.
+        ranks: This process among those that train together.
 
     Attributes:
-        slots: Which slot of the task lies on which rank, and where in its bank.
-        passes: Cuts steps and evaluations into passes that fit.
+        slots: Which slot lies on which rank, and where in its bank.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        data: TaskData,
-        *,
-        modules: tuple[TargetModule, ...],
-        max_rank: int,
-        rank_step: int | None = None,
-        num_slots: int,
-        max_tokens_per_pass: int,
-        optims: Collection[OptimizerName],
-        objective: Objective | None = None,
-        metric: str = LOSS,
-        adapter_dtype: AdapterDtype = "float32",
-        on_memory_event: OnMemoryEvent = lambda event: None,
-        ranks: Ranks | None = None,
+        bank: AdapterBank,
+        optimizer: SlotAdamW,
+        forward_context: ForwardContext,
+        micro_batches: MicroBatches,
+        ranks: Ranks,
     ) -> None:
         self._backbone = backbone
-        self._data = data
-        self._objective = objective or find_objective("sft")
-        self._row_metric = None if metric == LOSS else metric
-        self._ranks = ranks or Ranks()
-        self.slots = RankSlots(num_ranks=self._ranks.size, per_rank=num_slots)
-        self.micro_batches = MicroBatches(max_tokens_per_pass, on_memory_event, can_retry=self._ranks.is_alone)
-        layout = BankLayout(
-            modules=modules,
-            max_rank=max_rank,
-            rank_step=rank_step or VECTOR_SIZE,
-            shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
-        )
-        self.bank = AdapterBank(layout, num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[adapter_dtype])
-        self.optimizer = SlotAdamW(self.bank, optims)
-        self._context = inject(backbone.model, self.bank)
+        self.bank = bank
+        self.optimizer = optimizer
+        self._forward_context = forward_context
+        self.micro_batches = micro_batches
+        self._ranks = ranks
+        self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
 
-    def local_slot(self, run: JobRun) -> int | None:
+    def local_slot(self, job: JobState) -> int | None:
         """Where in this rank's bank a resident job lies; None where it lies with another rank."""
-        assert run.slot is not None, f"{run.id} has no slot"
-        if run.is_data_parallel or self.slots.rank_of(run.slot) == self._ranks.rank:
-            return self.slots.local_slot_of(run.slot)
+        assert job.slot is not None, f"{job.id} has no slot"
+        if job.is_data_parallel or self.slots.rank_of(job.slot) == self._ranks.rank:
+            return self.slots.local_slot_of(job.slot)
         return None
 
-    def admit_fresh(self, run: JobRun, local_slot: int) -> None:
-        """Give ``place`` to a job that has not trained yet."""
-        self.bank.occupy(local_slot, run.shape)
-        self.bank.initialise(local_slot, run.config.seed, run.config.init_lora_weights)
-        self.optimizer.reset(local_slot, run.config.optim)
+    def admit_fresh(self, job: JobState, local_slot: int) -> None:
+        """Give a slot of this rank's bank to a job that has not trained yet."""
+        self.bank.occupy(local_slot, job.shape)
+        self.bank.initialise(local_slot, job.config.seed, job.config.init_lora_weights)
+        self.optimizer.reset(local_slot, job.config.optim)
 
-    def admit_warm(self, run: JobRun, local_slot: int, weights: AdapterWeights) -> None:
-        """Give ``place`` to a job that has not trained yet and begins with ``weights``."""
-        self.bank.occupy(local_slot, run.shape)
+    def admit_warm(self, job: JobState, local_slot: int, weights: AdapterWeights) -> None:
+        """Give a slot of this rank's bank to a job that has not trained yet and begins with ``weights``."""
+        self.bank.occupy(local_slot, job.shape)
         self.bank.write(local_slot, weights)
-        self.optimizer.reset(local_slot, run.config.optim)
+        self.optimizer.reset(local_slot, job.config.optim)
 
-    def readmit(self, run: JobRun, local_slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
-        """Give ``place`` to a job that was parked, with the state it had."""
-        self.bank.occupy(local_slot, run.shape)
+    def readmit(self, job: JobState, local_slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
+        """Give a slot of this rank's bank to a job that was parked, with the weights and optimizer state it had."""
+        self.bank.occupy(local_slot, job.shape)
         self.bank.write(local_slot, weights)
-        self.optimizer.write(local_slot, run.config.optim, optimizer)
+        self.optimizer.write(local_slot, job.config.optim, optimizer)
 
     def release(self, local_slot: int) -> None:
-        """Take ``place`` back."""
+        """Free a slot of this rank's bank."""
         self.bank.release(local_slot)
 
-    def step(self, runs: Sequence[JobRun]) -> list[float]:
-        """One optimizer step of every resident job in ``runs`` on its next batch; counts nothing.
+    def step(self, jobs: Sequence[JobState]) -> list[float]:
+        """One optimizer step of every resident job in ``jobs`` on its next batch; counts nothing.
 
         Returns:
             The training loss of each before the step, as its objective has it.
@@ -139,40 +105,42 @@ class Trainer:
         Raises:
             RowTooLargeError, DeviceMemoryError: As :meth:`backward` and :meth:`update` do.
         """
-        losses = self.backward(runs)
-        self.update(runs)
+        losses = self.backward(jobs)
+        self.update(jobs)
         return self.read(losses)
 
-    def backward(self, runs: Sequence[JobRun]) -> Tensor:
-        """Losses ``[len(runs)]`` of ``runs`` on their next batches, as far as this rank has their rows; their gradients
-        are left in the bank, those of a job that is spread summed over the ranks.
+    def backward(self, jobs: Sequence[JobState]) -> Tensor:
+        """Losses ``[len(jobs)]`` of ``jobs`` on their next batches, as far as this rank has their rows; their gradients
+        are left in the bank, those of a data-parallel job summed over the ranks.
 
         Raises:
             RowTooLargeError: One of their rows does not fit into memory by itself; no gradients are left.
-            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        here = self._here(runs)
+        here = self._here(jobs)
         index_of = {
-            local_slot: index for index, run in enumerate(runs) if (local_slot := self.local_slot(run)) is not None
+            local_slot: index for index, job in enumerate(jobs) if (local_slot := self.local_slot(job)) is not None
         }
-        batches = [(run, tuple(run.order.rows_of_step(run.step))) for run in runs]
-        work, num_micro_batches = self._work(self._data.train, batches)
+        batches = [(job, tuple(job.order.rows_of_step(job.step))) for job in jobs]
+        context = _context_of(jobs)
+        rows, objective = context.data.train, context.objective
+        work, num_micro_batches = self._work(rows, batches)
         losses: Tensor | None = None
 
-        def train(jobs: Sequence[JobRows]) -> None:
+        def train(parts: Sequence[JobRows]) -> None:
             nonlocal losses
             with watching("forward"):
-                losses = torch.zeros(len(runs), device=self._backbone.device) if losses is None else losses
-                batch = self._collate(self._data.train, jobs)
+                losses = torch.zeros(len(jobs), device=self._backbone.device) if losses is None else losses
+                batch = self._collate(rows, parts)
                 configs = [here[local_slot].config for local_slot in batch.slots]
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
-            with self._context.use(schedule):
+            with self._forward_context.use(schedule):
                 with watching("forward"):
-                    losses_J = job_losses(self._objective, self._backbone, batch, configs)
+                    losses_J = job_losses(objective, self._backbone, batch, configs)
                 with watching("backward"):
                     losses_J.sum().backward()
-                    if jobs:
+                    if parts:
                         losses.index_add_(0, indices_J, losses_J.detach())
 
         def forget() -> None:
@@ -181,12 +149,12 @@ class Trainer:
             for local_slot in here:
                 self.bank.grads_ZP[local_slot].zero_()
 
-        self.micro_batches.run(self._data.train, work, train, forget=forget, num_micro_batches=num_micro_batches)
-        for run in runs:
-            if run.is_data_parallel:
-                local_slot = self.slots.local_slot_of(_slot(run))
+        self.micro_batches.run(rows, work, train, forget=forget, num_micro_batches=num_micro_batches)
+        for job in jobs:
+            if job.is_data_parallel:
+                local_slot = self.slots.local_slot_of(_slot(job))
                 self._ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
-        assert losses is not None, "somebody trains"
+        assert losses is not None, "at least one job trains"
         return losses
 
     def read(self, losses: Tensor) -> list[float]:
@@ -194,31 +162,31 @@ class Trainer:
         the device."""
         return self._ranks.sum([float(loss) for loss in losses.tolist()])
 
-    def update(self, runs: Sequence[JobRun]) -> Tensor:
-        """Clip and apply the gradients of ``runs``, then forget them; returns the norms before clipping, of those that
+    def update(self, jobs: Sequence[JobState]) -> Tensor:
+        """Clip and apply the gradients of ``jobs``, then forget them; returns the norms before clipping, of those that
         this rank has.
 
         Raises:
             DeviceMemoryError: There is no memory for it; :meth:`has_stepped` says which jobs have taken the step.
         """
-        by_local_slot = self._here(runs)
-        places, runs = list(by_local_slot), list(by_local_slot.values())
-        if not runs:
+        by_local_slot = self._here(jobs)
+        local_slots, jobs = list(by_local_slot), list(by_local_slot.values())
+        if not jobs:
             return torch.zeros(0, device=self._backbone.device)
         norms: Tensor | None = None
-        left = list(range(len(runs)))
+        left = list(range(len(jobs)))
         is_last_try = False
         while left:
             try:
                 with watching("update"):
-                    norms = self.optimizer.gradient_norms(places) if norms is None else norms
-                    self._update([runs[index] for index in left], norms if len(left) == len(runs) else norms[left])
+                    norms = self.optimizer.gradient_norms(local_slots) if norms is None else norms
+                    self._update([jobs[index] for index in left], norms if len(left) == len(jobs) else norms[left])
                 break
             except NoMemoryError:
                 pass  # tried again outside of this clause, which holds what is to be released
             release_memory()
-            self.micro_batches.tell("update", [places[index] for index in left])
-            num_before, left = len(left), [index for index in left if not self.has_stepped(runs[index])]
+            self.micro_batches.report("update", [local_slots[index] for index in left])
+            num_before, left = len(left), [index for index in left if not self.has_stepped(jobs[index])]
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
                     f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
@@ -228,80 +196,81 @@ class Trainer:
         assert norms is not None
         return norms
 
-    def has_stepped(self, run: JobRun) -> bool:
+    def has_stepped(self, job: JobState) -> bool:
         """Whether the adapter of a resident job has taken the step that the job has not counted yet. Another rank that
         could not take it would have ended this executor."""
-        local_slot = self.local_slot(run)
-        return local_slot is None or self.optimizer.steps[local_slot] > run.step
+        local_slot = self.local_slot(job)
+        return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
     @torch.no_grad()
-    def evaluate(self, runs: Sequence[JobRun]) -> list[Evaluated]:
-        """What every resident job in ``runs`` is worth on the whole validation split; the loss as in training.
+    def evaluate(self, jobs: Sequence[JobState]) -> list[Evaluated]:
+        """What every resident job in ``jobs`` is worth on the whole validation split; the loss as in training.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
-            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        here = self._here(runs)
-        validation = self._data.validation
+        here = self._here(jobs)
+        context = _context_of(jobs)
+        validation = context.data.validation
         rows = tuple(range(len(validation)))
-        work, num_micro_batches = self._work(validation, [(run, rows) for run in runs], split_jobs=True)
-        tallies = {local_slot: self._new_tally() for local_slot in here}
+        work, num_micro_batches = self._work(validation, [(job, rows) for job in jobs], split_jobs=True)
+        tallies = {local_slot: _new_tally(context) for local_slot in here}
 
-        def all_reduce(jobs: Sequence[JobRows]) -> None:
+        def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(validation, jobs)
+                batch = self._collate(validation, parts)
                 configs = [here[local_slot].config for local_slot in batch.slots]
-                with self._context.use(_schedule(batch, here, training=False)):
-                    terms = micro_batch_terms(self._objective, self._backbone, batch, configs)
+                with self._forward_context.use(_schedule(batch, here, training=False)):
+                    terms = micro_batch_terms(context.objective, self._backbone, batch, configs)
                 Tally.add_micro_batch(
-                    [tallies[local_slot] for local_slot in batch.slots], [job.rows for job in jobs], terms
+                    [tallies[local_slot] for local_slot in batch.slots], [part.rows for part in parts], terms
                 )
 
-        self._evaluate(work, all_reduce, tallies.values(), num_micro_batches)
-        nothing = self._new_tally()
+        self._evaluate(validation, work, accumulate, tallies.values(), num_micro_batches)
+        nothing = _new_tally(context)
         return self._evaluated(
-            [nothing if local_slot is None else tallies[local_slot] for local_slot in map(self.local_slot, runs)]
+            [nothing if local_slot is None else tallies[local_slot] for local_slot in map(self.local_slot, jobs)],
+            validation,
         )
 
     @torch.no_grad()
-    def evaluate_base(self, configs: Sequence[JobConfig]) -> list[Evaluated]:
-        """What the frozen base alone is worth on the validation split, by the objective as each of ``configs`` sets it.
-        Asked before a job sits in the first slot: one without an adapter adds nothing to the base.
+    def evaluate_base(self, context: TaskContext, configs: Sequence[JobConfig]) -> list[Evaluated]:
+        """What the frozen base alone is worth on a task's validation split, by its objective as each of ``configs``
+        sets it. Asked before a job is in the first slot: one without an adapter adds nothing to the base.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
-            DeviceMemoryError: A pass does not fit, and other ranks have begun it.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        validation = self._data.validation
+        validation = context.data.validation
         shares = share_rows(validation, JobRows(0, tuple(range(len(validation)))), self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
         num_micro_batches = max(self.micro_batches.count(validation, work, split_jobs=True) for work in of_rank)
-        tallies = [self._new_tally() for _ in configs]
+        tallies = [_new_tally(context) for _ in configs]
 
-        def all_reduce(jobs: Sequence[JobRows]) -> None:
+        def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(validation, jobs)
-                with self._context.use(TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(jobs))):
+                batch = self._collate(validation, parts)
+                schedule = TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(parts))
+                with self._forward_context.use(schedule):
                     losses_S = token_losses(self._backbone, batch)
-                for config, tally in zip(configs, tallies, strict=True) if jobs else ():
-                    terms = terms_of(self._objective, losses_S, batch, [config])
-                    Tally.add_micro_batch([tally], [job.rows for job in jobs], terms)
+                for config, tally in zip(configs, tallies, strict=True) if parts else ():
+                    terms = terms_of(context.objective, losses_S, batch, [config])
+                    Tally.add_micro_batch([tally], [part.rows for part in parts], terms)
 
-        self._evaluate(of_rank[self._ranks.rank], all_reduce, tallies, num_micro_batches)
-        return self._evaluated(tallies)
-
-    def _new_tally(self) -> Tally:
-        return Tally(self._objective.metrics, self._row_metric, len(self._data.validation))
+        self._evaluate(validation, of_rank[self._ranks.rank], accumulate, tallies, num_micro_batches)
+        return self._evaluated(tallies, validation)
 
     def _evaluate(
         self,
+        validation: EncodedDataset,
         work: Sequence[JobRows],
-        all_reduce: Callable[[Sequence[JobRows]], None],
+        accumulate: Callable[[Sequence[JobRows]], None],
         tallies: Iterable[Tally],
         num_micro_batches: int,
     ) -> None:
-        """Evaluate pass by pass; where memory runs out, all tallies begin anew."""
+        """Evaluate one micro-batch at a time; where memory runs out, all tallies begin anew."""
         tallies = list(tallies)
 
         def forget() -> None:
@@ -309,66 +278,78 @@ class Trainer:
                 tally.forget()
 
         self.micro_batches.run(
-            self._data.validation, work, all_reduce, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches
+            validation, work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches
         )
 
-    def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
+    def _evaluated(self, tallies: Sequence[Tally], validation: EncodedDataset) -> list[Evaluated]:
         """What the tallies of all ranks together say."""
         values = [tally.values() for tally in tallies]
         totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
-        weight = sum(self._data.validation.weights)
+        weight = sum(validation.weights)
         return [
             tally.evaluated(list(itertools.islice(totals, len(of_one))), weight)
             for tally, of_one in zip(tallies, values, strict=True)
         ]
 
-    def _here(self, runs: Sequence[JobRun]) -> dict[int, JobRun]:
-        """Those of ``runs`` that lie in this rank's bank, by place."""
-        return {local_slot: run for run in runs if (local_slot := self.local_slot(run)) is not None}
+    def _here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
+        """Those of ``jobs`` that lie in this rank's bank, by local slot."""
+        return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
     def _work(
-        self, dataset: EncodedDataset, batches: Sequence[tuple[JobRun, tuple[int, ...]]], *, split_jobs: bool = False
+        self, dataset: EncodedDataset, batches: Sequence[tuple[JobState, tuple[int, ...]]], *, split_jobs: bool = False
     ) -> tuple[list[JobRows], int]:
-        """What of ``batches`` is this rank's, and how many passes the rank with the most of them makes."""
+        """What of ``batches`` is this rank's, and how many micro-batches the rank with the most of them
+        makes."""
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
-        for run, rows in batches:
-            slot = _slot(run)
-            job = JobRows(self.slots.local_slot_of(slot), rows)
-            if run.is_data_parallel:
-                for work, share in zip(of_rank, share_rows(dataset, job, len(of_rank)), strict=True):
+        for job, rows in batches:
+            slot = _slot(job)
+            part = JobRows(self.slots.local_slot_of(slot), rows)
+            if job.is_data_parallel:
+                for work, share in zip(of_rank, share_rows(dataset, part, len(of_rank)), strict=True):
                     work += [share] if share is not None else []
             else:
-                of_rank[self.slots.rank_of(slot)].append(job)
+                of_rank[self.slots.rank_of(slot)].append(part)
         if self._ranks.is_alone:
             return of_rank[0], 0
         num_micro_batches = max(self.micro_batches.count(dataset, work, split_jobs=split_jobs) for work in of_rank)
         return of_rank[self._ranks.rank], num_micro_batches
 
-    def _update(self, runs: Sequence[JobRun], norms: Tensor) -> None:
+    def _update(self, jobs: Sequence[JobState], norms: Tensor) -> None:
         updates = [
-            SlotUpdate(slot=self.slots.local_slot_of(_slot(run)), config=run.config, learning_rate=run.learning_rate)
-            for run in runs
+            SlotUpdate(slot=self.slots.local_slot_of(_slot(job)), config=job.config, learning_rate=job.learning_rate)
+            for job in jobs
         ]
         self.optimizer.step(updates, norms)
 
-    def _collate(self, dataset: EncodedDataset, jobs: Sequence[JobRows]) -> TokenBatch:
-        return collate(dataset, jobs, self._backbone.device) if jobs else dummy_batch(self._backbone.device)
+    def _collate(self, dataset: EncodedDataset, parts: Sequence[JobRows]) -> TokenBatch:
+        return collate(dataset, parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
 
 
-def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobRun], *, training: bool) -> TokenSchedule:
-    runs = [by_local_slot[local_slot] for local_slot in batch.slots]
+def _context_of(jobs: Sequence[JobState]) -> TaskContext:
+    """The task of ``jobs``."""
+    context = jobs[0].context
+    assert all(job.context is context for job in jobs), "jobs that train together are of one task"
+    return context
+
+
+def _new_tally(context: TaskContext) -> Tally:
+    return Tally(context.objective.metrics, context.row_metric, len(context.data.validation))
+
+
+def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training: bool) -> TokenSchedule:
+    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
     dropout = [
-        DropoutKey(run.config.lora_dropout, run.config.seed, run.step, first_token)
-        for run, first_token in zip(runs, batch.job_first_tokens, strict=True)
+        DropoutKey(job.config.lora_dropout, job.config.seed, job.step, first_token)
+        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
     ]
     return TokenSchedule.build(
         batch.slots,
         batch.job_tokens,
-        scales=[run.config.scale for run in runs],
+        scales=[adapter_scale(job.config) for job in jobs],
         dropout=dropout if training else None,
     )
 
 
-def _slot(run: JobRun) -> int:
-    assert run.slot is not None, f"{run.id} has no slot"
-    return run.slot
+def _slot(job: JobState) -> int:
+    assert job.slot is not None, f"{job.id} has no slot"
+    return job.slot

@@ -5,7 +5,7 @@ from alto.export.plain import PlainView
 from alto.export.plan import plan_text, schedule_text
 from alto.export.preview import preview_text
 from alto.export.queue_report import write_queue_report
-from alto.export.queue_view import QueueProgress, open_queue_view, queue_summary
+from alto.export.queue_view import open_queue_view, queue_summary, task_list
 from alto.export.report import write_report
 from alto.export.terminal import LiveView, final_summary, open_view
 from alto.export.watch import watch_run
@@ -14,7 +14,6 @@ from alto.runs import RunHistory
 __all__ = [
     "LiveView",
     "PlainView",
-    "QueueProgress",
     "RunHistory",
     "export_best",
     "final_summary",
@@ -24,6 +23,7 @@ __all__ = [
     "preview_text",
     "queue_summary",
     "schedule_text",
+    "task_list",
     "watch_run",
     "write_queue_report",
     "write_report",

@@ -200,7 +200,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     bars: dict[str, dict[str, Any]] = {}
     num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
     # A run that went on with other ranks has had banks of several sizes.
-    num_places = max([history.num_slots // history.num_ranks, *(stay.place + 1 for stay in history.occupancy)])
+    num_local = max([history.num_slots // history.num_ranks, *(stay.local_slot + 1 for stay in history.occupancy)])
     has_ranks = num_ranks > 1
     for stay in history.occupancy:
         role = _role(history.jobs[stay.job], history.best)
@@ -210,7 +210,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         length = max(0.0, _worked_s(history, end) / seconds - start) if end is not None else 0.0
         bar["base"].append(start)
         bar["x"].append(length)
-        lane = _lane(stay.rank, stay.place, has_ranks=has_ranks)
+        lane = _lane(stay.rank, stay.local_slot, has_ranks=has_ranks)
         bar["y"].append(lane)
         bar["text"].append(html.escape(stay.job))
         bar["customdata"].append(
@@ -218,7 +218,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         )
     return OccupancyFigure(
         traces=[bars[role] for role in sorted(bars, key=_drawing_order)],
-        lanes=[_lane(rank, place, has_ranks=has_ranks) for rank in range(num_ranks) for place in range(num_places)],
+        lanes=[_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
         unit=unit,
         gaps=[
             (_worked_s(history, start) / seconds, f"interrupted for {format_duration(end - start)}")
@@ -227,8 +227,8 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     )
 
 
-def _lane(rank: int, place: int, *, has_ranks: bool) -> str:
-    return f"rank {rank}, slot {place}" if has_ranks else f"slot {place}"
+def _lane(rank: int, slot: int, *, has_ranks: bool) -> str:
+    return f"rank {rank}, slot {slot}" if has_ranks else f"slot {slot}"
 
 
 def _worked_s(history: RunHistory, time: float) -> float:

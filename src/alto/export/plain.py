@@ -6,8 +6,8 @@ waves, a new best must improve the more the oftener it was told, and progress is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import IO
 
 from alto.export.metrics import format_metric, metric_name
 from alto.export.tables import explain_exit
@@ -27,7 +27,8 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import ExitReason
-from alto.runs import JobHistory, RunHistory, choice_notes
+from alto.runs import JobHistory, JournalEntry, RunHistory, choice_notes, events
+from alto.runs.events import as_entry
 from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
@@ -53,80 +54,89 @@ class PlainView:
         self._keys: tuple[str, ...] = ()
         self._admitted: list[str] = []
         self._admission = ADMITTED
-        self._num_bests_told = 0
-        self._best_told: float | None = None
-        self._tenths_told = 0
+        self._num_bests_reported = 0
+        self._best_reported: float | None = None
+        self._tenths_reported = 0
 
     def __enter__(self) -> PlainView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell_admitted()
+        self._report_admitted()
 
-    def observe(self, event: Mapping[str, Any]) -> None:
-        """Fold in one event of the journal and say what is new."""
-        self.history.apply(event)
-        if event.get("event") in ("task_started", "job_added"):
+    def observe(self, entry: JournalEntry) -> None:
+        """Fold in one entry of the journal and write what is new."""
+        entry = as_entry(entry)
+        self.history.apply(entry)
+        if isinstance(entry.event, events.TaskStarted | events.JobAdded):
             self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])
-        if event.get("replayed"):  # told when it happened
-            return
-        match event.get("event"):
-            case "task_started":
-                self._on_started()
-                self._tell_notes(event)
-            case "task_resumed":
+        if not entry.is_replayed:  # those were written when they happened
+            self._report(entry.event)
+
+    def _report(self, event: events.Event) -> None:
+        """Write what ``event``, which is folded in, changes."""
+        match event:
+            case events.TaskStarted(notes=notes):
+                self._on_started(event)
+                self._report_notes(notes)
+            case events.TaskResumed(notes=notes):
                 self._on_resumed()
-                self._tell_notes(event)
-            case "task_interrupted":
-                self._tell_admitted()
+                self._report_notes(notes)
+            case events.TaskInterrupted():
+                self._report_admitted()
                 self._say(f"interrupted at {format_share(self.history.settled_share)} settled")
-            case "job_added":
+            case events.TaskCompleted():
+                self._on_completed()
+            case events.WarmupEnded():
+                self._on_rung()
+            case events.ProfileMeasured():
+                self._say(describe_profile(event))
+            case events.OutOfMemory():
+                self._say(describe_memory_event(event))
+            case events.FinalistsJudged():
+                self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
+            case events.AdapterChecked():
+                self._on_adapter_checked()
+            case _:
+                self._report_job(event)
+
+    def _report_job(self, event: events.Event) -> None:
+        match event:
+            case events.JobAdded():
                 self._on_added(event)
-            case "job_reopened":
-                job = self.history.jobs[str(event["job"])]
+            case events.JobReopened():
+                job = self.history.jobs[event.job]
                 self._say(f"{self._name(job)} reopened, goes on after step {job.step} of {job.total_steps}")
-            case "job_admitted":
-                self._on_admitted(str(event["job"]), ADMITTED)
-            case "job_resumed":
-                self._on_admitted(str(event["job"]), MOVES.get(str(event.get("reason")), RESUMED))
-            case "eval":
-                self._on_eval()
-                self._tell_progress()
-            case "job_exited":
-                self._on_exited(self.history.jobs[str(event["job"])])
-            case "job_completed":
-                job = self.history.jobs[str(event["job"])]
+            case events.JobAdmitted():
+                self._on_admitted(event.job, ADMITTED)
+            case events.JobResumed():
+                self._on_admitted(event.job, MOVES.get(event.reason, RESUMED))
+            case events.JobEvaluated():
+                self._on_evaluated()
+                self._report_progress()
+            case events.JobExited():
+                self._on_exited(self.history.jobs[event.job])
+            case events.JobCompleted():
+                job = self.history.jobs[event.job]
                 measured = "validation loss " if self.history.metric == LOSS else ""
                 self._say(f"{self._name(job)} completed, best {measured}{self._worth(job)}")
-            case "warmup_ended":
-                self._on_rung()
-            case "profile":
-                self._say(describe_profile(event))
-            case "oom":
-                self._say(describe_memory_event(event))
-            case "finalists_judged":
-                self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
-            case "adapter_checked":
-                self._on_adapter_checked()
-            case "task_completed":
-                self._on_completed()
 
-    def _on_started(self) -> None:
-        history, settings = self.history, self.history.settings
+    def _on_started(self, started: events.TaskStarted) -> None:
+        history = self.history
         self._say(
-            f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(settings.get('method', 'sft'))}) on "
-            f"{clean(settings.get('model', 'the base model'))}, dataset {clean(settings.get('dataset', 'unnamed'))}, "
-            f"{settings.get('num_train', 0)} rows to train and {settings.get('num_validation', 0)} to validate"
+            f"task {clean(history.name)}: {len(history.jobs)} jobs ({clean(started.method)}) on "
+            f"{clean(started.model or 'the base model')}, dataset {clean(started.dataset or 'unnamed')}, "
+            f"{started.num_train} rows to train and {started.num_validation} to validate"
         )
         if history.num_ranks > 1:
             self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in all")
         rungs = describe_rungs(history.rung_settings)
         if rungs:
-            policy = clean((settings.get("early_exit") or {}).get("policy", "on"))
+            policy = clean(started.early_exit.get("policy", "on"))
             self._say(f"early exit {policy}: {rungs}")
 
-    def _tell_notes(self, event: Mapping[str, Any]) -> None:
-        for note in event.get("notes") or ():
+    def _report_notes(self, notes: Sequence[str]) -> None:
+        for note in notes:
             self._say(f"note: {clean(note)}")
 
     def _on_adapter_checked(self) -> None:
@@ -136,8 +146,8 @@ class PlainView:
 
     def _on_resumed(self) -> None:
         history = self.history
-        self._tenths_told = int(history.settled_share * 10)
-        self._best_told = self._score(history.best) if history.best else None
+        self._tenths_reported = int(history.settled_share * 10)
+        self._best_reported = self._score(history.best) if history.best else None
         ranks = f" on {history.num_ranks} ranks" if history.num_ranks > 1 else ""
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
@@ -145,21 +155,21 @@ class PlainView:
             f"{format_share(history.settled_share)} settled"
         )
 
-    def _on_added(self, event: Mapping[str, Any]) -> None:
-        job = self.history.jobs[str(event["job"])]
-        start = "with its weights" if event.get("warm") else "from fresh weights"
+    def _on_added(self, event: events.JobAdded) -> None:
+        job = self.history.jobs[event.job]
+        start = "with its weights" if event.warm else "from fresh weights"
         self._say(f"{self._name(job)} added as a clone of {clean(job.origin)}, {start}")
 
     def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:
         if admission != self._admission:
-            self._tell_admitted()
+            self._report_admitted()
             self._admission = admission
         self._admitted.append(job)
         # A wave fills the slots; single backfills wait for company so that many jobs make few lines.
         if len(self._admitted) >= max(1, self.history.num_slots // 2, len(self.history.jobs) // 10):
-            self._tell_admitted()
+            self._report_admitted()
 
-    def _tell_admitted(self) -> None:
+    def _report_admitted(self) -> None:
         if not self._admitted:
             return
         names = ", ".join(clean(job) for job in self._admitted[:4])
@@ -168,18 +178,18 @@ class PlainView:
         self._say(f"{verb} {names}{more}{where}")
         self._admitted.clear()
 
-    def _on_eval(self) -> None:
+    def _on_evaluated(self) -> None:
         best = self.history.best
         if best is None:
             return
-        least = SMALLEST_NEWS * 2 ** (self._num_bests_told // 10)
-        told = self._best_told
-        if told is None or self._score(best) < told - least * abs(told):
-            self._tell_best(best)
+        least = SMALLEST_NEWS * 2 ** (self._num_bests_reported // 10)
+        earlier = self._best_reported
+        if earlier is None or self._score(best) < earlier - least * abs(earlier):
+            self._report_best(best)
 
-    def _tell_best(self, best: JobHistory) -> None:
-        self._num_bests_told += 1
-        self._best_told = self._score(best)
+    def _report_best(self, best: JobHistory) -> None:
+        self._num_bests_reported += 1
+        self._best_reported = self._score(best)
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
 
     def _on_exited(self, job: JobHistory) -> None:
@@ -190,7 +200,7 @@ class PlainView:
             )
 
     def _on_rung(self) -> None:
-        self._tell_admitted()
+        self._report_admitted()
         rung, best = self.history.rungs[-1], self.history.best
         leader = f"; best {self._worth(best)}: {self._name(best)}" if best is not None else ""
         self._say(
@@ -198,21 +208,21 @@ class PlainView:
             f"underperforming{leader}"
         )
         if best is not None:
-            self._best_told = self._score(best)
+            self._best_reported = self._score(best)
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         history = self.history
         tenths = int(history.settled_share * 10)
-        if tenths <= self._tenths_told or tenths == 10:
+        if tenths <= self._tenths_reported or tenths == 10:
             return
-        self._tenths_told = tenths
+        self._tenths_reported = tenths
         self._say(
             f"{tenths * 10} % settled: {format_count(history.samples_trained)} of "
             f"{format_count(history.samples_budgeted)} samples trained, {format_share(history.saved_share)} saved"
         )
 
     def _on_completed(self) -> None:
-        self._tell_admitted()
+        self._report_admitted()
         history, best = self.history, self.history.best
         outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
         for note in choice_notes(history):

@@ -47,47 +47,24 @@ class _Row:
 def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
     began = queue.started_at or 0.0
     tasks = list(queue.tasks.values())
-    num_gpus = sum(len(node.gpus) for node in queue.nodes)
-    actual = _actual(queue, began)
+    actual = [_moved(placement, -began) for placement in queue.actual_placements()]
     planned = [_moved(task.first_plan, -began) for task in tasks if task.first_plan is not None]
     return {
         "name": queue_dir.name,
         "queue": queue,
-        "num_gpus": num_gpus,
-        "devices": "GPUs" if queue.settings.get("devices") == "gpus" else "CPU slots",
+        "num_gpus": queue.num_gpus,
+        "method": queue.started.method if queue.started is not None else "",
+        "is_finished": queue.is_completed,
+        "devices": "GPUs" if queue.has_gpus else "CPU slots",
         "num_finished": len(queue.in_state(TaskStage.FINISHED)),
         "num_failed": len(queue.in_state(TaskStage.FAILED)),
         "num_attempts": sum(len(task.attempts) for task in tasks),
         "first_plan": queue.plans[0] if queue.plans else None,
-        "utilisation": utilisation(actual, num_gpus),
+        "utilisation": queue.utilisation(),
         "rows": [_row(task, began, queue, queue_dir) for task in tasks],
         "gantt": gantt_figure(planned, actual, queue.nodes) if planned else None,
         "written_at": timestamp(queue.last_seen_at),
     }
-
-
-def utilisation(actual: list[Placement], num_gpus: int) -> float:
-    """Share of the GPU seconds between the first start and the last end that executors had."""
-    if not actual:
-        return 0.0
-    span_s = max(place.end_s for place in actual) - min(place.start_s for place in actual)
-    used_s = sum(place.duration_s * len(place.gpus) for place in actual)
-    return used_s / (span_s * num_gpus) if span_s else 0.0
-
-
-def _actual(queue: QueueHistory, began: float) -> list[Placement]:
-    """What ran where, a placement an attempt."""
-    last = queue.last_seen_at or began
-    return [
-        Placement(
-            task=task.task,
-            gpus=attempt.gpus,
-            start_s=attempt.start - began,
-            duration_s=_end(attempt, last) - attempt.start,
-        )
-        for task in queue.tasks.values()
-        for attempt in task.attempts
-    ]
 
 
 def _moved(placement: Placement, by_s: float) -> Placement:
@@ -107,7 +84,7 @@ def _row(task: TaskHistory, began: float, queue: QueueHistory, queue_dir: Path) 
         task=task,
         planned_start_s=task.first_plan.start_s - began if task.first_plan is not None else None,
         start_s=task.attempts[0].start - began if task.attempts else None,
-        spent_s=sum(_end(attempt, last) - attempt.start for attempt in task.attempts),
+        spent_s=task.spent_s(last),
         best_loss=_best_loss(run_dir),
         report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
         attempts=[_attempt(attempt) for attempt in task.attempts] + ([clean(task.failure)] if task.failure else []),
@@ -126,7 +103,3 @@ def _attempt(attempt: Attempt) -> str:
     gpus = ", ".join(f"{clean(gpu.node)}:{gpu.index}" for gpu in attempt.gpus)
     ended = "runs" if attempt.outcome is None else attempt.outcome
     return f"{attempt.number} on {gpus}: {ended}" + (f" ({clean(attempt.reason)})" if attempt.reason else "")
-
-
-def _end(attempt: Attempt, last: float) -> float:
-    return attempt.end if attempt.end is not None else last

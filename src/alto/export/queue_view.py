@@ -18,18 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.export.wording import clean, format_duration, format_loss, format_share
-from alto.runs import (
-    Event,
-    QueueDir,
-    QueueHistory,
-    RunHistory,
-    TaskHistory,
-    TaskStage,
-    read_history,
-    read_queue_history,
-)
+from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
+from alto.runs.events import as_entry
 
-__all__ = ["LiveQueueView", "PlainQueueView", "QueueProgress", "open_queue_view", "queue_summary"]
+__all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
 
 REFRESHES_PER_SECOND = 2
 STYLES = {
@@ -37,59 +29,15 @@ STYLES = {
     TaskStage.RUNNING: "cyan",
     TaskStage.FINISHED: "green",
     TaskStage.FAILED: "red",
+    TaskStage.CANCELLED: "dim",
 }
-ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED)
+ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED, TaskStage.CANCELLED)
 # Lines of the live view that are no task.
 FRAME_LINES = 8
 _BAR = 10
 _GPUS = 12
 _WIDTH_OF_BARS = 100
 _WIDTH_OF_LOSSES = 75
-
-
-class QueueProgress:
-    """A queue and the runs of its tasks, as far as they were observed."""
-
-    def __init__(self) -> None:
-        self.queue = QueueHistory()
-        self.runs: dict[str, RunHistory] = {}
-        self.num_measured = 0
-
-    @classmethod
-    def read(cls, queue_dir: str | Path) -> QueueProgress:
-        """Of the queue in ``queue_dir``, as far as its journals tell it.
-
-        Raises:
-            RunNotFoundError: There is no queue.
-            RunError: A journal is damaged.
-        """
-        progress, folder = cls(), QueueDir.open(queue_dir)
-        progress.queue = read_queue_history(queue_dir)
-        progress.runs = {task: read_history(folder.run_of(task).root) for task in progress.queue.tasks}
-        return progress
-
-    def apply(self, event: Event) -> None:
-        """Fold in an event of the queue, or one that a task has told."""
-        if event["event"] == "measured":
-            self.num_measured += 1
-        elif event["event"] != "told":
-            self.queue.apply(event)
-        elif event["line"].get("event") == "task_started" and not event["line"].get("replayed"):
-            self.runs[event["task"]] = RunHistory.of([event["line"]])
-        else:
-            self.runs.setdefault(event["task"], RunHistory()).apply(event["line"])
-
-    def share(self, task: TaskHistory) -> float:
-        """Of the task's samples that are trained or spared, in [0, 1]."""
-        if task.state is TaskStage.FINISHED:
-            return 1.0
-        run = self.runs.get(task.task)
-        return 0.0 if run is None else run.settled_share
-
-    def best_loss(self, task: TaskHistory) -> float | None:
-        """Best validation loss so far, nats per token."""
-        run = self.runs.get(task.task)
-        return run.best.best_validation_loss if run is not None and run.best is not None else None
 
 
 def open_queue_view(console: Console) -> LiveQueueView | PlainQueueView:
@@ -119,10 +67,10 @@ class LiveQueueView:
         if error is not None and self.progress.queue.tasks:
             self._console.print(queue_summary(self.progress))
 
-    def observe(self, event: Event) -> None:
-        """Fold in one event; the next redraw shows it."""
+    def observe(self, entry: JournalEntry) -> None:
+        """Fold in one entry; the next redraw shows it."""
         with self._lock:
-            self.progress.apply(event)
+            self.progress.apply(as_entry(entry))
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -130,6 +78,8 @@ class LiveQueueView:
 
     def _screen(self, now: float, *, height: int) -> RenderableType:
         queue = self.progress.queue
+        if queue.started is not None and not queue.tasks:
+            return Text("Waiting for tasks", style="dim")
         if not queue.tasks:
             return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
         tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
@@ -139,7 +89,7 @@ class LiveQueueView:
         return Group(
             Text(_headline(queue), style="bold", no_wrap=True, overflow="ellipsis"),
             Text(_plan_line(queue, now), style="dim", no_wrap=True, overflow="ellipsis"),
-            *(Text(line, no_wrap=True, overflow="ellipsis") for line in gpu_lines(queue)),
+            *(Text(line, no_wrap=True, overflow="ellipsis") for line in gpu_lines(self.progress)),
             "",
             _TaskTable(self.progress, shown, now, hidden=len(tasks) - len(shown)),
         )
@@ -158,10 +108,11 @@ class PlainQueueView:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def observe(self, event: Event) -> None:
-        """Fold in one event and say what is new."""
-        self.progress.apply(event)
-        line = None if event.get("replayed") else _news(self.progress, event)
+    def observe(self, entry: JournalEntry) -> None:
+        """Fold in one entry and write what is new."""
+        entry = as_entry(entry)
+        self.progress.apply(entry)
+        line = None if entry.is_replayed else _line(self.progress, entry.event)
         if line:
             self._stream.write(f"{format_duration(self.progress.queue.duration_s):>8}  {line}\n")
             self._stream.flush()
@@ -176,7 +127,8 @@ def queue_summary(
         is_live: Whether a process works on it, if it is not finished.
     """
     queue = progress.queue
-    state = "finished" if queue.result is not None else "not finished" if is_live else "interrupted"
+    status = queue.status(is_live=is_live)
+    state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
         Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
@@ -185,30 +137,46 @@ def queue_summary(
     ]
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
-        if queue.result is None and not is_live:
+        if status is RunStatus.INTERRUPTED:
             lines.append(Text(f"nobody works on it; go on with: alto resume {clean(queue_dir)}", overflow="fold"))
     return Group(*lines)
 
 
-def gpu_lines(queue: QueueHistory) -> list[str]:
-    """Who runs on which GPU, a line a node."""
-    holders = {
-        gpu: task.task for task in queue.in_state(TaskStage.RUNNING) for gpu in task.attempts[-1].gpus if task.attempts
-    }
+def task_list(progress: QueueProgress) -> RenderableType:
+    """The tasks of a queue, for whom they run, and how far they are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("task", "state", "tenant", "priority", "GPUs", "done"):
+        table.add_column(column, overflow="fold")
+    for task in progress.queue.tasks.values():
+        table.add_row(
+            clean(task.task),
+            Text(task.state.value, style=STYLES[task.state]),
+            clean(task.tenant),
+            str(task.priority),
+            str(task.num_gpus),
+            format_share(progress.share(task)),
+        )
+    return table
+
+
+def gpu_lines(progress: QueueProgress) -> list[str]:
+    """Which task runs on which GPU, a line a node."""
+    holders = progress.holders()
     lines = []
-    for node in queue.nodes:
+    for node in progress.queue.nodes:
         on_node = {gpu.index: name for gpu, name in holders.items() if gpu.node == node.name}
         lines.append(f"{clean(node.name)}: " + "  ".join(f"{n} {clean(on_node.get(n, '–'))}" for n in node.gpus))
     return lines
 
 
 def _headline(queue: QueueHistory) -> str:
-    num_gpus = sum(len(node.gpus) for node in queue.nodes)
-    devices = "GPUs" if queue.settings.get("devices") == "gpus" else "CPU slots"
+    devices = "GPUs" if queue.has_gpus else "CPU slots"
     num_done = len(queue.in_state(TaskStage.FINISHED))
-    failed = len(queue.in_state(TaskStage.FAILED))
-    return f"{num_done} of {len(queue.tasks)} tasks done on {num_gpus} {devices}" + (
-        f", {failed} given up" if failed else ""
+    failed, cancelled = (len(queue.in_state(stage)) for stage in (TaskStage.FAILED, TaskStage.CANCELLED))
+    return (
+        f"{num_done} of {len(queue.tasks)} tasks done on {queue.num_gpus} {devices}"
+        + (f", {failed} given up" if failed else "")
+        + (f", {cancelled} cancelled" if cancelled else "")
     )
 
 
@@ -278,7 +246,7 @@ def _gpus(task: TaskHistory) -> str:
 
 def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
     """What it has taken so far, of what it was thought to take; one of both where there is little width."""
-    spent_s = sum((now if attempt.end is None else attempt.end) - attempt.start for attempt in task.attempts)
+    spent_s = task.spent_s(now)
     expected = format_duration(task.duration_s)
     if not task.attempts:
         return f"about {expected}"
@@ -288,38 +256,43 @@ def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
 def _note(task: TaskHistory) -> str:
     if task.failure:
         return clean(task.failure)
+    if task.is_cancelled:
+        return "is cancelled, saves and ends" if task.state is TaskStage.RUNNING else ""
     lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
     return f"attempt {len(task.attempts)}; before: {clean(lost[-1].reason)}" if lost else ""
 
 
-def _news(progress: QueueProgress, event: Event) -> str | None:
+def _line(progress: QueueProgress, event: events.Event) -> str | None:
+    """What ``event``, which is folded in, is worth saying; None if nothing."""
     queue = progress.queue
-    match event["event"]:
-        case "measured":
-            return f"{clean(event['task'])} is thought to take {format_duration(event['duration_s'])}"
-        case "queue_started" | "queue_resumed":
+    match event:
+        case events.TaskMeasured(task=task, duration_s=duration_s):
+            return f"{clean(task)} is thought to take {format_duration(duration_s)}"
+        case events.TaskSubmitted(task=task):
+            return f"{clean(task)} was submitted"
+        case events.TaskCancelled(task=task):
+            return f"{clean(task)} is cancelled"
+        case events.QueueStarted() | events.QueueResumed() | events.QueueCompleted():
             return _headline(queue)
-        case "planned":
+        case events.SchedulePlanned():
             plan = queue.plans[-1]
             made = f"planned by {plan.method} ({plan.status}; {clean(plan.reason)})"
             return f"{made}: about {format_duration(plan.makespan_s)} left" + (
                 f"; note: {clean(plan.notice)}" if plan.notice else ""
             )
-        case "executor_started":
-            gpus = ", ".join(f"{node}:{index}" for node, index in event["gpus"])
-            again = "" if event["attempt"] == 1 else f", attempt {event['attempt']}"
-            return f"{clean(event['task'])} started on {clean(gpus)}{again}"
-        case "executor_ended" if event["outcome"] == "finished":
-            loss = progress.best_loss(queue.tasks[event["task"]])
-            return f"{clean(event['task'])} finished" + (
-                "" if loss is None else f" with validation loss {format_loss(loss)}"
-            )
-        case "executor_ended":
-            return f"{clean(event['task'])} ended without a result: {clean(event['reason'])}"
-        case "task_given_up":
-            return f"{clean(event['task'])} given up: {clean(event['reason'])}"
-        case "gpu_lost" | "gpu_added":
-            return f"{clean(event['node'])}:{event['index']} {event['event'].removeprefix('gpu_')}"
-        case "queue_completed":
-            return _headline(queue)
+        case events.ExecutorStarted(task=task, attempt=attempt):
+            gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in event.gpus)
+            again = "" if attempt == 1 else f", attempt {attempt}"
+            return f"{clean(task)} started on {clean(gpus)}{again}"
+        case events.ExecutorExited(task=task, outcome="finished"):
+            loss = progress.best_loss(queue.tasks[task])
+            return f"{clean(task)} finished" + ("" if loss is None else f" with validation loss {format_loss(loss)}")
+        case events.ExecutorExited(task=task, reason=reason):
+            return f"{clean(task)} ended without a result: {clean(reason)}"
+        case events.TaskGivenUp(task=task, reason=reason):
+            return f"{clean(task)} given up: {clean(reason)}"
+        case events.GpuLost(node=node, index=index):
+            return f"{clean(node)}:{index} lost"
+        case events.GpuAdded(node=node, index=index):
+            return f"{clean(node)}:{index} added"
     return None

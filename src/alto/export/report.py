@@ -1,4 +1,4 @@
-"""``report.html``: one page that tells a run."""
+"""``report.html``: one page that shows a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alto.export.importance import MIN_JOBS, importance_of_settings
 from alto.export.metrics import describe_metrics, loss_unit, metric_meaning, metric_name
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.parallel import parallel_figure
-from alto.export.tables import exit_totals, job_table, run_notes, time_saved_s
+from alto.export.tables import job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_finalists,
@@ -31,6 +31,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import RunHistory, Stage, choice_notes, read_history
+from alto.runs.progress import exit_totals, time_saved_s
 from alto.spec.outside import read_json
 
 __all__ = ["write_report"]
@@ -72,7 +73,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
     parallel = parallel_figure(history)
     slots = occupancy_figure(history, table.rows)
-    unit = loss_unit(str(history.settings.get("method", "sft")))
+    unit = loss_unit(history.method)
     return {
         "history": history,
         "table": table,
@@ -82,7 +83,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
         "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),
-        "subtitle": describe_task(history.settings),
+        "subtitle": describe_task(history.started),
         "notes": [*run_notes(history), *map(clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
@@ -164,9 +165,7 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
 def _settings(history: RunHistory) -> list[tuple[str, Any]]:
     """Name and value of every setting of the task, nested ones dotted, as the journal has them."""
     flat: list[tuple[str, Any]] = []
-    for key, value in history.settings.items():
-        if key == "notes":
-            continue
+    for key, value in history.settings().items():
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in (RUNGS, FILES)]
             if key == RUNGS[0]:

@@ -27,10 +27,7 @@ from alto.export.wording import (
 from alto.records import ExitReason
 from alto.runs import JobHistory, RunHistory, Stage
 
-__all__ = ["ExitTotal", "JobRow", "JobTable", "exit_totals", "explain_exit", "job_table", "run_notes", "time_saved_s"]
-
-# How a journal writes numbers that strict JSON has not.
-NOT_FINITE = ("nan", "inf", "-inf")
+__all__ = ["JobRow", "JobTable", "explain_exit", "job_table", "run_notes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +76,6 @@ class JobTable:
     rows: tuple[JobRow, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitTotal:
-    """What one outcome adds up to over all jobs; ``share`` is of all budgeted samples."""
-
-    outcome: str
-    num_jobs: int
-    samples_trained: int
-    samples_saved: int
-    share: float
-
-
 def job_table(history: RunHistory) -> JobTable:
     """The job table of a run, finished or not: the chosen job first, then by their best evaluation."""
     configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
@@ -114,7 +100,7 @@ def job_table(history: RunHistory) -> JobTable:
 def run_notes(history: RunHistory) -> list[str]:
     """What the task's data and model gave reason to say (rows cut, skipped, …), how memory last ran out, and that PEFT
     reads the best adapter otherwise, where it does; safe to print."""
-    notes = [clean(note) for note in history.settings.get("notes") or ()]
+    notes = [clean(note) for note in history.notes]
     if events := history.memory_events:
         times = "" if len(events) == 1 else f" ({len(events)} times so far)"
         notes.append(describe_memory_event(events[-1]) + times)
@@ -123,47 +109,18 @@ def run_notes(history: RunHistory) -> list[str]:
     return notes
 
 
-def time_saved_s(history: RunHistory) -> float | None:
-    """Seconds that the samples saved would have taken at the run's average pace; None if there is nothing to tell."""
-    if not history.samples_trained or not history.samples_saved or history.duration_s <= 0:
-        return None
-    return history.samples_saved * history.duration_s / history.samples_trained
-
-
-def exit_totals(history: RunHistory) -> list[ExitTotal]:
-    """Jobs and samples per outcome, the outcome that saved most first."""
-    totals = []
-    for outcome in dict.fromkeys(job.outcome for job in history.jobs.values()):
-        jobs = [job for job in history.jobs.values() if job.outcome == outcome]
-        saved = sum(job.samples_saved for job in jobs)
-        totals.append(
-            ExitTotal(
-                outcome=outcome,
-                num_jobs=len(jobs),
-                samples_trained=sum(job.samples_trained for job in jobs),
-                samples_saved=saved,
-                share=saved / history.samples_budgeted if history.samples_budgeted else 0.0,
-            )
-        )
-    return sorted(totals, key=lambda total: -total.samples_saved)
-
-
 def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     """Why ``job`` ended early, in one plain phrase with the numbers of its evidence; empty if it did not.
 
     Evidence that does not hold the numbers of a known rule is listed as ``key value`` pairs.
 
     Args:
-        job: The job as its run tells it.
+        job: The job after the events so far.
         rung_progress: Share of its steps at which it was ranked, if a rung ended it; its own progress otherwise.
     """
     if job.exit_reason is None:
         return ""
-    numbers = {
-        key: float(value)
-        for key, value in job.exit_evidence.items()
-        if isinstance(value, int | float) or value in NOT_FINITE
-    }
+    numbers = {key: value for key, value in job.exit_evidence.items() if isinstance(value, int | float)}
     sentence: str | None = None
     if job.exit_reason == ExitReason.DIVERGING:
         sentence = _explain_diverging(numbers)
@@ -250,7 +207,7 @@ def _explain_underperforming(evidence: Mapping[str, float], progress: float) -> 
     )
 
 
-def _list_evidence(evidence: Mapping[str, Any]) -> str:
+def _list_evidence(evidence: Mapping[str, float | str]) -> str:
     return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
 
 

@@ -19,9 +19,8 @@ from rich.text import Text
 
 from alto.export.job_grid import GRID_LINES, JobGrid
 from alto.export.metrics import describe_metrics, metric_name
-from alto.export.pace import Pace, expected_samples_left, next_stop
 from alto.export.plain import PlainView
-from alto.export.tables import JobTable, exit_totals, job_table, run_notes
+from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_finalists,
@@ -33,7 +32,19 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import Event, JobHistory, RunHistory, choice_notes
+from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus, choice_notes
+from alto.runs.events import (
+    Event,
+    JobAdmitted,
+    JobResumed,
+    OutOfMemory,
+    ProfileMeasured,
+    TaskResumed,
+    TaskStarted,
+    WarmupEnded,
+    as_entry,
+)
+from alto.runs.progress import Pace, exit_totals, expected_samples_left, next_stop
 from alto.spec.metric import LOSS
 
 __all__ = ["LiveView", "final_summary", "open_view"]
@@ -86,29 +97,33 @@ class LiveView:
         if error is not None and self.history.jobs:
             self._console.print(final_summary(self.history))  # how far it came
 
-    def observe(self, event: Event) -> None:
-        """Fold in one event of the journal; the next redraw shows it."""
+    def observe(self, entry: JournalEntry) -> None:
+        """Fold in one entry of the journal; the next redraw shows it."""
+        entry = as_entry(entry)
         with self._lock:
-            self.history.apply(event)
-            match event.get("event"):
-                case "task_resumed":
+            self.history.apply(entry)
+            match entry.event:
+                case TaskResumed():
                     self._pace = Pace()  # the time in which nothing ran does not count
-                case "job_admitted" | "job_resumed":
-                    self._paces[str(event["job"])] = Pace()
-                case "warmup_ended":
+                case JobAdmitted(job=job) | JobResumed(job=job):
+                    self._paces[job] = Pace()
+                case WarmupEnded():
                     # With the losers gone every other job goes faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
-        if event.get("replayed"):
-            return
-        # Outside of the lock, which drawing takes too.
-        if event.get("event") == "oom":
-            self._console.print(Text(describe_memory_event(event), style="yellow"))
-        if event.get("event") == "profile":
-            self._console.print(Text(describe_profile(event), style="dim"))
-        if event.get("event") in ("task_started", "task_resumed"):
-            for note in event.get("notes") or ():
-                self._console.print(Text(f"note: {clean(note)}", style="yellow"))
+        if not entry.is_replayed:
+            self._print(entry.event)
+
+    def _print(self, event: Event) -> None:
+        """What stays above the table; outside of the lock, which drawing takes too."""
+        match event:
+            case OutOfMemory():
+                self._console.print(Text(describe_memory_event(event), style="yellow"))
+            case ProfileMeasured():
+                self._console.print(Text(describe_profile(event), style="dim"))
+            case TaskStarted(notes=notes) | TaskResumed(notes=notes):
+                for note in notes:
+                    self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
         """Show ``history``, the same run read anew, in place of what was known of it."""
@@ -200,7 +215,8 @@ def final_summary(
         is_live: Whether a process works on it, if it is not finished.
     """
     table = job_table(history)
-    state = "finished" if history.result is not None else "not finished" if is_live else "interrupted"
+    status = history.status(is_live=is_live)
+    state = "not finished" if status is RunStatus.RUNNING else status.value
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {format_duration(history.duration_s)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -220,7 +236,7 @@ def final_summary(
     ]
     if run_dir is not None:
         lines.append(_place(history, Path(run_dir)))
-        if history.result is None and not is_live:
+        if status is RunStatus.INTERRUPTED:
             lines.append(Text(f"nobody works on it; go on with: alto resume {clean(run_dir)}", overflow="fold"))
     return Group(*lines)
 
@@ -228,7 +244,7 @@ def final_summary(
 def _header(history: RunHistory) -> list[RenderableType]:
     return [
         Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
-        Text(" · ".join(describe_task(history.settings)), style="dim", no_wrap=True, overflow="ellipsis"),
+        Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
     ]
 
 

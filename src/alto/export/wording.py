@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
+from alto.runs.events import OutOfMemory, ProfileMeasured, TaskStarted
 
 __all__ = [
     "clean",
@@ -94,13 +95,15 @@ def describe_config(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     return " · ".join(f"{clean(short_name(key))} {format_setting(config[key])}" for key in keys if key in config)
 
 
-def describe_task(settings: Mapping[str, Any]) -> list[str]:
-    """Method, model, dataset, row counts and ranks of a task, as far as its settings tell them."""
-    facts = [short_path(settings[key]) for key in ("method", "model", "dataset") if key in settings]
-    if "num_train" in settings:
-        facts.append(f"{settings['num_train']} rows to train, {settings.get('num_validation', 0)} to validate")
-    if (settings.get("num_ranks") or 1) > 1:
-        facts.append(f"{settings['num_ranks']} ranks")
+def describe_task(started: TaskStarted | None) -> list[str]:
+    """Method, model, dataset, row counts and ranks of a task; nothing of one that has not begun."""
+    if started is None:
+        return []
+    facts = [short_path(name) for name in (started.method, started.model, started.dataset) if name]
+    if started.num_train:
+        facts.append(f"{started.num_train} rows to train, {started.num_validation} to validate")
+    if started.num_ranks > 1:
+        facts.append(f"{started.num_ranks} ranks")
     return facts
 
 
@@ -145,27 +148,26 @@ def describe_adapter_check(check: AdapterCheck) -> str:
     )
 
 
-def describe_memory_event(event: Mapping[str, Any]) -> str:
+def describe_memory_event(event: OutOfMemory) -> str:
     """What was done where memory ran out: ``memory ran out in the forward pass; now at most 512 tokens a pass``."""
-    phase = str(event.get("phase"))
+    phase = event.phase
     where = {"forward": "the forward pass", "backward": "the backward pass", "bank": "setting up the slots"}
-    if "num_slots" in event:
-        change = f"now {event['num_slots']} slots"
+    if event.num_slots is not None:
+        change = f"now {event.num_slots} slots"
     elif phase == "update":
         change = "tried again"
     else:
-        change = f"now at most {format_count(event.get('max_tokens_per_pass') or 0)} tokens a pass"
+        change = f"now at most {format_count(event.max_tokens_per_pass)} tokens a pass"
     return f"memory ran out in {where.get(phase, 'the ' + clean(phase))}; {change}"
 
 
-def describe_profile(event: Mapping[str, Any]) -> str:
+def describe_profile(event: ProfileMeasured) -> str:
     """How the jobs are packed and how long that may take: ``12 slots, passes of 4,096 tokens; about 1 min 13 s …``."""
-    known = "earlier" if event.get("is_cached") else f"in {format_duration(event.get('profile_s') or 0.0)}"
+    known = "earlier" if event.is_cached else f"in {format_duration(event.profile_s)}"
     return (
-        f"{format_count(event.get('max_slots') or 0)} slots, passes of "
-        f"{format_count(event.get('max_tokens_per_pass') or 0)} tokens; about "
-        f"{format_duration(event.get('expected_duration_s') or 0.0)} expected, "
-        f"{format_duration(event.get('duration_s') or 0.0)} if no job ends early (profile measured {known})"
+        f"{format_count(event.max_slots)} slots, passes of {format_count(event.max_tokens_per_pass)} tokens; about "
+        f"{format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job ends "
+        f"early (profile measured {known})"
     )
 
 

@@ -1,47 +1,75 @@
-"""Runs and queues of runs on disk: their folders, their journals, and what these tell. No torch here."""
+"""Runs and queues of runs on disk: their folders, their journals, and what follows from these. No torch here."""
 
+from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
-from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
-from alto.runs.history import JobHistory, Occupancy, RungOutcome, RunHistory, Stage, read_history
-from alto.runs.journal import Event, Journal, Observer, SilentJournal, cut_journal, read_events, read_intact_events
-from alto.runs.mailbox import Action, Answer, Command, Mailbox
+from alto.runs.events import Event, JournalEntry
+from alto.runs.files import cache_home, is_disk_full, replace_file, sync_folder, write_error, writing
+from alto.runs.history import RunHistory, read_history
+from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
+from alto.runs.journal import (
+    Journal,
+    Observer,
+    SilentJournal,
+    cut_journal,
+    read_entries,
+    read_events,
+    read_intact_entries,
+    read_intact_events,
+)
+from alto.runs.lock import LockFile
+from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
+from alto.runs.queue_progress import QueueProgress
 from alto.runs.result import has_result, task_result
 from alto.runs.run_dir import RunDir
 from alto.runs.tail import JournalTail
 from alto.runs.trust import load_run_task
 
 __all__ = [
+    "FLUSH_TIMEOUT_S",
     "Action",
     "Answer",
     "Attempt",
+    "BackgroundObserver",
     "Command",
     "Event",
     "JobHistory",
     "Journal",
+    "JournalEntry",
     "JournalTail",
+    "LockFile",
     "Mailbox",
     "Observer",
     "Occupancy",
+    "QueueAction",
+    "QueueCommand",
     "QueueDir",
     "QueueEntry",
     "QueueHistory",
+    "QueueMailbox",
+    "QueueProgress",
     "RunDir",
     "RunHistory",
+    "RunStatus",
     "RungOutcome",
     "SilentJournal",
     "Stage",
     "TaskHistory",
     "TaskStage",
+    "cache_home",
     "choice_notes",
     "cut_journal",
+    "ending_in_time",
     "gpus_to_json",
     "has_result",
+    "in_background",
     "is_disk_full",
     "load_run_task",
+    "read_entries",
     "read_events",
     "read_history",
+    "read_intact_entries",
     "read_intact_events",
     "read_queue_history",
     "replace_file",

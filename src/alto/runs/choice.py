@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from alto.records import ExitReason
-from alto.runs.history import JobHistory, RunHistory
+from alto.runs.history import RunHistory
+from alto.runs.job_history import JobHistory
 from alto.spec.metric import loss_scale
 
 __all__ = ["choice_notes"]
@@ -21,7 +22,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     if history.result is None or winner is None:
         return ()
     notes = []
-    if tied := [str(other["job"]) for other in history.result.get("within_noise") or ()]:
+    if tied := [other.job for other in history.result.within_noise]:
         notes.append(_what_rows_cannot_tell(history, winner, tied))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
         notes.append(_why_underperforming(history, winner))
@@ -30,7 +31,8 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
 
 def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
     names = ", ".join(tied[:_MAX_NAMES]) + (f" and {len(tied) - _MAX_NAMES} more" if len(tied) > _MAX_NAMES else "")
-    metric, num_rows = history.metric.replace("_", " "), history.settings.get("num_validation", 0)
+    metric = history.metric.replace("_", " ")
+    num_rows = history.started.num_validation if history.started is not None else 0
     jobs = [history.jobs[job] for job in (winner.job, *tied) if job in history.jobs]
     if len({loss_scale(job.config) for job in jobs}) == 1:
         decided = "the lowest validation loss"
@@ -42,12 +44,12 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
 
 
 def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
-    evidence = winner.exit_evidence
+    evidence = {key: float(value) for key, value in winner.exit_evidence.items()}
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
     dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
     progress = next(dropped_at, winner.progress)
     why = "it gave the most right answers" if history.finalists else "no job that went on reached a better one"
-    is_papers = (history.settings.get("early_exit") or {}).get("policy") == "paper"
+    is_papers = history.started is not None and history.started.early_exit.get("policy") == "paper"
     remedy = "A larger select_ratio lets" if is_papers else "Later rungs, or early_exit: {preset: cautious}, let"
     return (
         f"{winner.job} was ended as underperforming at {100 * progress:.3g} % of its steps{rank}, and won with its "

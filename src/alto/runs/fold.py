@@ -1,23 +1,25 @@
-"""What the folds of all journals have in common: a handler for each event, and a clock."""
+"""What the folds of all journals have in common: entries one at a time, and a clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
 from alto.errors import RunError
-from alto.runs.journal import Event, read_events
+from alto.runs.events import Event, JournalEntry, as_entry
+from alto.runs.journal import read_entries
 
 __all__ = ["JournalFold"]
 
 
-class JournalFold:
-    """State derived from the events of a journal, one at a time; a subclass says in ``_handlers`` what each does.
+class JournalFold(ABC):
+    """State derived from the entries of a journal, one at a time.
 
     Attributes:
-        started_at: Unix time of the first event, None before it.
-        last_seen_at: Unix time of the latest event.
+        started_at: Unix time of the first entry, None before it.
+        last_seen_at: Unix time of the latest entry.
         interruptions: Spans of unix seconds in which nobody worked.
     """
 
@@ -25,53 +27,54 @@ class JournalFold:
         self.started_at: float | None = None
         self.last_seen_at: float | None = None
         self.interruptions: list[tuple[float, float]] = []
-        self._handlers: dict[str, Callable[[Event], None]] = {}
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Self:
-        """The state after all of ``events``."""
+    def of(cls, entries: Iterable[JournalEntry]) -> Self:
+        """The state after all of ``entries``."""
         history = cls()
-        for event in events:
-            history.apply(event)
+        for entry in entries:
+            history.apply(entry)
         return history
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The state after all events of the journal at ``path``.
+        """The state after all entries of the journal at ``path``.
 
         Raises:
             RunNotFoundError: There is no journal.
-            RunError: The journal is damaged, or says what no ALTO writes.
+            RunError: The journal is damaged, or has what no ALTO writes.
         """
         history = cls()
-        for event in read_events(path):
+        for entry in read_entries(path):
             try:
-                history.apply(event)
+                history.apply(entry)
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise RunError(
-                    f"Expected a journal as ALTO writes it, found another event in {path} ({event!r:.100}: {error!r}). "
+                    f"Expected a journal as ALTO writes it, found another event in {path} ({entry!r:.100}: {error!r}). "
                     "Put the file back as it was."
                 ) from error
         return history
 
-    def apply(self, event: Event) -> None:
-        """Fold in one event; one that this version does not know only moves the clock."""
-        handler = self._handlers.get(str(event.get("event")))
-        if handler is not None:
-            handler(event)
-        if (time := event.get("time")) is not None:
-            self.started_at = time if self.started_at is None else self.started_at
-            self.last_seen_at = time
+    def apply(self, entry: JournalEntry) -> None:
+        """Fold in one entry; one whose event this version does not know only moves the clock."""
+        entry = as_entry(entry)
+        self._fold(entry.event, entry.time)
+        self.started_at = entry.time if self.started_at is None else self.started_at
+        self.last_seen_at = entry.time
+
+    @abstractmethod
+    def _fold(self, event: Event, time: float) -> None:
+        """Take in what ``event``, written at ``time`` (unix seconds), changes."""
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first to the latest event, without those in which nobody worked."""
+        """Seconds from the first to the latest entry, without those in which nobody worked."""
         if self.started_at is None or self.last_seen_at is None:
             return 0.0
         idle_s = sum(end - start for start, end in self.interruptions)
         return max(0.0, self.last_seen_at - self.started_at - idle_s)
 
-    def _note_interruption(self, event: Event) -> None:
-        """The time since the event before ``event``, with which somebody goes on, was nobody's."""
-        if self.last_seen_at is not None and event.get("time") is not None:
-            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, float(event["time"]))))
+    def _note_interruption(self, time: float) -> None:
+        """Nobody worked between the entry before and that of ``time``, with which a process resumes."""
+        if self.last_seen_at is not None:
+            self.interruptions.append((self.last_seen_at, max(self.last_seen_at, time)))

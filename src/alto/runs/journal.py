@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from alto.errors import RunBusyError, RunError, RunNotFoundError
+from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode
+from alto.runs.events.codec import event_from
 from alto.runs.files import replace_file, writing
 from alto.spec.outside import is_number, read_bytes
 
@@ -22,7 +23,9 @@ __all__ = [
     "SilentJournal",
     "cut_journal",
     "parse_line",
+    "read_entries",
     "read_events",
+    "read_intact_entries",
     "read_intact_events",
 ]
 
@@ -32,36 +35,35 @@ _MAX_BYTES = 4 * 1024**3
 _MAX_TIME = 253402300799.0
 """The last second of the year 9999: no calendar goes further."""
 
-Event = Mapping[str, Any]
+Observer = Callable[[JournalEntry], None]
+"""Is shown every entry after it has been written."""
 
-Observer = Callable[[Event], None]
-"""Is shown every event after it has been written."""
-
-_Entry: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
-"""What one append wrote, without its line end, and the event that it says; None where that cannot be read."""
+_Piece: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
+"""What one append wrote, without its line end, and its JSON object; None where that cannot be read."""
 
 _BEGINNING = b'{"seq": '
 """Every line begins so."""
 
 
 class Journal:
-    """Writes one JSON object a line: ``seq``, ``time`` (Unix seconds), ``event``, and what the event says.
+    """Writes one JSON object a line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
 
-    Strict JSON has no NaN and no infinity: they are written as the strings ``nan``, ``inf`` and ``-inf``. ``time``
-    never runs backwards, whatever is done to the machine's clock meanwhile.
+    ``time`` never runs backwards, whatever is done to the machine's clock meanwhile.
 
     Whatever the file holds after ``past`` (the torn line of an interrupted write, or events that a run goes back
     behind) is cut off before the first event is appended, and so is what is left of an event that could not be written.
 
     Args:
-        past: The first events of the file, which the next one follows; None keeps all that are intact.
+        observers: Called with every entry after it was written.
+        past: The first entries of the file, which the next one follows; None keeps all that are intact.
         check: Called before the file is cut and before every event; what it raises keeps the file as it is.
 
     Attributes:
-        past: They.
+        past: They, decoded.
         num_lines_cut: Lines that were cut off when the journal was opened.
 
     Raises:
+        RunError: An entry of the file has a field of another type.
         RunWriteError: The disk is full or cannot be written.
     """
 
@@ -70,14 +72,14 @@ class Journal:
         path: Path,
         observers: Sequence[Observer] = (),
         *,
-        past: Sequence[Event] | None = None,
+        past: Sequence[JournalEntry | Mapping[str, Any]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         check()  # the model may have been loading for long since the lock was taken
         self._path = path
         self._check = check
-        held = read_intact_events(path) if past is None and path.exists() else past or ()
-        self.past = tuple(held)
+        held = read_intact_entries(path) if past is None and path.exists() else past or ()
+        self.past = tuple(entry if isinstance(entry, JournalEntry) else decode(entry, path) for entry in held)
         self.num_lines_cut = cut_journal(path, len(self.past)) if path.exists() else 0
         with writing(path.parent, path):
             # Unbuffered, so that a line that could not be written is not tried again when the file is closed.
@@ -86,24 +88,33 @@ class Journal:
         self._observers = tuple(observers)
         self._is_torn = False
         self._seq = len(self.past)
-        self._started_at = max(time.time(), self.past[-1]["time"] if self.past else 0.0)
+        self._started_at = max(time.time(), self.past[-1].time if self.past else 0.0)
         self._started_on = time.monotonic()
 
-    def append(self, event: str, **facts: Any) -> None:
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    def append(self, event: Event | str, **facts: Any) -> JournalEntry:
         """Write an event; the line is with the operating system when this returns.
 
         Raises:
             RunBusyError: The file was removed or replaced, so another process may write the journal.
             RunWriteError: The disk is full or cannot be written.
+            TypeError: The event holds what strict JSON cannot.
         """
+        if isinstance(event, str):
+            event = event_from(event, facts)
         self._check()
         self._check_file()
         now = self._started_at + time.monotonic() - self._started_on
-        line = {"seq": self._seq, "time": round(now, 3), "event": event, **facts}
-        self._write((json.dumps(_strict(line), allow_nan=False) + "\n").encode())
+        entry = JournalEntry(seq=self._seq, time=round(now, 3), event=event)
+        self._write((json.dumps(encode(entry), allow_nan=False) + "\n").encode())
         self._seq += 1
         for observer in self._observers:
-            observer(line)
+            observer(entry)
+        return entry
 
     def _check_file(self) -> None:
         held = os.fstat(self._file.fileno())
@@ -148,19 +159,45 @@ class Journal:
 
 
 class SilentJournal(Journal):
-    """Writes nothing: for a rank whose events another one tells."""
+    """Writes nothing: for a rank whose events another rank writes."""
 
     def __init__(self) -> None:
         pass
 
-    def append(self, event: str, **facts: Any) -> None:
-        """Nothing."""
+    def append(self, event: Event | str, **facts: Any) -> JournalEntry:
+        """Nothing is written; the entry has no sequence number."""
+        event = event_from(event, facts) if isinstance(event, str) else event
+        return JournalEntry(seq=NO_SEQ, time=time.time(), event=event)
 
     def sync(self) -> None:
         """Nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def read_entries(path: str | Path) -> list[JournalEntry]:
+    """Read the entries of a journal, oldest first.
+
+    A last line that is not whole is what an interrupted write leaves behind; it is dropped. So is one that an event
+    was appended to, and the event is read.
+
+    Raises:
+        RunNotFoundError: There is no such file.
+        RunError: A line before the last one is not a JSON object, its time is no time, or a known field of a known
+            event is missing or holds another type.
+    """
+    return [decode(line, path) for line in read_events(path)]
+
+
+def read_intact_entries(path: Path) -> list[JournalEntry]:
+    """The entries before the first line that is damaged or missing: what can still be relied on.
+
+    Raises:
+        RunNotFoundError: There is no such file.
+        RunError: A known field of a known event is missing or holds another type.
+    """
+    return [decode(line, path) for line in read_intact_events(path)]
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -177,7 +214,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     lines = _lines(path)
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        for _, event in _entries_of(line):
+        for _, event in _pieces_of(line):
             if event is not None:
                 events.append(event)
             elif number < len(lines):
@@ -195,7 +232,7 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunNotFoundError: There is no such file.
     """
-    return [event for _, event in _intact_entries(path)]
+    return [event for _, event in _intact_pieces(path)]
 
 
 def cut_journal(path: Path, num_events: int) -> int:
@@ -208,7 +245,7 @@ def cut_journal(path: Path, num_events: int) -> int:
         RunNotFoundError: There is no such file.
         RunWriteError: The disk is full or cannot be written.
     """
-    kept = b"".join(data + b"\n" for data, _ in _intact_entries(path)[:num_events])
+    kept = b"".join(data + b"\n" for data, _ in _intact_pieces(path)[:num_events])
     if kept != path.read_bytes():
         num_lines = len(_lines(path))
         with writing(path.parent, path):
@@ -217,17 +254,17 @@ def cut_journal(path: Path, num_events: int) -> int:
     return 0
 
 
-def _intact_entries(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     entries: list[tuple[bytes, dict[str, Any]]] = []
     for line in _lines(path):
-        for data, event in _entries_of(line):
+        for data, event in _pieces_of(line):
             if event is None or event.get("seq") != len(entries) or not _is_told(event):
                 return entries
             entries.append((data, event))
     return entries
 
 
-def _entries_of(line: bytes) -> Iterator[_Entry]:
+def _pieces_of(line: bytes) -> Iterator[_Piece]:
     """What a line holds: one entry; two where an event was appended to a line without an end (version 0.1 did so to
     the journals of queues). Of these the first is left out where it is torn: the second, whole, has its number."""
     if not line.strip():
@@ -259,7 +296,7 @@ def _lines(path: Path) -> list[bytes]:
         ) from error
 
 
-def _is_told(event: Event) -> bool:
+def _is_told(event: Mapping[str, Any]) -> bool:
     return "time" in event and isinstance(event.get("event"), str)
 
 
@@ -271,13 +308,3 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     is_event = isinstance(event, dict) and is_number(event.get("time", 0), least=0, most=_MAX_TIME)
     return event if is_event else None
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return value

@@ -54,6 +54,16 @@ class LockFile:
             return False
         return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
+    def write(self, text: str) -> None:
+        """Say in the file who holds it, for whoever finds it taken.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        assert self._descriptor is not None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
     def release(self) -> None:
         """Give it back; the file stays."""
         if self._descriptor is not None:

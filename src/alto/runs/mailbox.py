@@ -1,7 +1,7 @@
-"""What other processes ask of a running task: one file a command in ``control/``, and the answer beside it.
+"""What other processes ask of a running task or queue: one file a command in ``control/``, and the answer beside it.
 
-A command is there until its effect is committed, so that neither the task's death nor its own restart loses it; and it
-carries an id that the journal remembers, so that it takes effect once.
+A command is there until its effect is committed, so that neither the death of whoever works on the run nor its own
+restart loses it; and it carries an id that the run remembers, so that it takes effect once.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from alto.errors import JobCommandError
+from alto.errors import JobCommandError, QueueCommandError, RunError
 from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir
 from alto.spec.outside import read_json
 
-__all__ = ["Action", "Answer", "Command", "Mailbox"]
+__all__ = ["Action", "Answer", "Command", "Mailbox", "QueueAction", "QueueCommand", "QueueMailbox"]
 
 _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
+_POLL_S = 0.05
 
 
 class Action(StrEnum):
@@ -33,6 +35,17 @@ class Action(StrEnum):
     STOP = "stop"
     RESUME = "resume"
     CLONE = "clone"
+
+
+class QueueAction(StrEnum):
+    """What can be asked of a queue."""
+
+    SUBMIT = "submit"
+    CANCEL = "cancel"
+    FINISH = "finish"
+    """Take no more tasks, and end when all have ended."""
+    DRAIN = "drain"
+    """Have every running task save and end, then end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +66,25 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueCommand:
+    """Something asked of a queue.
+
+    Attributes:
+        id: Sorts commands by when they were given.
+        task: Whom to cancel: its name in the queue.
+        values: Of a task that is submitted, as :class:`alto.spec.Task` takes them; paths are absolute.
+        tenant, priority: Of a task that is submitted.
+    """
+
+    id: str
+    action: QueueAction
+    task: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Whether a command took effect, and what it did or why not."""
 
@@ -60,33 +92,44 @@ class Answer:
     message: str
 
 
-class Mailbox:
-    """The commands of one run."""
+C = TypeVar("C", Command, QueueCommand)
+
+
+class _Mailbox(ABC, Generic[C]):
+    """The commands of one kind for the run, or queue, in a folder."""
+
+    _error: ClassVar[type[RunError]]
+    _writers: ClassVar[str]
+    """Who writes such commands, as an error says it."""
+    _answerer: ClassVar[str]
+    _remedy: ClassVar[str]
+    """How to see whether a command took effect, where its answer is lost."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._folder = run.control
 
-    def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
-        """Ask something; returns the command's id.
+    @staticmethod
+    @abstractmethod
+    def _parse(facts: dict[str, Any]) -> C:
+        """The command of ``facts``.
 
         Raises:
-            JobCommandError: Something else is where the mailbox would be.
-            RunWriteError: The run directory cannot be written.
+            ValueError, TypeError, KeyError: They are none.
         """
+
+    def _send(self, facts: Mapping[str, Any]) -> str:
         if self._folder.exists() and not self._folder.is_dir():
-            raise JobCommandError(
+            raise self._error(
                 f"expected a folder for commands at {self._folder}, found a file; move it away and ask again"
             )
-        command = Command(
-            id=f"{time.time_ns():020d}-{secrets.token_hex(4)}", action=action, job=job, changes=changes or {}, warm=warm
-        )
+        command_id = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         with writing(self._run.root, self._folder):
             self._folder.mkdir(exist_ok=True)
-            replace_file(self._folder / (command.id + _COMMAND), json.dumps(asdict(command)) + "\n")
-        return command.id
+            replace_file(self._folder / (command_id + _COMMAND), json.dumps({**facts, "id": command_id}) + "\n")
+        return command_id
 
-    def pending(self) -> list[Command]:
+    def pending(self) -> list[C]:
         """Commands not answered yet, oldest first; a file that is none is answered so.
 
         Where there is no folder, or none that can be read, nothing can have been asked.
@@ -98,8 +141,8 @@ class Mailbox:
             return []
         for name in names:
             try:
-                commands.append(_command(name.removesuffix(_COMMAND), self._folder / name))
-            except JobCommandError as error:
+                commands.append(self._read(name.removesuffix(_COMMAND), self._folder / name))
+            except RunError as error:
                 self.answer(name.removesuffix(_COMMAND), Answer(done=False, message=str(error)))
         return commands
 
@@ -118,11 +161,16 @@ class Mailbox:
             replace_file(path, json.dumps(asdict(answer)) + "\n")
             _remove(self._folder / (command_id + _COMMAND))
 
-    def wait_for_answer(self, command_id: str, timeout_s: float) -> Answer | None:
+    def wait_for_answer(
+        self, command_id: str, timeout_s: float, *, sleep: Callable[[float], object] = time.sleep
+    ) -> Answer | None:
         """The answer, taken out of the mailbox; None if there is none within ``timeout_s``.
 
+        Args:
+            sleep: Called between two looks.
+
         Raises:
-            JobCommandError: There is a file in its place that is none.
+            JobCommandError, QueueCommandError: There is a file in its place that is none.
             RunWriteError: It cannot be taken out.
         """
         path = self._folder / (command_id + _ANSWER)
@@ -130,11 +178,87 @@ class Mailbox:
         while not path.exists():
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(0.05)
-        answer = _answer(path)
+            sleep(_POLL_S)
+        answer = self._read_answer(path)
         with writing(self._run.root, path):
             _remove(path)
         return answer
+
+    def _read(self, command_id: str, path: Path) -> C:
+        try:
+            return self._parse({**read_json(path), "id": command_id})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise self._error(
+                f"expected a command as {self._writers} writes it, found another file ({error!s:.200}); use "
+                f"{self._writers}"
+            ) from None
+
+    def _read_answer(self, path: Path) -> Answer:
+        try:
+            answer = Answer(**read_json(path))
+            if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
+                raise TypeError("a field of another type")
+        except (OSError, ValueError, TypeError) as error:
+            raise self._error(
+                f"expected the answer of the {self._answerer} at {path}, found another file ({error!s:.200}); remove "
+                f"it and see with {self._remedy} whether the command took effect"
+            ) from None
+        return answer
+
+
+class Mailbox(_Mailbox[Command]):
+    """The commands of one run."""
+
+    _error = JobCommandError
+    _writers = "`alto job`"
+    _answerer = "task"
+    _remedy = "alto show"
+
+    def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
+        """Ask something; returns the command's id.
+
+        Raises:
+            JobCommandError: Something else is where the mailbox would be.
+            RunWriteError: The run directory cannot be written.
+        """
+        return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
+
+    @staticmethod
+    def _parse(facts: dict[str, Any]) -> Command:
+        command = Command(**{**facts, "action": Action(facts["action"])})
+        if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
+            raise TypeError("a field of another type")
+        return command
+
+
+class QueueMailbox(_Mailbox[QueueCommand]):
+    """The commands of one queue."""
+
+    _error = QueueCommandError
+    _writers = "`alto submit` or `alto cancel`"
+    _answerer = "queue"
+    _remedy = "alto list"
+
+    def submit(self, values: Mapping[str, Any], *, tenant: str = "", priority: int = 0) -> str:
+        """Ask for a task to be run; the command's id. Arguments as of `QueueCommand`, errors as of :meth:`ask`."""
+        return self._send({"action": QueueAction.SUBMIT, "values": values, "tenant": tenant, "priority": priority})
+
+    def ask(self, action: QueueAction, task: str = "") -> str:
+        """Ask anything else; returns the command's id.
+
+        Raises:
+            QueueCommandError: Something else is where the mailbox would be.
+            RunWriteError: The queue's folder cannot be written.
+        """
+        return self._send({"action": action, "task": task})
+
+    @staticmethod
+    def _parse(facts: dict[str, Any]) -> QueueCommand:
+        command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
+        is_text = isinstance(command.task, str) and isinstance(command.tenant, str)
+        if not (is_text and isinstance(command.values, dict) and type(command.priority) is int):
+            raise TypeError("a field of another type")
+        return command
 
 
 def _remove(path: Path) -> None:
@@ -143,29 +267,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _answer(path: Path) -> Answer:
-    try:
-        answer = Answer(**read_json(path))
-        if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
-            raise TypeError("a field of another type")
-    except (OSError, ValueError, TypeError) as error:
-        raise JobCommandError(
-            f"expected the answer of the task at {path}, found another file ({error!s:.200}); remove it and see with "
-            "alto show whether the command took effect"
-        ) from None
-    return answer
-
-
-def _command(command_id: str, path: Path) -> Command:
-    try:
-        facts = read_json(path)
-        command = Command(**{**facts, "id": command_id, "action": Action(facts["action"])})
-        if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
-            raise TypeError("a field of another type")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise JobCommandError(
-            f"expected a command as `alto job` writes it, found another file ({error!s:.200}); use `alto job`"
-        ) from None
-    return command

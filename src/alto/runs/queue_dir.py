@@ -5,6 +5,7 @@
     runs/queue-<id>/
         queue.yaml           the tasks, what they ask for, and how they are scheduled
         journal.jsonl        everything that happened to the queue
+        control/             what other processes ask of the queue: alto submit, alto cancel, alto drain
         tasks/<task>/        the run directory of each task
         report.html
         run.lock             held by the process that works on the queue
@@ -13,9 +14,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import yaml
 
 from alto.errors import RunError, RunNotFoundError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S
-from alto.runs.files import replace_file
+from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
 from alto.spec.outside import is_number, read_bytes
@@ -43,6 +45,9 @@ class QueueEntry:
         num_gpus: GPUs that it runs on.
         duration_s: What it is thought to take, early exit counted.
         priority, tenant: See :class:`alto.spec.Task`.
+        command: Id of the command by which it was submitted; empty where it was there from the start, or was submitted
+            by the process that works on the queue.
+        is_cancelled: Nobody wants it any more.
     """
 
     task: str
@@ -50,6 +55,8 @@ class QueueEntry:
     duration_s: float
     priority: int = 0
     tenant: str = ""
+    command: str = ""
+    is_cancelled: bool = False
 
 
 class QueueDir:
@@ -80,8 +87,7 @@ class QueueDir:
             queue = cls(unborn)
             for entry, task in zip(entries, tasks, strict=True):
                 queue.run_of(entry.task).begin(task)
-            facts = {"settings": dict(settings), "tasks": [asdict(entry) for entry in entries]}
-            replace_file(queue._spec_file, yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+            queue._write(entries, settings)
             queue.run.journal_file.touch()
             return cls(claim(unborn, folder, stem))
 
@@ -124,16 +130,53 @@ class QueueDir:
                 "was, or run the tasks anew"
             ) from error
 
+    def add(self, entry: QueueEntry, task: Task) -> None:
+        """Take in a task: once this has returned, the queue has it.
+
+        Raises:
+            RunBusyError: As of :meth:`RunDir.check_lock`.
+            RunWriteError: The folder cannot be written.
+        """
+        run = self.run_of(entry.task)
+        entries, settings = self.read()
+        self.run.check_lock()
+        with writing(self.root, run.root):
+            if run.root.exists():  # what was left by one that was not taken in
+                shutil.rmtree(run.root)
+            run.begin(task)
+            self._write([*entries, entry], settings)
+
+    def cancel(self, task: str) -> None:
+        """Note that nobody wants a task any more; errors as of :meth:`add`."""
+        entries, settings = self.read()
+        self.run.check_lock()
+        with writing(self.root, self._spec_file):
+            self._write(
+                [replace(entry, is_cancelled=True) if entry.task == task else entry for entry in entries], settings
+            )
+
+    def _write(self, entries: Sequence[QueueEntry], settings: Mapping[str, Any]) -> None:
+        facts = {"settings": dict(settings), "tasks": [_facts(entry) for entry in entries]}
+        replace_file(self._spec_file, yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+
     def run_of(self, task: str) -> RunDir:
         """The run directory of a task."""
         return RunDir(self.root / "tasks" / task)
 
 
+def _facts(entry: QueueEntry) -> dict[str, Any]:
+    """What is written of an entry; of what only live queues have, what differs from its default."""
+    facts = asdict(entry)
+    return {key: value for key, value in facts.items() if value or key not in ("command", "is_cancelled")}
+
+
 def _check(entry: QueueEntry) -> None:
-    is_text = isinstance(entry.task, str) and isinstance(entry.tenant, str)
+    is_text = all(isinstance(text, str) for text in (entry.task, entry.tenant, entry.command))
     # A task's name is that of a folder in the queue's own.
     if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
         raise ValueError(f"the task {entry.task!r}")
+    if type(entry.is_cancelled) is not bool:
+        raise ValueError(f"{entry.is_cancelled!r} as is_cancelled")
     if type(entry.num_gpus) is not int or type(entry.priority) is not int or entry.num_gpus < 1:
         raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
     if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):

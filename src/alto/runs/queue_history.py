@@ -1,16 +1,18 @@
-"""What happened in a queue, folded from its journal one event at a time, as :mod:`alto.runs.history` does for a run."""
+"""What happened in a queue, folded from its journal one entry at a time, as :mod:`alto.runs.history` does for a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from alto.records import Gpu, Node, Placement
+from alto.runs import events
+from alto.runs.events import Event
 from alto.runs.fold import JournalFold
-from alto.runs.journal import Event
+from alto.runs.job_history import RunStatus
 from alto.runs.queue_dir import QueueDir
 
 __all__ = [
@@ -18,7 +20,6 @@ __all__ = [
     "QueueHistory",
     "TaskHistory",
     "TaskStage",
-    "gpus_from_json",
     "gpus_to_json",
     "read_queue_history",
 ]
@@ -31,6 +32,7 @@ class TaskStage(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
+    CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +46,10 @@ class Attempt:
     outcome: str | None = None
     reason: str = ""
 
+    def duration_s(self, now: float) -> float:
+        """Seconds that it took, or has taken until ``now`` (unix seconds) if it still runs."""
+        return (now if self.end is None else self.end) - self.start
+
 
 @dataclass(slots=True, kw_only=True)
 class TaskHistory:
@@ -53,6 +59,8 @@ class TaskHistory:
         duration_s: As it was estimated before the queue began.
         first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
+        tenant, priority: As it was submitted.
+        is_cancelled: Nobody wants it any more; while an executor of it runs, that saves and ends.
     """
 
     task: str
@@ -62,6 +70,13 @@ class TaskHistory:
     attempts: list[Attempt] = field(default_factory=list)
     first_plan: Placement | None = None
     failure: str = ""
+    tenant: str = ""
+    priority: int = 0
+    is_cancelled: bool = False
+
+    def spent_s(self, now: float) -> float:
+        """Seconds that all its attempts took until ``now`` (unix seconds)."""
+        return sum(attempt.duration_s(now) for attempt in self.attempts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,102 +93,135 @@ class PlanNote:
 
 
 class QueueHistory(JournalFold):
-    """Folds journal events into the state of a queue.
+    """Folds journal entries into the state of a queue.
 
     Attributes:
-        settings: The ``queue_started`` event without its tasks.
+        started: What the queue was started with; None before the first event.
         tasks: Every task by its name in the queue, in the order they were given.
-        nodes: The machines as they were when the queue began.
         plans: Every schedule that was made.
         notices: What users should know, oldest first.
-        result: The ``queue_completed`` event, None before.
+        is_completed: Whether every task has its result or was given up.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings: dict[str, Any] = {}
+        self.started: events.QueueStarted | None = None
         self.tasks: dict[str, TaskHistory] = {}
-        self.nodes: tuple[Node, ...] = ()
         self.plans: list[PlanNote] = []
         self.notices: list[str] = []
-        self.result: dict[str, Any] | None = None
-        self._handlers = {
-            "queue_started": self._on_started,
-            "queue_resumed": self._on_resumed,
-            "planned": self._on_planned,
-            "executor_started": self._on_executor_started,
-            "executor_ended": self._on_executor_ended,
-            "task_given_up": self._on_given_up,
-            "queue_completed": self._on_completed,
-        }
+        self.is_completed = False
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The machines as they were when the queue began."""
+        return self.started.nodes if self.started is not None else ()
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs, or CPU slots that stand for them, of all machines."""
+        return sum(len(node.gpus) for node in self.nodes)
+
+    @property
+    def has_gpus(self) -> bool:
+        """False where CPU slots stand for GPUs."""
+        return self.started is not None and self.started.devices == "gpus"
+
+    def status(self, *, is_live: bool) -> RunStatus:
+        """The status of the queue, on which a process works or not."""
+        return RunStatus.of(is_finished=self.is_completed, is_live=is_live)
 
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
 
-    def _on_started(self, event: Event) -> None:
-        self.settings = {key: value for key, value in event.items() if key not in ("seq", "time", "event", "tasks")}
-        self.nodes = tuple(Node(name=node["name"], gpus=tuple(node["gpus"])) for node in event["nodes"])
-        for entry in event["tasks"]:
-            name = str(entry["task"])
-            self.tasks[name] = TaskHistory(
-                task=name, num_gpus=int(entry["num_gpus"]), duration_s=float(entry["duration_s"])
-            )
+    def actual_placements(self) -> list[Placement]:
+        """What ran where until the latest event, a placement an attempt; starts are unix seconds."""
+        now = self.last_seen_at or 0.0
+        return [
+            Placement(task=task.task, gpus=attempt.gpus, start_s=attempt.start, duration_s=attempt.duration_s(now))
+            for task in self.tasks.values()
+            for attempt in task.attempts
+        ]
 
-    def _on_resumed(self, event: Event) -> None:
-        self._note_interruption(event)
-        self.notices += map(str, event.get("notes") or ())
-        done = set(event.get("done") or ())
+    def utilisation(self) -> float:
+        """Share of the GPU seconds between the first start and the last end that executors had, in [0, 1]."""
+        actual = self.actual_placements()
+        if not actual:
+            return 0.0
+        span_s = max(place.end_s for place in actual) - min(place.start_s for place in actual)
+        used_s = sum(place.duration_s * len(place.gpus) for place in actual)
+        return used_s / (span_s * self.num_gpus) if span_s else 0.0
+
+    def _fold(self, event: Event, time: float) -> None:
+        match event:
+            case events.QueueStarted():
+                self._on_started(event)
+            case events.QueueResumed():
+                self._on_resumed(event, time)
+            case events.TaskSubmitted():
+                self._add(event)
+            case events.TaskCancelled():
+                task = self.tasks[event.task]
+                task.is_cancelled = True
+                task.state = TaskStage.CANCELLED if task.state is TaskStage.WAITING else task.state
+            case events.SchedulePlanned():
+                self._on_planned(event, time)
+            case events.ExecutorStarted():
+                task = self.tasks[event.task]
+                task.attempts.append(Attempt(number=event.attempt, gpus=event.gpus, start=time))
+                task.state, task.failure = TaskStage.RUNNING, ""
+            case events.ExecutorExited():
+                task = self.tasks[event.task]
+                self._close(task, time, outcome=event.outcome, reason=event.reason)
+                task.state = TaskStage.FINISHED if event.outcome == "finished" else _unfinished(task)
+            case events.TaskGivenUp():
+                task = self.tasks[event.task]
+                task.state, task.failure = TaskStage.FAILED, event.reason
+            case events.QueueCompleted():
+                self.is_completed = True
+
+    def _on_started(self, event: events.QueueStarted) -> None:
+        self.started = event
+        for entry in event.tasks:
+            self._add(entry)
+
+    def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
+        self.tasks[entry.task] = TaskHistory(
+            task=entry.task,
+            num_gpus=entry.num_gpus,
+            duration_s=entry.duration_s,
+            tenant=entry.tenant,
+            priority=entry.priority,
+        )
+
+    def _on_resumed(self, event: events.QueueResumed, time: float) -> None:
+        self._note_interruption(time)
+        self.is_completed = False
+        self.notices += event.notes
         for task in self.tasks.values():
-            if task.task in done:  # the line that says so may not have reached the disk
+            if task.task in event.done:  # the line that says so may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
-                task.state = TaskStage.WAITING
+                task.state = _unfinished(task)
 
-    def _on_planned(self, event: Event) -> None:
-        at = float(event["time"])
+    def _on_planned(self, event: events.SchedulePlanned, time: float) -> None:
         self.plans.append(
             PlanNote(
-                at=at,
-                reason=str(event["reason"]),
-                method=str(event["method"]),
-                status=str(event["status"]),
-                makespan_s=float(event["makespan_s"]),
-                bound_s=float(event["bound_s"]),
-                notice=str(event["notice"]),
+                at=time,
+                reason=event.reason,
+                method=event.method,
+                status=event.status,
+                makespan_s=event.makespan_s,
+                bound_s=event.bound_s,
+                notice=event.notice,
             )
         )
-        if event["notice"] and event["notice"] not in self.notices:
-            self.notices.append(str(event["notice"]))
-        for entry in event["placements"]:
-            placement = Placement(
-                task=str(entry["task"]),
-                gpus=gpus_from_json(entry["gpus"]),
-                start_s=at + float(entry["start_s"]),
-                duration_s=float(entry["duration_s"]),
-            )
+        if event.notice and event.notice not in self.notices:
+            self.notices.append(event.notice)
+        for placement in event.placements:
             task = self.tasks[placement.task]
-            task.first_plan = task.first_plan or placement
-
-    def _on_executor_started(self, event: Event) -> None:
-        task = self.tasks[str(event["task"])]
-        task.attempts.append(
-            Attempt(number=int(event["attempt"]), gpus=gpus_from_json(event["gpus"]), start=float(event["time"]))
-        )
-        task.state, task.failure = TaskStage.RUNNING, ""
-
-    def _on_executor_ended(self, event: Event) -> None:
-        task, outcome = self.tasks[str(event["task"])], str(event["outcome"])
-        self._close(task, float(event["time"]), outcome=outcome, reason=str(event["reason"]))
-        task.state = TaskStage.FINISHED if outcome == "finished" else TaskStage.WAITING
-
-    def _on_given_up(self, event: Event) -> None:
-        task = self.tasks[str(event["task"])]
-        task.state, task.failure = TaskStage.FAILED, str(event["reason"])
-
-    def _on_completed(self, event: Event) -> None:
-        self.result = dict(event)
+            task.first_plan = task.first_plan or replace(placement, start_s=time + placement.start_s)
 
     @staticmethod
     def _close(task: TaskHistory, end: float | None, *, outcome: str, reason: str) -> None:
@@ -183,14 +231,14 @@ class QueueHistory(JournalFold):
             attempt.outcome, attempt.reason = outcome, reason
 
 
+def _unfinished(task: TaskHistory) -> TaskStage:
+    """Where a task is whose executor has ended without a result."""
+    return TaskStage.CANCELLED if task.is_cancelled else TaskStage.WAITING
+
+
 def gpus_to_json(gpus: Iterable[Gpu]) -> list[list[Any]]:
     """GPUs as a journal holds them."""
     return [[gpu.node, gpu.index] for gpu in gpus]
-
-
-def gpus_from_json(told: Iterable[Any]) -> tuple[Gpu, ...]:
-    """GPUs as a journal told them."""
-    return tuple(Gpu(str(node), int(index)) for node, index in told)
 
 
 def read_queue_history(queue_dir: str | Path) -> QueueHistory:
@@ -198,6 +246,6 @@ def read_queue_history(queue_dir: str | Path) -> QueueHistory:
 
     Raises:
         RunNotFoundError: It holds no queue.
-        RunError: The journal is damaged, or says what no ALTO writes.
+        RunError: The journal is damaged, or has what no ALTO writes.
     """
     return QueueHistory.read(QueueDir.open(queue_dir).run.journal_file)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from alto.errors import NoResultError, RunNotFoundError
-from alto.records import ExitReason, JobResult, TaskResult
+from alto.records import JobResult, TaskResult, exit_reason
 from alto.runs.choice import choice_notes
-from alto.runs.history import JobHistory, RunHistory
-from alto.runs.journal import read_intact_events
+from alto.runs.events import TaskCompleted
+from alto.runs.history import RunHistory
+from alto.runs.job_history import JobHistory
+from alto.runs.journal import read_intact_entries
 from alto.runs.run_dir import RunDir
 
 __all__ = ["has_result", "task_result"]
@@ -45,10 +47,10 @@ def has_result(run: RunDir) -> bool:
     """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
     report."""
     try:
-        events = read_intact_events(run.journal_file)
+        entries = read_intact_entries(run.journal_file)
     except RunNotFoundError:
         return False
-    return bool(events) and events[-1]["event"] == "task_completed" and run.best.is_dir()
+    return bool(entries) and isinstance(entries[-1].event, TaskCompleted) and run.best.is_dir()
 
 
 def _job_result(job: JobHistory) -> JobResult:
@@ -57,15 +59,11 @@ def _job_result(job: JobHistory) -> JobResult:
         config=job.config,
         steps=job.step,
         total_steps=job.total_steps,
-        exit_reason=ExitReason(job.exit_reason) if job.exit_reason else None,
-        exit_evidence={key: _number(value) for key, value in job.exit_evidence.items()},
+        exit_reason=exit_reason(job.exit_reason) if job.exit_reason else None,
+        exit_evidence={key: float(value) for key, value in job.exit_evidence.items()},
         best_step=job.best_step,
         best_validation_loss=job.best_validation_loss if job.best_step else math.inf,
         samples_trained=job.samples_trained,
         samples_budgeted=job.samples_budgeted,
         best_metrics=job.best_metrics,
     )
-
-
-def _number(value: float | str) -> float:
-    return value if isinstance(value, int | float) else float(value)

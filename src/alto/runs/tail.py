@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from alto.runs.journal import Event, parse_line
+from alto.runs.events import JournalEntry, decode
+from alto.runs.journal import parse_line
 from alto.spec.outside import open_regular
 
 __all__ = ["JournalTail"]
@@ -25,10 +26,13 @@ class JournalTail:
         self._offset = 0
         self._inode: int | None = None
 
-    def read(self) -> list[Event]:
-        """The events since the last call; none where there is no journal.
+    def read(self) -> list[JournalEntry]:
+        """The entries since the last call; none where there is no journal.
 
         A damaged line is left out: resuming the run cuts it off.
+
+        Raises:
+            RunError: A known field of a known event is missing or holds another type.
         """
         try:
             file = open_regular(self._path)
@@ -44,7 +48,7 @@ class JournalTail:
         *lines, torn = data.split(b"\n")
         self._offset += len(data) - len(torn)
         self._digests += map(hash, lines)
-        return [event for event in map(parse_line, lines) if event is not None]
+        return [decode(event, self._path) for event in map(parse_line, lines) if event is not None]
 
     def _go_back(self, file: BinaryIO) -> None:
         """Back to where the file stops being what was read before."""

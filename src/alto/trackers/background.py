@@ -3,88 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import queue
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from alto.runs import Event, Observer
+from alto.runs import FLUSH_TIMEOUT_S, BackgroundObserver, Observer, ending_in_time
 from alto.trackers.base import Tracker
 from alto.trackers.feed import Feed
 
-__all__ = ["FLUSH_TIMEOUT_S", "MAX_WAITING_EVENTS", "BackgroundTracker", "tracking"]
-
-FLUSH_TIMEOUT_S = 30.0
-"""How long the end of a task waits at most, for all its trackers together."""
+__all__ = ["MAX_WAITING_EVENTS", "BackgroundTracker", "tracking"]
 
 MAX_WAITING_EVENTS = 20_000
 """Events kept for a tracker that lags behind; a run of 200 jobs, each evaluated 40 times, writes fewer."""
 
-_logger = logging.getLogger(__name__)
 
-
-class BackgroundTracker:
-    """Feeds one tracker from a daemon thread.
-
-    A tracker that raises, whatever it raises, is told nothing more, and one warning says so. Events beyond
-    ``max_waiting`` are dropped and counted.
-    """
+class BackgroundTracker(BackgroundObserver):
+    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted."""
 
     def __init__(self, name: str, tracker: Tracker, run_dir: Path, *, max_waiting: int = MAX_WAITING_EVENTS) -> None:
-        self._name = name
-        self._feed = Feed(tracker, run_dir)
-        # Unbounded, so that None, the end, always fits in; `observe` holds the bound.
-        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._max_waiting = max_waiting
-        self._num_dropped = 0
-        self._has_failed = False
-        self._thread = threading.Thread(target=self._work, name=f"alto-tracker-{name}", daemon=True)
-        self._thread.start()
-
-    def observe(self, event: Event) -> None:
-        """Take an event; never blocks."""
-        if self._waiting.qsize() < self._max_waiting:
-            self._waiting.put(event)
-        else:
-            self._num_dropped += 1
-
-    def end(self) -> None:
-        """Say that no event follows; never blocks."""
-        self._waiting.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for what was taken to be told, at most ``timeout_s``; warn of what was not."""
-        self._thread.join(timeout_s)
-        if self._has_failed:
-            return
-        if self._thread.is_alive():
-            self._has_failed = True
-            self._warn("did not finish in time; what it shows may lack the end. The journal has everything")
-        elif self._num_dropped:
-            self._warn(f"could not keep up and was not told of {self._num_dropped} events. The journal has them all")
-
-    def _work(self) -> None:
-        while (event := self._waiting.get()) is not None:
-            self._guarded(self._feed.apply, event)
-        self._guarded(self._feed.finish)
-
-    def _guarded(self, tell: Callable[..., None], *events: Event) -> None:
-        if self._has_failed:
-            return
-        try:
-            tell(*events)
-        except BaseException as error:  # a tool that calls sys.exit is no reason to lose the warning
-            if self._has_failed:  # meanwhile given up
-                return
-            self._has_failed = True
-            said = " ".join("".join(traceback.format_exception_only(error)).split())
-            self._warn(f"failed and is told nothing more, training goes on without it. {said}")
-
-    def _warn(self, what: str) -> None:
-        _logger.warning("tracker %s %s", self._name, what)
+        feed = Feed(tracker, run_dir)
+        super().__init__(f"tracker {name}", feed.apply, finish=feed.finish, max_waiting=max_waiting)
 
 
 @contextlib.contextmanager
@@ -98,11 +35,5 @@ def tracking(
         flush_timeout_s: Longest wait at the end, for all of them together.
     """
     workers = [BackgroundTracker(name, tracker, run_dir) for name, tracker in trackers.items()]
-    try:
+    with ending_in_time(workers, flush_timeout_s):
         yield tuple(worker.observe for worker in workers)
-    finally:
-        deadline = time.monotonic() + flush_timeout_s
-        for worker in workers:
-            worker.end()
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""From journal events to what a tracker is told."""
+"""From journal entries to the calls of a tracker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alto.runs import Event
+from alto.runs import JournalEntry
+from alto.runs.events import (
+    JobAdded,
+    JobCompleted,
+    JobEvaluated,
+    JobExited,
+    TaskCompleted,
+    TaskStarted,
+    TrainSteps,
+    settings_of,
+)
 from alto.trackers.base import JobOutcome, Point, TrackedRun, Tracker
 
 __all__ = ["Feed"]
-
-_NOT_SETTINGS = ("seq", "time", "event", "jobs", "base", "replayed")
 
 # As TRL's trainers name them.
 _TRL_NAMES = {
@@ -24,7 +32,7 @@ _TRL_NAMES = {
 
 
 class Feed:
-    """Tells a tracker what the events of a run say; events that concern no tracker are passed over."""
+    """Calls a tracker with what the entries of a run hold; events that concern no tracker are passed over."""
 
     def __init__(self, tracker: Tracker, run_dir: Path) -> None:
         self._tracker = tracker
@@ -32,60 +40,61 @@ class Feed:
         self._jobs: dict[str, Mapping[str, Any]] = {}
         self._best_job: str | None = None
 
-    def apply(self, event: Event) -> None:
-        """Tell the tracker of one event."""
-        match event["event"]:
-            case "task_started":
+    def apply(self, entry: JournalEntry) -> None:
+        """Call the tracker for one entry."""
+        match entry.event:
+            case TaskStarted() as event:
                 self._start(event)
-            case "job_added":
-                self._jobs[event["job"]] = event["config"]
-            case "train":
-                self._tracker.log(event["job"], _train_points(event))
-            case "eval":
-                self._tracker.log(event["job"], [_eval_point(event)])
-            case "job_exited" | "job_completed":
-                self._tracker.end_job(event["job"], _outcome(event))
-            case "task_completed":
-                self._best_job = event["best_job"]
+            case JobAdded(job=job, config=config):
+                self._jobs[job] = config
+            case TrainSteps() as event:
+                self._tracker.log(event.job, _train_points(event, entry.time))
+            case JobEvaluated() as event:
+                self._tracker.log(event.job, [_eval_point(event, entry.time)])
+            case JobExited() | JobCompleted() as event:
+                self._tracker.end_job(event.job, _outcome(event, entry.time))
+            case TaskCompleted(best_job=best_job):
+                self._best_job = best_job
 
     def finish(self) -> None:
-        """Tell the tracker that no event will follow; nothing is told of a run that never started."""
+        """Call the tracker for the end: no event will follow; it is not called for a run that never started."""
         if self._jobs:
             self._tracker.finish(self._best_job)
 
-    def _start(self, event: Event) -> None:
-        self._jobs.update({entry["job"]: entry["config"] for entry in event["jobs"]})
-        settings = {key: value for key, value in event.items() if key not in _NOT_SETTINGS}
+    def _start(self, event: TaskStarted) -> None:
+        self._jobs.update({description.job: description.config for description in event.jobs})
+        settings = {key: value for key, value in settings_of(event).items() if key != "base"}
+        if event.notes:
+            settings["notes"] = list(event.notes)
         self._tracker.start(
             TrackedRun(name=self._run_dir.name, run_dir=self._run_dir, settings=_flat(settings), jobs=self._jobs)
         )
 
 
-def _train_points(event: Event) -> list[Point]:
+def _train_points(event: TrainSteps, time: float) -> list[Point]:
     return [
-        Point(step=step, time=event["time"], metrics={"train/loss": float(loss)})
-        for step, loss in enumerate(event["losses"], start=event["first_step"])
+        Point(step=step, time=time, metrics={"train/loss": loss})
+        for step, loss in enumerate(event.losses, start=event.first_step)
     ]
 
 
-def _eval_point(event: Event) -> Point:
-    # Read back from a journal, numbers that are not finite are text; float takes both.
+def _eval_point(event: JobEvaluated, time: float) -> Point:
     metrics = {
-        "eval/loss": float(event["validation_loss"]),
-        "eval/train_ema": float(event["train_ema"]),
-        **{f"eval/{_TRL_NAMES.get(name, name)}": float(value) for name, value in event.get("metrics", {}).items()},
+        "eval/loss": event.validation_loss,
+        "eval/train_ema": event.train_ema,
+        **{f"eval/{_TRL_NAMES.get(name, name)}": value for name, value in event.metrics.items()},
     }
-    return Point(step=event["step"], time=event["time"], metrics=metrics)
+    return Point(step=event.step, time=time, metrics=metrics)
 
 
-def _outcome(event: Event) -> JobOutcome:
-    best = event["best_validation_loss"]
+def _outcome(event: JobExited | JobCompleted, time: float) -> JobOutcome:
+    best = event.best_validation_loss
     return JobOutcome(
-        reason=str(event.get("reason", "completed")),
-        step=event["step"],
-        time=event["time"],
-        best_step=event["best_step"],
-        best_loss=float(best) if best is not None and math.isfinite(float(best)) else None,
+        reason=str(event.reason) if isinstance(event, JobExited) else "completed",
+        step=event.step or 0,
+        time=time,
+        best_step=event.best_step,
+        best_loss=best if best is not None and math.isfinite(best) else None,
     )
 
 

@@ -25,16 +25,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
     try:
-        backbone = load_backbone(
-            task.model,
-            dtype=task.dtype,
-            gradient_checkpointing=task.gradient_checkpointing is True,
-            torch_compile=task.torch_compile,
-            load_in_4bit=task.load_in_4bit,
-            load_in_8bit=task.load_in_8bit,
-            trust_remote_code=task.trust_remote_code,
-            use_safetensors=task.use_safetensors,
-        )
+        backbone = load_backbone(task.base_model, gradient_checkpointing=task.gradient_checkpointing is True)
         lengths = [RowLength(tuple(SpanLength(*span) for span in spans)) for spans in request["lengths"]]
         measured = measure(task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"])
     except DeviceMemoryError as error:

@@ -15,18 +15,24 @@ from typing import Any, Self
 
 from alto.backbone import Backbone
 from alto.data import DataOrder, TaskData
+from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.job_run import JobPlanner, JobRun
+from alto.executor.assembly import BankSize, build_trainer
+from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
+from alto.executor.micro_batches import MicroBatches
+from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
 from alto.executor.profiling.sketch import RowLength, synthetic_rows
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
-from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject, linear_modules
+from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject
 from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import Task
+from alto.spec.base_model import QUANTISATION_KEYS
 
 __all__ = ["MARGIN", "Measured", "Packing", "measure", "packings", "slot_bytes"]
 
@@ -128,8 +134,11 @@ def measure(
     budget: a minute, or a fiftieth of what the task will take, whichever is more. The model is left as it was.
 
     Args:
+        task: Whose jobs take steps.
+        backbone: The task's base model.
         lengths: Of the task's rows.
         num_rows: How many the task trains on.
+        max_tokens: Most tokens of a step.
         ranks: This process among those that measure together.
 
     Raises:
@@ -137,9 +146,8 @@ def measure(
     """
     ranks = ranks or Ranks()
     began = time.monotonic()
-    planner = JobPlanner(task, backbone.model, num_rows)
-    runs = [planner.plan(job) for job in task.jobs]
-    shapes = [run.shape for run in runs]
+    jobs = plan_jobs(task, backbone.model, num_rows)
+    shapes = [job.shape for job in jobs]
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
     largest_batch = max(job.config.per_device_train_batch_size for job in task.jobs)
     num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
@@ -147,17 +155,19 @@ def measure(
     todo = packings(num_jobs, largest_batch)
     rows = synthetic_rows(lengths, backbone.model.get_input_embeddings().num_embeddings, num_jobs * largest_batch)
     refused: list[MemoryEvent] = []
-    trainer = _trainer(task, backbone, rows, shapes, num_jobs, refused, ranks)
-    chosen = [runs[index * len(runs) // num_jobs] for index in range(num_jobs)]
-    for slot, run in enumerate(chosen):
-        trainer.admit_fresh(run, slot)
+    context = _context(task, backbone, rows, jobs, ranks)
+    trainer = _trainer(context, num_jobs, refused)
+    planned = [jobs[index * len(jobs) // num_jobs] for index in range(num_jobs)]
+    chosen = [JobState(planned=job, context=context) for job in planned]
+    for slot, job in enumerate(chosen):
+        trainer.admit_fresh(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
     budget = _Budget(began, task, lengths, num_rows)
     try:
         for packing in todo:
             admitted = _admitted(chosen, packing, len(rows.train), ranks)
-            of_all = sum(rows.train.input_ids[row].numel() for run in admitted for row in run.order.rows_of_step(0))
+            of_all = sum(rows.train.input_ids[row].numel() for job in admitted for row in job.order.rows_of_step(0))
             num_tokens = of_all // ranks.size
             if memory and ranks.any(
                 num_tokens > max_tokens
@@ -217,30 +227,25 @@ def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
     return BankLayout(modules=tuple(modules), max_rank=max(shape.rank for shape in shapes))
 
 
-def _trainer(
-    task: Task,
-    backbone: Backbone,
-    rows: TaskData,
-    shapes: Sequence[AdapterShape],
-    num_slots: int,
-    refused: list[MemoryEvent],
-    ranks: Ranks,
-) -> Trainer:
-    targeted = set(_layout(shapes).modules)
-    trainer = Trainer(
-        backbone,
-        rows,
-        modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
-        max_rank=max(shape.rank for shape in shapes),
-        rank_step=math.gcd(*(shape.rank for shape in shapes)),
-        num_slots=num_slots,
-        max_tokens_per_pass=2**62,
-        optims={job.config.optim for job in task.jobs},
+def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[PlannedJob, ...], ranks: Ranks) -> TaskContext:
+    """The task on rows that stand for its own; its jobs are planned for those."""
+    return TaskContext(
+        task=task,
+        base=task.base_model,
+        backbone=backbone,
+        data=rows,
+        jobs=jobs,
         objective=find_objective(task.method),
-        adapter_dtype=task.adapter_dtype,
-        on_memory_event=refused.append,
+        policy=policy_from(task.early_exit),
         ranks=ranks,
     )
+
+
+def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -> Trainer:
+    """As the task would be trained, in micro-batches of any size."""
+    micro_batches = MicroBatches(2**62, refused.append, can_retry=context.ranks.is_alone)
+    size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=context.task.adapter_dtype)
+    trainer = build_trainer(context.backbone, size, micro_batches, context.ranks)
     # Memory that is zero has not been given by every operating system yet.
     for tensor in (
         trainer.bank.params_ZP,
@@ -252,29 +257,33 @@ def _trainer(
     return trainer
 
 
-def _admitted(chosen: Sequence[JobRun], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobRun]:
+def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobState]:
     """The first of ``chosen`` on every rank, with batches of the packing's size."""
     return [
-        replace(run, slot=rank * len(chosen) + local_slot, order=DataOrder(num_rows, packing.batch_size, local_slot))
+        replace(
+            job,
+            slot=rank * len(chosen) + local_slot,
+            planned=replace(job.planned, order=DataOrder(num_rows, packing.batch_size, local_slot)),
+        )
         for rank in range(ranks.size)
-        for local_slot, run in enumerate(chosen[: packing.num_jobs])
+        for local_slot, job in enumerate(chosen[: packing.num_jobs])
     ]
 
 
-def _steps_s(trainer: Trainer, runs: Sequence[JobRun], ranks: Ranks) -> list[float]:
-    """Durations of steps of ``runs``."""
+def _steps_s(trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks) -> list[float]:
+    """Durations of steps of ``jobs``."""
 
     def step() -> None:
-        trainer.step(runs)
-        for run in runs:
-            run.step += 1
+        trainer.step(jobs)
+        for job in jobs:
+            job.step += 1
 
     return _timed(step, ranks)
 
 
-def _eval_token_s(trainer: Trainer, runs: Sequence[JobRun], rows: TaskData, ranks: Ranks) -> float:
-    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(runs), ranks)))
-    return seconds / (len(runs) * rows.validation.num_tokens)
+def _eval_token_s(trainer: Trainer, jobs: Sequence[JobState], rows: TaskData, ranks: Ranks) -> float:
+    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks)))
+    return seconds / (len(jobs) * rows.validation.num_tokens)
 
 
 def _timed(action: Callable[[], object], ranks: Ranks) -> list[float]:
@@ -300,5 +309,5 @@ def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
         f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
         f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
-        "smaller base with load_in_4bit: true, or share it out over more GPUs with num_gpus"
+        f"smaller base with {QUANTISATION_KEYS['4bit']}: true, or share it out over more GPUs with num_gpus"
     )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from alto.backbone import Backbone
-from alto.data import TaskData
-from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.job_run import JobRun
+from alto.executor.context import TaskContext
+from alto.executor.planned_job import PlannedJob
 from alto.executor.profiling.measure import MARGIN, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
-from alto.executor.ranks import Ranks
-from alto.objectives import find_objective
 from alto.records import PackingForecast, TaskPlan
 from alto.scheduler import (
     JobWork,
@@ -29,7 +23,7 @@ from alto.scheduler import (
 )
 from alto.spec import Task
 
-__all__ = ["USUAL_TOKENS_PER_PASS", "TaskContext", "pack", "plan"]
+__all__ = ["USUAL_TOKENS_PER_PASS", "pack", "plan"]
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
 """Beyond which a pass gains nothing: what a CPU's caches hold; what keeps a GPU busy with a small base."""
@@ -38,26 +32,6 @@ USUAL_SLOTS = 16
 
 _ROOMY = 0.25
 _LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskContext:
-    """A task whose rows and model have been read, and whose jobs are known to fit them.
-
-    Attributes:
-        ranks: This process among those that will train it; all of them ask the same.
-    """
-
-    task: Task
-    backbone: Backbone
-    data: TaskData
-    runs: Sequence[JobRun]
-    ranks: Ranks = field(default_factory=Ranks)
-
-    @property
-    def row_tokens(self) -> float:
-        """Mean tokens of a training row."""
-        return self.data.train.num_tokens / len(self.data.train)
 
 
 def _has_open_limits(task: Task) -> bool:
@@ -122,10 +96,10 @@ def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
 
 
 def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
-    runs, device = context.runs, context.backbone.device
+    jobs, device = context.jobs, context.backbone.device
     profile = _profile(context, task, refresh=refresh)
-    bytes_per_slot = slot_bytes(task, [run.shape for run in runs])
-    works = [_work(run, context.row_tokens) for run in runs]
+    bytes_per_slot = slot_bytes(task, [job.shape for job in jobs])
+    works = [_work(job, context.row_tokens) for job in jobs]
     longest = max(context.data.train.longest_row, context.data.validation.longest_row)
     packing = choose_packing(
         PackingRequest(
@@ -144,21 +118,21 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
     validation_tokens = context.data.validation.num_tokens
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
-    rungs = policy_from(task.early_exit).rungs
-    asking_s = 0.0
-    if find_objective(task.method).needs_reference:  # at most: an earlier task may have
-        asking_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
+    rungs = context.policy.rungs
+    references_s = 0.0
+    if context.objective.needs_reference:  # at most: an earlier task may have computed them
+        references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
     expected_s = (
         expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
         if rungs
         else duration_s
     )
-    parameters = [run.shape.num_parameters for run in runs]
+    parameters = [job.shape.num_parameters for job in jobs]
     return TaskPlan(
         task=task.name,
         model=task.model,
         device=str(device),
-        num_jobs=len(runs),
+        num_jobs=len(jobs),
         num_parameters=(min(parameters), max(parameters)),
         row_tokens=(context.row_tokens, longest),
         slot_bytes=bytes_per_slot,
@@ -167,11 +141,11 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         max_tokens_per_pass=packing.max_tokens_per_pass,
         gradient_checkpointing=task.gradient_checkpointing is True,
         peak_bytes=packing.peak_bytes,
-        packings=_forecasts(profile, packing, bytes_per_slot, len(runs), context.ranks.size),
+        packings=_forecasts(profile, packing, bytes_per_slot, len(jobs), context.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
-        duration_s=asking_s + duration_s,
-        expected_duration_s=asking_s + expected_s,
+        duration_s=references_s + duration_s,
+        expected_duration_s=references_s + expected_s,
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
     )
@@ -202,7 +176,7 @@ def _is_profiled(context: TaskContext) -> bool:
 def _is_roomy(context: TaskContext) -> bool:
     """Whether even a coarse upper bound of what the task takes is a small part of the memory."""
     config = context.backbone.model.config.get_text_config()
-    shapes = [run.shape for run in context.runs]
+    shapes = [job.shape for job in context.jobs]
     # Twice what a layer of a gated transformer keeps for its backward pass, and the adapters' narrow activations.
     width = 20 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     narrow = sum(2 * max(shape.rank for shape in shapes) for _ in shapes[0].targets)
@@ -216,14 +190,14 @@ def _is_roomy(context: TaskContext) -> bool:
     return bool(bound <= _ROOMY * MARGIN * capacity_bytes(context.backbone.device, context.ranks.size))
 
 
-def _work(run: JobRun, row_tokens: float) -> JobWork:
-    batch_size = run.config.per_device_train_batch_size
+def _work(job: PlannedJob, row_tokens: float) -> JobWork:
+    batch_size = job.config.per_device_train_batch_size
     return JobWork(
-        job=run.id,
+        job=job.id,
         batch_size=batch_size,
         num_tokens=math.ceil(batch_size * row_tokens),
-        num_steps=run.total_steps,
-        num_evaluations=len(run.evaluation_steps),
+        num_steps=job.total_steps,
+        num_evaluations=len(job.evaluation_steps),
     )
 
 

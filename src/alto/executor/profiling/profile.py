@@ -21,6 +21,7 @@ from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
+from alto.spec.base_model import QUANTISATION_KEYS
 from alto.spec.outside import is_number
 
 __all__ = ["Profile", "find_profile", "profile_task"]
@@ -30,18 +31,8 @@ CHILD_TIMEOUT_S = 1800.0
 _MAX_MEASURED = 1e18
 """Of bytes, tokens and seconds."""
 
-_KEYS = (
-    "model",
-    "method",
-    "dtype",
-    "load_in_4bit",
-    "load_in_8bit",
-    "adapter_dtype",
-    "gradient_checkpointing",
-    "torch_compile",
-    "max_slots",
-)
-"""Of a task, what decides what its steps take, beside its jobs and the lengths of its rows."""
+_KEYS = ("method", "adapter_dtype", "gradient_checkpointing", "max_slots")
+"""Of a task, what decides what its steps take, beside its base model, its jobs and the lengths of its rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +53,14 @@ class Profile:
 def find_profile(
     task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
 ) -> Profile | None:
-    """The profile of such a task on such a device, if there is one in the cache."""
+    """The profile of such a task on such a device, if there is one in the cache.
+
+    Args:
+        task: Its base model, its method and its jobs count.
+        lengths: Of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
+        device: On which it would be trained.
+        num_ranks: Processes that would train it.
+    """
     key = _key(task, lengths, device, num_ranks)
     found = cache.load("profiles", key)
     if found is None:
@@ -89,7 +87,9 @@ def profile_task(
     """Measure now, and remember.
 
     Args:
-        lengths: Of the task's rows, from :func:`alto.executor.profiling.lengths_of`.
+        task: Whose steps are taken.
+        lengths: Of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
+        device: Where steps are taken.
         num_rows: How many it trains on.
         max_tokens: Tokens up to which steps are measured.
         backbone: The base model on a CUDA device, or on one of several ranks. On a CPU the steps are else taken in a
@@ -127,7 +127,7 @@ def _profile(measured: Measured, *, is_cached: bool) -> Profile:
     if len(sizes) < 2:
         raise ProfileError(
             f"memory profile: expected steps of two sizes or more to fit into memory, found one, of {min(sizes)} "
-            "tokens; lower max_length or r, set gradient_checkpointing: true, or load_in_4bit: true"
+            f"tokens; lower max_length or r, set gradient_checkpointing: true, or {QUANTISATION_KEYS['4bit']}: true"
         )
     fit, speed = fit_memory(measured.memory), fit_throughput(measured.durations)
     return Profile(
@@ -157,6 +157,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
+        "base": task.base_model.key(),
         "weights": cache.weights_of(task.model),
         "jobs": sorted(
             {

@@ -96,6 +96,8 @@ class Failed:
     Attributes:
         is_retryable: Whether another attempt may end otherwise.
         remaining_s: What the next attempt is thought to take; None leaves the estimate.
+        came_further: Whether the attempt has saved more than the one before it had: then the count of failures begins
+            anew with the next one.
     """
 
     time_s: float
@@ -104,6 +106,7 @@ class Failed:
     reason: str
     is_retryable: bool
     remaining_s: float | None = None
+    came_further: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class Queue:
                 declared, or than the quota of its tenant. Or a task that the queue does not know, or an estimate that
                 is no duration. Nothing has been taken in then.
         """
-        self._check(events)
+        self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
         lost = {event.gpu for event in events if isinstance(event, GpuLost)}
         for task in self._with_gpus.values() if lost else ():
@@ -122,7 +122,8 @@ class Queue:
 
     # Events.
 
-    def _check(self, events: Sequence[QueueEvent]) -> None:
+    def check(self, *events: QueueEvent) -> None:
+        """Whether :meth:`apply` would take in ``events``; raises what it would."""
         known = set()
         for event in events:
             match event:
@@ -245,7 +246,7 @@ class Queue:
             return f"{task.name} was stopped"
         if is_shrinking and task.offer is not None and event.is_retryable and not task.has_lost_gpu:
             return self._shrink(task, task.offer)
-        task.num_failures += not task.has_lost_gpu
+        task.num_failures = 0 if event.came_further else task.num_failures + (not task.has_lost_gpu)
         verdict = self._verdict(task, event)
         if verdict:
             return self._give_up(task, verdict, actions)
@@ -264,7 +265,7 @@ class Queue:
         """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot report it."""
         if not event.is_retryable and not task.has_lost_gpu:
             return f"{event.reason} (another attempt would end the same)"
-        if task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
+        if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
             return f"{event.reason} (attempt {task.attempt}, those whose GPUs were lost among them)"
         return ""
 
@@ -287,7 +288,7 @@ class Queue:
         for task in self._waiting:
             if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
                 task.has_lost_gpu = True
-                task.num_failures -= 1
+                task.num_failures = max(0, task.num_failures - 1)
                 task.ready_s = self._now_s
 
     def _moved(self, task: QueuedTask, estimate_s: float) -> str:

@@ -1,16 +1,29 @@
-"""How fast a run goes and how long it will yet take: from what it did in the last minutes, and the rungs ahead."""
+"""How far a run is, how fast it goes, and what early exit saved: the numbers that tables and pages share."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from alto.records import Rung
-from alto.runs import JobHistory, RunHistory
+from alto.runs.history import RunHistory
+from alto.runs.job_history import JobHistory
 from alto.spec.rungs import places_at
 
-__all__ = ["Pace", "expected_samples_left", "next_stop"]
+__all__ = ["ExitTotal", "Pace", "exit_totals", "expected_samples_left", "next_stop", "time_saved_s"]
 
 WINDOW_S = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitTotal:
+    """What one outcome adds up to over all jobs; ``share`` is of all budgeted samples."""
+
+    outcome: str
+    num_jobs: int
+    samples_trained: int
+    samples_saved: int
+    share: float
 
 
 class Pace:
@@ -21,7 +34,7 @@ class Pace:
         self._points: deque[tuple[float, float]] = deque()
 
     def note(self, time: float, count: float) -> None:
-        """``count`` is the work done at ``time`` (Unix seconds); a step back of either starts the measurement anew."""
+        """``count`` is the work done at ``time`` (unix seconds); a step back of either starts the measurement anew."""
         points = self._points
         if points and (time < points[-1][0] or count < points[-1][1]):
             points.clear()
@@ -60,7 +73,7 @@ def expected_samples_left(history: RunHistory) -> float:
 
 
 def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
-    """Of each rung ahead, the share of those that reach it who go on."""
+    """Of each rung ahead, the share of those that reach it that continue."""
     rungs, num_jobs = history.rung_settings, len(history.jobs)
     num_left, shares = sum(not job.has_ended for job in history.jobs.values()), []
     for index in ahead:
@@ -82,3 +95,28 @@ def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
     """Rungs that have not been held, by number."""
     held = {outcome.rung for outcome in history.rungs}
     return [(index, rung) for index, rung in enumerate(history.rung_settings) if index not in held]
+
+
+def time_saved_s(history: RunHistory) -> float | None:
+    """Seconds that the samples saved would have taken at the run's average pace; None if there is nothing to tell."""
+    if not history.samples_trained or not history.samples_saved or history.duration_s <= 0:
+        return None
+    return history.samples_saved * history.duration_s / history.samples_trained
+
+
+def exit_totals(history: RunHistory) -> list[ExitTotal]:
+    """Jobs and samples per outcome, the outcome that saved most first."""
+    totals = []
+    for outcome in dict.fromkeys(job.outcome for job in history.jobs.values()):
+        jobs = [job for job in history.jobs.values() if job.outcome == outcome]
+        saved = sum(job.samples_saved for job in jobs)
+        totals.append(
+            ExitTotal(
+                outcome=outcome,
+                num_jobs=len(jobs),
+                samples_trained=sum(job.samples_trained for job in jobs),
+                samples_saved=saved,
+                share=saved / history.samples_budgeted if history.samples_budgeted else 0.0,
+            )
+        )
+    return sorted(totals, key=lambda total: -total.samples_saved)

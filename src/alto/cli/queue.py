@@ -1,0 +1,129 @@
+"""``alto submit``, ``cancel``, ``drain`` and ``list``: a queue that ``alto run`` works on, from another terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from alto.cli.options import Overrides
+from alto.cli.output import print_json
+from alto.cli.paths import reachable
+from alto.errors import QueueCommandError
+from alto.runs import QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
+from alto.spec import load_task
+
+__all__ = ["cancel", "drain", "list_tasks", "submit"]
+
+QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
+
+
+def submit(
+    queue: QueueFolder,
+    files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Whose quota the tasks count against; else as their files say.")
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option("--priority", help="Higher goes first; else as their files say.")
+    ] = None,
+    overrides: Overrides = None,
+    wait_s: Wait = 60.0,
+) -> None:
+    """Have the tasks in FILES run by the queue as soon as it is their turn."""
+    tasks = [load_task(file, overrides or ()) for file in files]
+    queue_dir = QueueDir.open(queue)
+    from alto.engine.runner import portable
+
+    mailbox = QueueMailbox(queue_dir.run)
+    commands = [
+        mailbox.submit(
+            portable(task).to_dict(),
+            tenant=task.tenant if tenant is None else tenant,
+            priority=task.priority if priority is None else priority,
+        )
+        for task in tasks
+    ]
+    for command in commands:
+        _show_answer(queue_dir, mailbox, command, wait_s)
+
+
+def cancel(
+    queue: QueueFolder,
+    tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks, as alto list names them.")],
+    wait_s: Wait = 60.0,
+) -> None:
+    """Take tasks out of the queue; those that run save and end."""
+    queue_dir = QueueDir.open(queue)
+    mailbox = QueueMailbox(queue_dir.run)
+    for command in [mailbox.ask(QueueAction.CANCEL, task) for task in tasks]:
+        _show_answer(queue_dir, mailbox, command, wait_s)
+
+
+def drain(
+    queue: QueueFolder,
+    when_done: Annotated[
+        bool, typer.Option("--when-done", help="Not now: take no more tasks, and end once all have ended.")
+    ] = False,
+    wait_s: Wait = 60.0,
+) -> None:
+    """End the queue: what runs saves and ends, and alto resume goes on with it."""
+    queue_dir = QueueDir.open(queue)
+    if not queue_dir.run.is_locked():
+        typer.echo("Nobody works on this queue.")
+        return
+    mailbox = QueueMailbox(queue_dir.run)
+    command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
+    _show_answer(queue_dir, mailbox, command, wait_s)
+
+
+def list_tasks(
+    queue: QueueFolder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the tasks as JSON and nothing else.")] = False,
+) -> None:
+    """List the tasks of the queue, and how far they are; never disturbs it."""
+    queue_dir = QueueDir.open(queue)
+    is_live = queue_dir.run.is_locked()
+    progress = QueueProgress.read(queue_dir.root)
+    tasks = list(progress.queue.tasks.values())
+    if as_json:
+        status = progress.queue.status(is_live=is_live)
+        print_json({"state": status.value, "tasks": [_facts(progress, task) for task in tasks]})
+        return
+    from alto.export import task_list
+
+    console = Console()
+    console.print(task_list(progress))
+    if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
+        console.print(f"nobody works on it; go on with: alto resume {queue_dir.root}", soft_wrap=True, markup=False)
+
+
+def _show_answer(queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float) -> None:
+    if not queue_dir.run.is_locked():
+        typer.echo(f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}")
+        return
+    answer = mailbox.wait_for_answer(command, wait_s)
+    if answer is None:
+        typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
+    elif answer.done:
+        typer.echo(answer.message)
+    else:
+        raise QueueCommandError(answer.message)
+
+
+def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:
+    return {
+        "task": task.task,
+        "state": task.state.value,
+        "is_cancelled": task.is_cancelled,
+        "tenant": task.tenant,
+        "priority": task.priority,
+        "num_gpus": task.num_gpus,
+        "expected_s": task.duration_s,
+        "done": progress.share(task),
+        "attempts": len(task.attempts),
+        "failure": task.failure or None,
+    }

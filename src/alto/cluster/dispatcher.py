@@ -1,0 +1,413 @@
+"""Does with a cluster what a queue wants, tells the queue what happens, and journals both. Has no thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
+from alto.errors import QueueCommandError
+from alto.runs import Journal, JournalEntry, Observer, RunDir, RunHistory, has_result
+from alto.runs import events as journaled
+from alto.runs.events import NO_SEQ, TaskRelayed
+from alto.scheduler import remaining_duration_s
+from alto.scheduler.queue import (
+    Action,
+    Failed,
+    Finished,
+    GaveUp,
+    GpuAdded,
+    GpuLost,
+    Offered,
+    Planned,
+    Progressed,
+    Queue,
+    QueuedTask,
+    QueueEvent,
+    Started,
+    StartTask,
+    Stopped,
+    StopTask,
+    Submitted,
+    TaskState,
+    Woken,
+)
+
+__all__ = ["Dispatcher"]
+
+_STANDS = (
+    journaled.JobEvaluated,
+    journaled.WarmupEnded,
+    journaled.JobExited,
+    journaled.JobCompleted,
+)
+"""Events of a run that say how far it is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """An executor that runs, and what is known of its pace.
+
+    Attributes:
+        far: How far the run had come on disk when it was started.
+        start_s: Seconds that it took until it began to train.
+        began_at: When it began to train; None before.
+    """
+
+    launch: Launch
+    expected_s: float
+    launched_at: float
+    far: tuple[float, ...] = ()
+    start_s: float = 0.0
+    history: RunHistory = field(default_factory=RunHistory)
+    began_at: float | None = None
+    share_before: float = 0.0
+
+
+class Dispatcher:
+    """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
+
+    Args:
+        queue: Made for the cluster's nodes; nothing has been submitted to it yet.
+        journal: Of what happens to the tasks.
+        show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.
+        clock: In seconds; never runs backwards.
+    """
+
+    def __init__(
+        self, cluster: Cluster, queue: Queue, journal: Journal, *, show: Observer, clock: Callable[[], float]
+    ) -> None:
+        self._cluster = cluster
+        self._queue = queue
+        self._journal = journal
+        self._show = show
+        self._clock = clock
+        self._began_at = clock()
+        self._runs: dict[str, TaskRun] = {}
+        self._running: dict[str, _Attempt] = {}
+        self._ended: dict[str, ExecutorEnded] = {}
+        self._is_draining = False
+        self._is_drained = False
+        self._broken_by: Exception | None = None
+
+    # -- what is asked ---------------------------------------------------------------------------------------------
+
+    def begin(self, submissions: Sequence[Submission]) -> None:
+        """Take in tasks that the journal has already, all in one plan.
+
+        Raises:
+            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
+        """
+        self._take_in(submissions, lambda: None)
+
+    def submit(self, submission: Submission, command: str = "") -> None:
+        """Take in a new task and journal it; ``command`` is the id of what asked for it.
+
+        Raises:
+            SpecError: As of :meth:`begin`.
+            QueueCommandError: What runs was asked to save and end.
+        """
+        self.check(submission)
+        run = submission.run
+        news = journaled.TaskSubmitted(
+            task=run.task,
+            num_gpus=run.num_gpus,
+            duration_s=run.duration_s,
+            priority=submission.priority,
+            tenant=submission.tenant,
+            command=command,
+        )
+        self._take_in([submission], lambda: self._journal.append(news))
+
+    def check(self, submission: Submission) -> None:
+        """Whether a task can be taken in; errors as of :meth:`submit`."""
+        self._check_open()
+        now_s = self._now_s()
+        self._queue.check(Submitted(time_s=now_s, demand=submission.demand(now_s)))
+
+    def run_of(self, task: str) -> TaskRun:
+        """What is executed for a task for which something is still to be done.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended.
+        """
+        self._check_known(task)
+        return self._runs[task]
+
+    def cancel(self, task: str, command: str = "") -> TaskState:
+        """Take a task out of the queue, or have its executor save and end; the state that it is in then.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended.
+        """
+        self.check_cancel(task)
+        found = self._queue.tasks[task]
+        if found.state is not TaskState.STOPPING:
+            actions = self._queue.apply(Stopped(time_s=self._now_s(), task=task))
+            with self._breaking():
+                self._journal.append(journaled.TaskCancelled(task=task, command=command))
+                self._do_all(actions)
+        return found.state
+
+    def check_cancel(self, task: str) -> None:
+        """Whether a task can be cancelled; errors as of :meth:`cancel`."""
+        self._check_open()
+        self._check_known(task)
+
+    def drain(self) -> None:
+        """Have every executor save and end, and start no other."""
+        if not self._is_draining:
+            self._is_draining = True
+            for task in self._running:
+                self._cluster.stop(task)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any executor runs."""
+        return bool(self._running)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all have saved and ended, as they were asked, and the journal says so."""
+        return self._is_drained
+
+    def status(self) -> ControllerStatus:
+        """Everything as it is now."""
+        return ControllerStatus(
+            nodes=tuple(self._cluster.nodes),
+            tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
+            is_draining=self._is_draining,
+        )
+
+    def turn(self, most_s: float) -> None:
+        """Take in what has happened on the cluster; waits up to ``most_s`` where nothing has.
+
+        Raises:
+            RunWriteError, RunBusyError: The journal cannot be written.
+            ClusterLostError: The cluster cannot be reached any more.
+        """
+        if self._broken_by is not None:
+            raise self._broken_by
+        wake_s = None if self._is_draining else self._queue.next_wake_s
+        wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
+        for event in self._cluster.poll(wait_s):
+            self._handle(event)
+        if self._is_draining:
+            self._end_drain()
+        elif wake_s is not None and wake_s <= self._now_s():
+            self._apply(Woken(time_s=self._now_s()))
+
+    # -- from the cluster to the queue -----------------------------------------------------------------------------
+
+    def _handle(self, event: ClusterEvent) -> None:
+        match event:
+            case EntryWritten():
+                self._handle_entry(event)
+            case ExecutorEnded():
+                self._handle_end(event)
+            case GpuGone(gpu=gpu):
+                self._journal.append(journaled.GpuLost(node=gpu.node, index=gpu.index))
+                self._apply(GpuLost(time_s=self._now_s(), gpu=gpu))
+            case GpuCame(gpu=gpu):
+                self._journal.append(journaled.GpuAdded(node=gpu.node, index=gpu.index))
+                self._apply(GpuAdded(time_s=self._now_s(), gpu=gpu))
+
+    def _handle_entry(self, written: EntryWritten) -> None:
+        attempt = self._running.get(written.task)
+        if attempt is None or attempt.launch.attempt != written.attempt:
+            return
+        attempt.history.apply(written.entry)
+        self._show(
+            JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
+        )
+        event, share = written.entry.event, attempt.history.settled_share
+        if isinstance(event, journaled.TaskStarted | journaled.TaskResumed):
+            attempt.began_at, attempt.share_before = self._clock(), share
+            attempt.start_s = attempt.began_at - attempt.launched_at
+            self._apply(Started(time_s=self._now_s(), task=written.task, attempt=written.attempt))
+        elif isinstance(event, journaled.GpusOffered):
+            self._apply(
+                Offered(
+                    time_s=self._now_s(),
+                    task=written.task,
+                    attempt=written.attempt,
+                    num_gpus=event.num_gpus,
+                    duration_s=attempt.start_s + event.duration_s,
+                    kept_duration_s=event.data_parallel_duration_s,
+                )
+            )
+        elif isinstance(event, _STANDS) and attempt.began_at is not None:
+            remaining_s = remaining_duration_s(
+                attempt.expected_s,
+                elapsed_s=self._clock() - attempt.began_at,
+                share_before=attempt.share_before,
+                share_done=share,
+            )
+            self._apply(
+                Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
+            )
+
+    def _handle_end(self, ended: ExecutorEnded) -> None:
+        attempt = self._running.get(ended.task)
+        if attempt is None or attempt.launch.attempt != ended.attempt:
+            return
+        del self._running[ended.task]
+        run = self._runs[ended.task]
+        if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
+            # A task that has its result is finished, whatever ended its executor afterwards.
+            ended = replace(ended, outcome=Outcome.FINISHED, reason=f"Ended after it had its result: {ended.reason}")
+        self._ended[ended.task] = ended
+        self._journal.append(
+            journaled.ExecutorExited(
+                task=ended.task, attempt=ended.attempt, outcome=ended.outcome.value, reason=ended.reason
+            )
+        )
+        if ended.outcome is Outcome.FINISHED:
+            self._apply(Finished(time_s=self._now_s(), task=ended.task, attempt=ended.attempt))
+            return
+        self._apply(
+            Failed(
+                time_s=self._now_s(),
+                task=ended.task,
+                attempt=ended.attempt,
+                reason=ended.reason,
+                is_retryable=ended.outcome is Outcome.LOST
+                or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
+                remaining_s=max(attempt.expected_s * (1.0 - attempt.history.settled_share), 1.0),
+                came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
+            )
+        )
+
+    def _end_drain(self) -> None:
+        if self._running or self._is_drained:
+            return
+        self._journal.append(journaled.QueueInterrupted(open=tuple(sorted(self.status().open_tasks))))
+        self._is_drained = True
+
+    # -- from the queue to the cluster -----------------------------------------------------------------------------
+
+    def _take_in(self, submissions: Sequence[Submission], journal: Callable[[], object]) -> None:
+        now_s = self._now_s()
+        actions = self._queue.apply(
+            *(Submitted(time_s=now_s, demand=submission.demand(now_s)) for submission in submissions)
+        )
+        with self._breaking():
+            journal()
+            self._runs.update({submission.run.task: submission.run for submission in submissions})
+            self._do_all(actions)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """What fails inside leaves the queue, the journal and the cluster at odds, so that nobody can go on."""
+        try:
+            yield
+        except Exception as error:
+            self._broken_by = error
+            raise
+
+    def _apply(self, event: QueueEvent) -> None:
+        """Tell the queue; while executors save and end, it is told nothing, so that it starts no others."""
+        if not self._is_draining:
+            self._do_all(self._queue.apply(event))
+
+    def _do_all(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Planned(reason=reason, schedule=schedule):
+                self._journal.append(
+                    journaled.SchedulePlanned(
+                        reason=reason,
+                        method=schedule.method,
+                        status=schedule.status,
+                        makespan_s=schedule.makespan_s,
+                        bound_s=schedule.bound_s,
+                        notice=schedule.notice,
+                        placements=schedule.placements,
+                    )
+                )
+            case StartTask():
+                self._start(action)
+            case StopTask(task=task):
+                self._cluster.stop(task)
+            case GaveUp(task=task, reason=reason):
+                self._journal.append(journaled.TaskGivenUp(task=task, reason=reason))
+
+    def _start(self, action: StartTask) -> None:
+        run = self._runs[action.task]
+        self._journal.append(
+            journaled.ExecutorStarted(task=action.task, attempt=action.attempt, gpus=tuple(action.gpus))
+        )
+        launch = Launch(
+            task=action.task,
+            run_dir=run.run_dir,
+            entry=run.entry,
+            gpus=action.gpus,
+            attempt=action.attempt,
+            num_ranks=len(action.gpus) if run.is_parallel else 1,
+            trust_remote_code=run.trust_remote_code,
+        )
+        self._running[action.task] = _Attempt(
+            launch=launch,
+            expected_s=self._queue.tasks[action.task].demand.duration_s,
+            launched_at=self._clock(),
+            far=run.how_far() if run.how_far is not None else (),
+        )
+        self._cluster.start(launch)
+
+    def _check_known(self, task: str) -> None:
+        found = self._queue.tasks.get(task)
+        if found is None or found.has_ended:
+            what = "which is none of its tasks" if found is None else f"which is {found.state.value}"
+            raise QueueCommandError(f"expected a task of this queue that waits or runs, found {task!r}, {what}")
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise QueueCommandError(
+                "expected a queue that runs, found one whose tasks were asked to save and end; go on with: alto resume"
+            )
+
+    def _status_of(self, task: QueuedTask) -> TaskStatus:
+        attempt, ended = self._running.get(task.name), self._ended.get(task.name)
+        state = task.state
+        if self._is_draining and attempt is None and task.has_gpus:  # the queue was not told of its end
+            state = _state_after_drain(state, ended)
+        return TaskStatus(
+            task=task.name,
+            state=state,
+            tenant=task.demand.tenant,
+            priority=task.demand.priority,
+            num_gpus=task.demand.num_gpus,
+            gpus=task.gpus if attempt is not None else (),
+            attempt=task.attempt,
+            expected_s=task.demand.duration_s,
+            share_done=_share_of(state, attempt),
+            num_failures=task.num_failures,
+            reason=task.reason,
+            ended=ended,
+        )
+
+    def _now_s(self) -> float:
+        return self._clock() - self._began_at
+
+
+def _share_of(state: TaskState, attempt: _Attempt | None) -> float:
+    if state is TaskState.FINISHED:
+        return 1.0
+    return attempt.history.settled_share if attempt is not None else 0.0
+
+
+def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskState:
+    if ended is not None and ended.outcome is Outcome.FINISHED:
+        return TaskState.FINISHED
+    return TaskState.STOPPED if state is TaskState.STOPPING else TaskState.WAITING
+
+
+def _is_beyond(after: tuple[float, ...], before: tuple[float, ...]) -> bool:
+    return any(new > old for new, old in zip(after, before, strict=True))

@@ -1,0 +1,272 @@
+"""A queue on disk while a controller works on it: tasks are submitted and cancelled by this process and by others.
+
+What is wanted is in ``queue.yaml``: a task is submitted, or cancelled, once that file says so. A controller that dies
+after that has the journal follow when it is started anew; a command that was not answered then is answered, and has
+its effect once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from alto.cluster.controller import Controller, interruption
+from alto.cluster.submission import Submission, TaskRun
+from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
+from alto.runs import (
+    Answer,
+    Journal,
+    QueueAction,
+    QueueCommand,
+    QueueDir,
+    QueueEntry,
+    QueueMailbox,
+)
+from alto.runs import events as journaled
+from alto.spec import Task, build_task
+
+__all__ = ["LiveQueue", "QueueIntake", "unique_name"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueIntake:
+    """How a task becomes a run of a queue.
+
+    Attributes:
+        entry: What its executors do, as of :class:`alto.cluster.Launch`.
+        is_parallel: As of :class:`alto.cluster.TaskRun`.
+        check: Raises what is wrong with a task that is submitted.
+        estimate_s: What a task that is submitted is estimated to take, in seconds.
+        trusted: Tasks of the queue that may run the Python code that comes with their base model.
+        trusts_commands: Whether tasks that other processes submit may.
+    """
+
+    entry: str
+    is_parallel: bool
+    check: Callable[[Task], None]
+    estimate_s: Callable[[Task], float]
+    trusted: Collection[str] = ()
+    trusts_commands: bool = False
+
+
+class LiveQueue:
+    """The tasks of ``queue_dir``, run by ``controller``. It waits for further tasks until :meth:`finish`.
+
+    Args:
+        queue_dir: Locked by this process.
+        controller: Not started yet; nothing was submitted to it.
+        journal: The queue's and the controller's.
+    """
+
+    def __init__(
+        self,
+        queue_dir: QueueDir,
+        controller: Controller,
+        journal: Journal,
+        intake: QueueIntake,
+    ) -> None:
+        self._queue_dir = queue_dir
+        self._controller = controller
+        self._journal = journal
+        self._intake = intake
+        self._keeps_open = True
+        self._has_completed = False
+        self._mailbox = QueueMailbox(queue_dir.run)
+        controller.on_turn(self._carry_out_commands)
+
+    def begin(self, done: Iterable[str]) -> None:
+        """Submit the tasks of the folder but those that are ``done`` or cancelled; before the controller starts."""
+        entries, _ = self._queue_dir.read()
+        self._journal_what_is_missing(entries)
+        finished = set(done)
+        self._controller.begin(
+            [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
+        )
+
+    def submit(self, task: Task, *, tenant: str, priority: int, duration_s: float | None = None) -> str:
+        """Take in a task; once this has returned, the queue has it whatever happens.
+
+        Args:
+            task: With absolute paths.
+            duration_s: What it is estimated to take; None takes what the queue knows.
+
+        Returns:
+            Its name in the queue.
+
+        Raises:
+            AltoError: What is wrong with the task.
+            QueueCommandError: The queue takes none any more.
+        """
+        duration_s = self._intake.estimate_s(task) if duration_s is None else duration_s
+        command = _Submit(task=task, tenant=tenant, priority=priority, duration_s=duration_s)
+        return self._controller.call(lambda: self._submit(command, trusts=task.trust_remote_code))
+
+    def cancel(self, task: str) -> None:
+        """Take a task out of the queue, or have its executor save and end.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended.
+        """
+        self._controller.call(lambda: self._cancel(task))
+
+    def finish(self) -> None:
+        """Wait for no further tasks: once all have ended, so does the queue."""
+        self._keeps_open = False
+
+    def wait(self) -> None:
+        """Until the queue has completed: every task has ended, and no other is waited for.
+
+        Raises:
+            TaskInterruptedError: It was asked to save and end before; all tasks have.
+            RunWriteError, RunBusyError, ClusterLostError: What ended its controller.
+        """
+        while True:
+            self._controller.wait()
+            try:
+                if self._controller.call(self._complete):
+                    return
+            except QueueCommandError:  # it has ended
+                raise interruption(self._controller.status()) from None
+            self._controller.pause()
+
+    # -- on the thread of the controller ---------------------------------------------------------------------------
+
+    def _complete(self) -> bool:
+        if not self._has_completed:
+            self._carry_out_commands()
+            if self._keeps_open or self._controller.status().open_tasks:
+                return False
+            self._journal.append(journaled.QueueCompleted())
+            self._journal.sync()
+            self._has_completed = True
+        return True
+
+    def _carry_out_commands(self) -> None:
+        for command in self._mailbox.pending():
+            try:
+                answer = Answer(done=True, message=self._carry_out(command))
+            except (RunBusyError, RunWriteError):  # the queue cannot go on; the command waits for whoever resumes it
+                raise
+            except AltoError as error:
+                answer = Answer(done=False, message=str(error))
+            self._mailbox.answer(command.id, answer)
+
+    def _carry_out(self, command: QueueCommand) -> str:
+        match command.action:
+            case QueueAction.SUBMIT:
+                return f"{self._submit_once(command)} was submitted."
+            case QueueAction.CANCEL:
+                return self._cancel_once(command)
+            case QueueAction.FINISH:
+                self.finish()
+                return "The queue waits for no further tasks."
+            case QueueAction.DRAIN:
+                self._controller.begin_drain()
+                return "Running tasks save and end."
+
+    def _submit_once(self, command: QueueCommand) -> str:
+        entries, _ = self._queue_dir.read()
+        before = next((entry.task for entry in entries if entry.command == command.id), None)
+        if before is not None:  # the answer was lost
+            return before
+        task = build_task(command.values)
+        if task.trust_remote_code and not self._intake.trusts_commands:
+            raise UntrustedCodeError(
+                f"trust_remote_code: expected a task without code of its base model {task.model!r}, or a queue that "
+                "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
+            )
+        asked = _Submit(
+            task=task,
+            tenant=command.tenant,
+            priority=command.priority,
+            duration_s=self._intake.estimate_s(task),
+            command=command.id,
+        )
+        return self._submit(asked, trusts=self._intake.trusts_commands)
+
+    def _submit(self, asked: _Submit, *, trusts: bool) -> str:
+        if self._has_completed:
+            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
+        self._intake.check(asked.task)
+        entries, _ = self._queue_dir.read()
+        entry = QueueEntry(
+            task=unique_name(asked.task.name, {entry.task for entry in entries}),
+            num_gpus=asked.task.num_gpus,
+            duration_s=asked.duration_s,
+            priority=asked.priority,
+            tenant=asked.tenant,
+            command=asked.command,
+        )
+        submission = self._submission(entry, trusts=trusts)
+        self._controller.check(submission)
+        self._queue_dir.add(entry, asked.task.replace(tenant=asked.tenant, priority=asked.priority))
+        return self._controller.submit(
+            submission.run, tenant=entry.tenant, priority=entry.priority, command=entry.command
+        )
+
+    def _cancel_once(self, command: QueueCommand) -> str:
+        entries, _ = self._queue_dir.read()
+        if not any(entry.task == command.task and entry.is_cancelled for entry in entries):
+            self._cancel(command.task, command.id)
+        return f"{command.task} is cancelled; if it runs, it saves and ends."
+
+    def _cancel(self, task: str, command: str = "") -> None:
+        self._controller.check_open(task)
+        self._queue_dir.cancel(task)
+        self._controller.cancel(task, command=command)
+
+    def _submission(self, entry: QueueEntry, *, trusts: bool = False) -> Submission:
+        run = TaskRun(
+            task=entry.task,
+            run_dir=str(self._queue_dir.run_of(entry.task).root),
+            entry=self._intake.entry,
+            num_gpus=entry.num_gpus,
+            duration_s=entry.duration_s,
+            is_parallel=self._intake.is_parallel,
+            trust_remote_code=trusts or entry.task in self._intake.trusted,
+        )
+        return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
+
+    def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
+        """What ``queue.yaml`` says and the journal does not yet: a controller died between the two."""
+        submitted, cancelled = set[str](), set[str]()
+        for event in (entry.event for entry in self._journal.past):
+            if isinstance(event, journaled.QueueStarted):
+                submitted.update(task.task for task in event.tasks)
+            elif isinstance(event, journaled.TaskSubmitted):
+                submitted.add(event.task)
+            elif isinstance(event, journaled.TaskCancelled):
+                cancelled.add(event.task)
+        is_new = not self._journal.past  # then its first event, which is written already, has all tasks
+        for entry in entries:
+            if entry.task not in submitted and not is_new:
+                self._journal.append(
+                    journaled.TaskSubmitted(
+                        task=entry.task,
+                        num_gpus=entry.num_gpus,
+                        duration_s=entry.duration_s,
+                        priority=entry.priority,
+                        tenant=entry.tenant,
+                        command=entry.command,
+                    )
+                )
+            if entry.is_cancelled and entry.task not in cancelled:
+                self._journal.append(journaled.TaskCancelled(task=entry.task))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Submit:
+    """A task to be taken in; ``command`` is the id of what asked for it, empty where this process did."""
+
+    task: Task
+    tenant: str
+    priority: int
+    duration_s: float
+    command: str = ""
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """``name``, with a number where it is taken."""
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return name if name not in taken else next(found for found in numbered if found not in taken)

@@ -1,0 +1,112 @@
+"""Measures how long tasks take, with executors of a cluster."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alto.cluster import Cluster, Controller, Outcome, TaskRun
+from alto.engine.durations import known_duration_s, remember_duration_s
+from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
+from alto.errors import ProfileError
+from alto.runs import Journal, RunDir
+from alto.scheduler import schedule_tasks
+from alto.scheduler.queue import Queue, QueueSettings
+from alto.spec import Task
+
+__all__ = ["Measurement"]
+
+_ONE_ATTEMPT = QueueSettings(backoff_s=0.0, max_attempts=1)
+
+_WAIT_S = 1.0
+"""How often is asked whether to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Executors of ``cluster`` find out what tasks take: side by side on GPUs, one after the other where CPU slots
+    stand for them, which share the cores.
+
+    Attributes:
+        is_parallel: Whether an executor is a process for each of its GPUs.
+        refresh: Measure again, whatever was measured before.
+        on_measured: Called with each task and what it takes, in seconds.
+        is_interrupted: Asked every second; once it returns true, measuring ends.
+    """
+
+    cluster: Cluster
+    is_parallel: bool
+    refresh: bool
+    on_measured: Callable[[Task, float], None]
+    is_interrupted: Callable[[], bool]
+
+    def durations_s(self, tasks: Sequence[Task]) -> list[float]:
+        """Seconds each of ``tasks`` takes, early exit counted; none is measured that was before.
+
+        Raises:
+            ProfileError: A task could not be measured; says why.
+            KeyboardInterrupt: It was interrupted.
+        """
+        known = {
+            index: duration_s
+            for index, task in enumerate(tasks)
+            if not self.refresh
+            and (duration_s := known_duration_s(task, self.cluster, self._num_ranks(task))) is not None
+        }
+        missing = {str(index): task for index, task in enumerate(tasks) if index not in known}
+        if missing:
+            known |= self._measure(missing)
+        return [known[index] for index in range(len(tasks))]
+
+    def _measure(self, tasks: Mapping[str, Task]) -> dict[int, float]:
+        with tempfile.TemporaryDirectory(prefix="alto-plan-") as temporary:
+            folder = Path(temporary)
+            queue = Queue(
+                self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
+            )
+            with Journal(folder / "journal.jsonl") as journal, Controller(self.cluster, queue, journal) as controller:
+                controller.start()
+                at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
+                found: dict[int, float] = {}
+                for group in at_once:
+                    for index in group:
+                        controller.submit(self._run(index, tasks[index], folder / index))
+                    for index in group:
+                        while not controller.wait(index, timeout_s=_WAIT_S):
+                            self._check(controller, tasks)
+                        self._check(controller, tasks)
+                        found[int(index)] = self._taken(tasks[index], folder / index)
+                return found
+
+    def _run(self, index: str, task: Task, folder: Path) -> TaskRun:
+        RunDir(folder).begin(task)
+        return TaskRun(
+            task=index,
+            run_dir=str(folder),
+            entry=PLAN_ANEW if self.refresh else PLAN,
+            num_gpus=task.num_gpus,
+            is_parallel=self.is_parallel,
+            trust_remote_code=task.trust_remote_code,
+        )
+
+    def _check(self, controller: Controller, tasks: Mapping[str, Task]) -> None:
+        """Whether to go on: a task that could not be measured ends it for all."""
+        for index, status in controller.status().tasks.items():
+            if status.has_ended and (status.ended is None or status.ended.outcome is not Outcome.FINISHED):
+                why = status.reason if status.ended is None else status.ended.reason
+                raise ProfileError(f"task {tasks[index].name!r}: expected to measure what it takes, found {why}")
+        if self.is_interrupted():
+            raise KeyboardInterrupt
+
+    def _taken(self, task: Task, folder: Path) -> float:
+        """What was found out about a task, from now on known."""
+        duration_s: float = json.loads((folder / PLAN_FILE).read_text("utf-8"))["expected_duration_s"]
+        remember_duration_s(task, self.cluster, self._num_ranks(task), duration_s)
+        self.on_measured(task, duration_s)
+        return duration_s
+
+    def _num_ranks(self, task: Task) -> int:
+        return task.num_gpus if self.is_parallel else 1

@@ -1,0 +1,68 @@
+"""What a queue leaves: the results of its tasks, and its report."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from alto.errors import AltoError, RunBusyError, TasksFailedError
+from alto.export import write_queue_report
+from alto.records import TaskResult
+from alto.runs import (
+    QueueDir,
+    RunDir,
+    TaskHistory,
+    TaskStage,
+    has_result,
+    read_history,
+    read_queue_history,
+    task_result,
+)
+
+__all__ = ["queue_results", "write_report_of"]
+
+
+def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
+    """The results of the tasks that have one, in the order of their submission.
+
+    Raises:
+        TasksFailedError: Tasks were given up; it has the results of the others.
+    """
+    history = read_queue_history(queue_dir.root)
+    entries, _ = queue_dir.read()
+    failed = history.in_state(TaskStage.FAILED)
+    results = [
+        replace(task_result(read_history(run.root), run), notices=_notices_of(history.tasks[entry.task], run))
+        for entry in entries
+        if has_result(run := queue_dir.run_of(entry.task))
+    ]
+    if failed:
+        reasons = "; ".join(f"{task.task}: {task.failure}" for task in failed)
+        raise TasksFailedError(
+            f"expected all {len(entries)} tasks of {queue_dir.root} to end with an adapter, found {len(failed)} "
+            f"that were given up ({reasons}); the others have theirs. Mend the cause, then try them again with: "
+            f"alto resume {queue_dir.root}",
+            results=results,
+        )
+    return results
+
+
+def write_report_of(queue_dir: QueueDir) -> None:
+    """Write the queue's report; where that is impossible there is none, not one that shows an earlier state. Who has
+    lost the queue's lock leaves it as it is."""
+    report = queue_dir.run.report_file
+    try:
+        queue_dir.run.check_lock()
+    except RunBusyError:
+        return  # another process may work on the queue, and its report is that one's
+    try:
+        write_queue_report(queue_dir.root)
+    except (AltoError, OSError):
+        with contextlib.suppress(OSError):
+            report.unlink()
+
+
+def _notices_of(task: TaskHistory, run: RunDir) -> tuple[str, ...]:
+    """What the last executor of a finished task said of it, until a report is written."""
+    reasons = [attempt.reason for attempt in task.attempts[-1:] if attempt.reason]
+    return () if run.report_file.exists() else tuple(reasons)

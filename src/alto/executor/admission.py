@@ -1,0 +1,104 @@
+"""Carries out the scheduler's plan of which jobs are resident, and offers GPUs that the last jobs do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from alto.executor.lifecycle import JobLifecycle
+from alto.executor.recorder import JournalRecorder
+from alto.executor.task_state import TaskState
+from alto.records import Throughput
+from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
+from alto.spec.rungs import places_at
+
+__all__ = ["Admission", "GpuOffers"]
+
+
+class Admission:
+    """Admits and parks jobs."""
+
+    def __init__(self, state: TaskState, lifecycle: JobLifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._planned_for: tuple[int, ResidentLimits] | None = None
+
+    def admit_jobs(self) -> bool:
+        """Carry out the scheduler's plan, where it may be another one than before.
+
+        Returns:
+            Whether there was a plan to make.
+        """
+        state, ranks = self._state, self._state.context.ranks
+        limits = ResidentLimits(
+            num_slots=state.slot_manager.num_slots,
+            max_tokens=state.context.task.max_tokens_per_step,
+            num_ranks=ranks.size,
+        )
+        if self._planned_for == (state.selection.num_changes, limits):
+            return False
+        plan = plan_residents(self._demands(), limits)
+        for parking in plan.park:
+            self._lifecycle.park(state.jobs[parking.job], parking.reason)
+        if plan.park:
+            ranks.barrier()  # what one rank has put on disk another may read
+        for admission in plan.admit:
+            self._lifecycle.admit(
+                state.jobs[admission.job],
+                admission.slot,
+                admission.reason,
+                is_data_parallel=admission.is_data_parallel,
+            )
+        state.ahead = plan.ahead
+        self._planned_for = (state.selection.num_changes, limits)
+        return True
+
+    def _demands(self) -> Iterator[JobDemand]:
+        """What every job that has not ended wants of the bank."""
+        selection = self._state.selection
+        certain = selection.certain_to_be_kept()
+        for job in self._state.competing():
+            yield JobDemand(
+                job=job.id,
+                batch_size=job.config.per_device_train_batch_size,
+                num_tokens=job.step_tokens,
+                slot=job.slot,
+                is_data_parallel=job.is_data_parallel,
+                is_waiting=selection.is_waiting(job.id),
+                may_run_ahead=job.id in certain,
+                has_started=job.step > 0,
+            )
+
+
+class GpuOffers:
+    """Says, once for as many jobs as are left, what they would take on a GPU each; the queue may then ask this executor
+    to end and resume the task so.
+
+    Args:
+        throughput: What steps on the ranks of this executor were measured to take; None where nothing was measured,
+            and nothing can be offered.
+    """
+
+    def __init__(self, state: TaskState, recorder: JournalRecorder, throughput: Throughput | None) -> None:
+        self._state = state
+        self._recorder = recorder
+        self._throughput = throughput
+        self._num_offered: int | None = None
+
+    def offer(self) -> None:
+        """Record an offer, where there is a new one."""
+        context, training = self._state.context, self._state.active()
+        if (
+            self._throughput is None
+            or len(training) != len(self._state.selection.training)
+            or len(training) == self._num_offered
+        ):
+            return
+        jobs = [
+            LastJob(num_tokens=job.step_tokens, num_steps=job.total_steps - job.step, step=job.step) for job in training
+        ]
+        rungs = context.policy.rungs
+        places = [(rung.progress, places_at(rungs, index, len(self._state.jobs))) for index, rung in enumerate(rungs)]
+        forecast = forecast_last_jobs(jobs, self._throughput, context.ranks.size, places=places)
+        if forecast is not None:
+            self._num_offered = len(training)
+            self._recorder.gpus_offered(forecast)

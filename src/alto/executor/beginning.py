@@ -1,0 +1,141 @@
+"""What the journal says when a task begins or is resumed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from alto.backbone import device_name
+from alto.early_exit import rung_notes
+from alto.executor.model_notes import model_notes
+from alto.executor.recorder import describe_job
+from alto.executor.recovery import ResumeState, data_fingerprint
+from alto.executor.task_state import TaskState
+from alto.records import TaskPlan, Throughput
+from alto.runs import Event, RunDir
+from alto.runs.events import BaseDescription, ProfileMeasured, TaskResumed, TaskStarted
+from alto.spec.metric import metric_notes
+from alto.version import version_of
+
+__all__ = ["RunStart", "begin_events", "resume_event"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """What a run begins with or is resumed from.
+
+    Attributes:
+        run_dir: Where it is kept.
+        resume_state: Of an interrupted run; an empty one begins the task.
+        forecast: What was found out about the task beforehand; None where nothing was measured.
+        base: Fingerprint and precision of the base model; None where nobody will ask for them.
+    """
+
+    run_dir: RunDir
+    resume_state: ResumeState = field(default_factory=ResumeState)
+    forecast: TaskPlan | None = None
+    base: BaseDescription | None = None
+
+    @property
+    def is_resumed(self) -> bool:
+        return bool(self.resume_state.lines)
+
+    def throughput(self, num_ranks: int) -> Throughput | None:
+        """What steps take on ``num_ranks`` ranks; None where that was not measured."""
+        if not self.is_resumed:
+            return None if self.forecast is None else self.forecast.throughput
+        if self.resume_state.started.num_ranks != num_ranks:
+            return None
+        events = (entry.event for entry in self.resume_state.entries)
+        return next((event.throughput for event in events if isinstance(event, ProfileMeasured)), None)
+
+
+def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
+    """What is about to be trained, and what is expected of it; before the first job is admitted."""
+    context, jobs = state.context, list(state.jobs.values())
+    task, data, configs = context.task, context.data, [job.config for job in jobs]
+    yield TaskStarted(
+        task=task.name,
+        model=task.model,
+        base_model=context.backbone.path,
+        base=start.base,
+        dataset=task.dataset,
+        method=task.method,
+        metric=task.metric,
+        eval_steps=task.eval_steps,
+        num_train=len(data.train),
+        num_validation=len(data.validation),
+        data={**data.counts(), "fingerprint": data_fingerprint(data)},
+        notes=(
+            *start.resume_state.notes,
+            *data.notes,
+            *model_notes(context.backbone.model, configs),
+            *metric_notes(task.metric, task.method, configs),
+            *_rung_notes(state),
+        ),
+        references=context.references,
+        max_slots=state.slot_manager.num_slots,
+        packing=_packing(state),
+        early_exit=task.early_exit.resolved().model_dump(mode="json"),
+        device=str(context.backbone.device),
+        num_ranks=context.ranks.size,
+        versions=_versions(),
+        jobs=tuple(describe_job(job) for job in jobs),
+    )
+    if start.forecast is not None:
+        yield _profile(start.forecast)
+
+
+def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
+    """Where the run is resumed; the base model is described where its journal did not say."""
+    return TaskResumed(
+        notes=start.resume_state.notes,
+        base=start.base if start.resume_state.base is None else None,
+        versions=_versions(),
+        max_slots=state.slot_manager.num_slots,
+        num_ranks=state.context.ranks.size,
+    )
+
+
+def _packing(state: TaskState) -> dict[str, Any]:
+    """What decides which jobs share a forward pass; with the same, another run has the same bits."""
+    task = state.context.task
+    return {
+        "max_slots": task.max_slots,
+        "max_tokens_per_step": task.max_tokens_per_step,
+        "max_tokens_per_pass": task.max_tokens_per_pass,
+        "gradient_checkpointing": task.gradient_checkpointing,
+        "device": device_name(state.context.backbone.device),
+    }
+
+
+def _rung_notes(state: TaskState) -> tuple[str, ...]:
+    jobs = state.jobs.values()
+    rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
+    return rung_notes(state.context.policy.rungs, [job.total_steps for job in jobs], rises)
+
+
+def _profile(forecast: TaskPlan) -> ProfileMeasured:
+    return ProfileMeasured(
+        is_cached=forecast.is_cached,
+        profile_s=forecast.profile_s,
+        memory=forecast.memory,
+        throughput=forecast.throughput,
+        slot_bytes=forecast.slot_bytes,
+        max_slots=forecast.max_slots,
+        max_tokens_per_step=forecast.max_tokens_per_step,
+        max_tokens_per_pass=forecast.max_tokens_per_pass,
+        gradient_checkpointing=forecast.gradient_checkpointing,
+        peak_bytes=forecast.peak_bytes,
+        duration_s=forecast.duration_s,
+        expected_duration_s=forecast.expected_duration_s,
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in ("alto-lora", "torch", "transformers")},
+    }

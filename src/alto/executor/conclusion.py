@@ -1,0 +1,94 @@
+"""The end of a task: who has won, or why nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from alto.errors import NoResultError
+from alto.executor.recorder import JournalRecorder
+from alto.executor.task_state import TaskState
+from alto.records import AdapterCheck, ExitReason, FinalistScore, LossPoint
+from alto.runs import RunDir
+
+__all__ = ["Check", "Hooks", "Judge", "conclude"]
+
+Check: TypeAlias = Callable[[Path], AdapterCheck]
+"""Says whether others read an adapter (its folder) as it was trained."""
+
+Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
+"""Says how well adapters (folders by job) answer; calls what it is given now and then, and ends where that raises."""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What an executor asks others.
+
+    Attributes:
+        is_interrupted: Asked before every step; once true, the task stops and can be resumed.
+        judge: Chooses the winner among the finalists, on this process alone; None takes the best by the metric.
+        check: Of the best adapter, for the journal; run by the first rank. None checks nothing.
+    """
+
+    is_interrupted: Callable[[], bool] = _never
+    judge: Judge | None = None
+    check: Check | None = None
+
+
+def conclude(
+    state: TaskState, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, stop_if_asked: Callable[[], None]
+) -> None:
+    """Choose the winner of a task whose jobs have all ended, check its adapter, and record both.
+
+    Args:
+        run_dir: Where the best adapters of all jobs lie.
+        stop_if_asked: Raises where the run is to stop; called while finalists answer.
+
+    Raises:
+        NoResultError: No job was ever evaluated with a finite loss.
+        TaskInterruptedError: It was asked to stop while finalists answered; a run that is resumed judges again.
+    """
+    winner = state.selection.winner()
+    if winner is None:
+        raise NoResultError(
+            f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
+            f"found that {_why_there_is_none(state)}"
+        )
+    tied: Sequence[LossPoint] = ()
+    if hooks.judge is not None:
+        winner = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked)
+    else:
+        tied = state.selection.within_noise_of_winner()
+    if hooks.check is not None and state.context.ranks.is_first:
+        recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
+    recorder.task_completed(winner, tied, state.jobs.values())
+
+
+def _judged(
+    state: TaskState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
+) -> LossPoint:
+    """The finalist that answers best; ties go to the lower validation loss."""
+    finalists = state.selection.leaders(state.context.task.num_finalists)
+    scores = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
+    num_correct = {score.job: score.num_correct for score in scores}
+    recorder.finalists_judged(scores)
+    return max(finalists, key=lambda point: (num_correct[point.job], -point.validation_loss))
+
+
+def _why_there_is_none(state: TaskState) -> str:
+    decisions = [state.selection.decision_on(job) for job in state.jobs]
+    failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
+    if not failed:
+        return f"all {len(decisions)} diverged before; lower the learning rates"
+    row, fits = failed[0].evidence["row_tokens"], state.slot_manager.largest_micro_batch
+    remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
+    return (
+        f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
+        f"(the largest pass that did fit has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+    )

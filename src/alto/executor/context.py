@@ -1,0 +1,94 @@
+"""One task, ready to be profiled or trained: what stays the same while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.early_exit import Policy, policy_from
+from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs
+from alto.executor.ranks import Ranks
+from alto.objectives import Objective, find_objective
+from alto.runs.events import ReferenceFact
+from alto.spec import BaseModelSpec, Job, Task
+from alto.spec.metric import LOSS
+
+__all__ = ["TaskContext"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskContext:
+    """A task whose base model and rows have been read, and whose jobs are known to fit them.
+
+    Every job refers to the context of its task: objective, rows, metric and early-exit settings come from there.
+
+    Attributes:
+        base: Which base model ``backbone`` is, and how it was loaded.
+        data: Tokenised rows; once :func:`alto.executor.stages.with_references` has run, with the base's log-probs where
+            the objective needs them.
+        jobs: The jobs of the search space; those added while the task runs are not among them.
+        objective: What the jobs learn.
+        policy: What ends a job early.
+        references: How the base's log-probs in ``data`` were found; None where there are none.
+        ranks: This process among those that train the task; all of them hold an equal context.
+    """
+
+    task: Task
+    base: BaseModelSpec
+    backbone: Backbone
+    data: TaskData
+    jobs: tuple[PlannedJob, ...]
+    objective: Objective
+    policy: Policy
+    references: ReferenceFact | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @classmethod
+    def of(cls, task: Task, backbone: Backbone, data: TaskData, ranks: Ranks | None = None) -> Self:
+        """Plan every job of ``task``.
+
+        Args:
+            backbone: The base model that the task names, loaded as ``task.base_model`` says.
+            data: The task's rows, encoded with its tokenizer.
+            ranks: This process among those that will train it; None where it is alone.
+
+        Raises:
+            TargetModuleError: A job's targets or rank do not fit the base model.
+            UnsupportedError: A job's optimizer is not installed, or not there on the model's device; or no installed
+                package brings the task's method.
+            UnsupportedModelError: A row is too long for this base model to train beside others.
+        """
+        backbone.check_length(max(data.train.longest_sequence, data.validation.longest_sequence))
+        return cls(
+            task=task,
+            base=task.base_model,
+            backbone=backbone,
+            data=data,
+            jobs=plan_jobs(task, backbone.model, len(data.train)),
+            objective=find_objective(task.method),
+            policy=policy_from(task.early_exit),
+            ranks=ranks or Ranks(),
+        )
+
+    @cached_property
+    def row_tokens(self) -> float:
+        """Mean tokens of a training row."""
+        return self.data.train.num_tokens / len(self.data.train)
+
+    @property
+    def row_metric(self) -> str | None:
+        """The metric that the task chooses by, of which evaluations keep every row; None where that is the loss."""
+        return None if self.task.metric == LOSS else self.task.metric
+
+    def plan(self, job: Job) -> PlannedJob:
+        """A job that is to be added while the task runs.
+
+        Raises:
+            SpecError, DataError: The objective cannot learn from the task's rows with the job's settings.
+            TargetModuleError, UnsupportedError: As :func:`alto.executor.planned_job.plan_job`.
+        """
+        self.objective.check(self.data.train, [job.config])
+        return plan_job(job, self.task, self.backbone.model, len(self.data.train))

@@ -1,0 +1,90 @@
+"""How far one job is while its task runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from alto.data import DataOrder
+from alto.executor.context import TaskContext
+from alto.executor.planned_job import PlannedJob
+from alto.lora import AdapterShape, AdapterWeights
+from alto.spec import JobConfig
+
+__all__ = ["JobState", "initial_states"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class JobState:
+    """One job of a task that runs.
+
+    Attributes:
+        planned: What is fixed about it.
+        context: Its task: where its rows, its objective, its metric and its early-exit settings come from.
+        starts_warm: A clone that begins with the adapter in its ``start`` folder.
+        step: Steps done.
+        slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
+        is_data_parallel: Every rank holds a copy of its adapter in the same local slot and trains a part of its rows;
+            ``slot`` is that of the first.
+        saved_step: Step of its ``last`` state on disk; 0 while there is none.
+        saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
+        unsaved_losses: Training losses since the last ``train`` event.
+        unsaved_best: Step and weights of its best adapter, where that is not on disk yet; the weights are with the
+            rank that will write them.
+    """
+
+    planned: PlannedJob
+    context: TaskContext = field(repr=False)
+    starts_warm: bool = False
+    step: int = 0
+    slot: int | None = None
+    is_data_parallel: bool = False
+    saved_step: int = 0
+    saved_best_step: int = 0
+    unsaved_losses: list[float] = field(default_factory=list)
+    unsaved_best: tuple[int, AdapterWeights | None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.planned.id
+
+    @property
+    def config(self) -> JobConfig:
+        return self.planned.config
+
+    @property
+    def shape(self) -> AdapterShape:
+        return self.planned.shape
+
+    @property
+    def order(self) -> DataOrder:
+        return self.planned.order
+
+    @property
+    def total_steps(self) -> int:
+        return self.planned.total_steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be evaluated after the steps it has done."""
+        return self.step in self.planned.evaluation_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the step that comes next."""
+        return self.config.learning_rate_at(self.step, self.total_steps)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one of its steps in expectation, rounded up."""
+        num_rows = min(self.config.per_device_train_batch_size, len(self.context.data.train))
+        return math.ceil(num_rows * self.context.row_tokens)
+
+    def samples_after(self, num_steps: int) -> int:
+        """Training rows that ``num_steps`` of its steps read, a row as often as it is read."""
+        return self.config.samples_after(num_steps, len(self.context.data.train))
+
+
+def initial_states(context: TaskContext) -> list[JobState]:
+    """Every job of a task before its first step, none of them resident."""
+    return [JobState(planned=job, context=context) for job in context.jobs]

@@ -1,0 +1,109 @@
+"""What can happen to the jobs of a task. Each change of state is recorded in the journal."""
+
+from __future__ import annotations
+
+from alto.executor.job_state import JobState
+from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.recorder import JournalRecorder
+from alto.executor.task_state import TaskState
+from alto.records import ExitDecision, ExitReason
+from alto.runs import RunDir
+from alto.spec.metric import loss_scale
+
+__all__ = ["JobLifecycle"]
+
+
+class JobLifecycle:
+    """Moves jobs through their lives: admitted, parked, ended, reopened, added; and saves them."""
+
+    def __init__(self, state: TaskState, recorder: JournalRecorder, run_dir: RunDir) -> None:
+        self._state = state
+        self._recorder = recorder
+        self._run_dir = run_dir
+
+    def admit(self, job: JobState, slot: int, reason: str, *, is_data_parallel: bool = False) -> None:
+        """A job enters a slot.
+
+        Args:
+            slot: Counted over all ranks.
+            reason: Why this job, for the journal.
+            is_data_parallel: It enters the same local slot on every rank.
+        """
+        slot_manager = self._state.slot_manager
+        slot_manager.admit(job, slot, is_data_parallel=is_data_parallel)
+        self._recorder.job_admitted(job, reason, slot_manager.ranks_of(job))
+
+    def park(self, job: JobState, reason: str) -> None:
+        """A job leaves its slot and will come back."""
+        self._recorder.losses(job)
+        slot = self._state.slot_manager.evict(job)
+        self._recorder.job_parked(job, slot, reason)
+
+    def end(self, job: JobState, decision: ExitDecision | None, command: str | None = None) -> None:
+        """A job is over.
+
+        Args:
+            decision: Why it ends early; None where all its steps are done.
+            command: Id of the user's command that asked for it; None where nobody did.
+        """
+        self._recorder.losses(job)
+        slot = self._state.slot_manager.evict(job) if job.slot is not None else None
+        best = self._state.selection.best(job.id)
+        if decision is None:
+            self._recorder.job_completed(job, slot, best)
+        else:
+            self._recorder.job_exited(job, slot, best, decision, command)
+
+    def fail(self, error: RowTooLargeError) -> None:
+        """End the job whose row does not fit into memory."""
+        job = self._state.in_slot(error.slot)
+        evidence = {
+            "row_tokens": error.num_tokens,
+            "largest_micro_batch": self._state.slot_manager.largest_micro_batch,
+        }
+        decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.FAILED, evidence=evidence)
+        self._state.selection.end(decision)
+        self.end(job, decision)
+
+    def reopen(self, job: JobState, command: str) -> None:
+        """A job that was ended goes on, as the user's command of that id asks."""
+        self._state.selection.reopen(job.id)
+        self._recorder.job_reopened(job, command)
+
+    def add(self, clone: JobState, origin: JobState, command: str) -> None:
+        """A job that came up while the task runs is pending from now on.
+
+        Args:
+            origin: The job that it is a clone of.
+            command: Id of the user's command.
+
+        Raises:
+            DeviceMemoryError: Its adapter does not fit; nothing has changed.
+        """
+        state = self._state
+        slots = {job.id: job.slot for job in state.jobs.values()}
+        without_slot = state.slot_manager.fit([*state.jobs.values(), clone])
+        for job in without_slot:
+            self._recorder.losses(job)
+            self._recorder.job_parked(job, slots[job.id], "fewer_slots")
+        state.jobs[clone.id] = clone
+        state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
+        self._recorder.job_added(clone, origin, command)
+
+    def save(self) -> None:
+        """Commit a checkpoint: all states, and the journal up to here, survive anything from now on.
+
+        Raises:
+            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`; no rank has written a state.
+            RunWriteError: The run directory cannot be written.
+        """
+        state, ranks = self._state, self._state.context.ranks
+        self._run_dir.check_lock()
+        ranks.barrier()  # until the first rank, which holds the lock, has found that it still does
+        for job in state.jobs.values():
+            self._recorder.losses(job)
+            state.slot_manager.save(job)
+        ranks.barrier()  # until every state is on disk
+        self._recorder.checkpoint(state.jobs.values())
+        ranks.barrier()  # until the journal is, too
+        state.slot_manager.commit()

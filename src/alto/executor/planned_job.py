@@ -1,0 +1,84 @@
+"""Jobs of a task, resolved on its base model and its rows, before their first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from alto.data import DataOrder
+from alto.early_exit import evaluation_steps, policy_from
+from alto.lora import AdapterShape, check_optimizer, find_targets
+from alto.spec import Job, JobConfig, Task
+
+__all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedJob:
+    """One job and what follows from its configuration on this base model and data.
+
+    Attributes:
+        shape: Rank and targets of its adapter.
+        order: Which rows each step trains.
+        total_steps: Steps if nothing ends it early.
+        evaluation_steps: Counts of steps done after which it is evaluated.
+    """
+
+    job: Job
+    shape: AdapterShape
+    order: DataOrder
+    total_steps: int
+    evaluation_steps: frozenset[int]
+
+    @property
+    def id(self) -> str:
+        return self.job.id
+
+    @property
+    def config(self) -> JobConfig:
+        return self.job.config
+
+
+def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> PlannedJob:
+    """``job`` resolved on a base model.
+
+    Args:
+        job: Of ``task``'s search space, or added while it runs.
+        task: Its evaluation points and rungs decide when the job is evaluated.
+        model: The base model, with or without injected adapters.
+        num_rows: Rows of the training split.
+
+    Raises:
+        TargetModuleError: Its targets or rank do not fit the base model.
+        UnsupportedError: Its optimizer is not installed, or not there on the model's device.
+    """
+    check_optimizer(job.config.optim, model.device)
+    config, total_steps = job.config, job.config.total_steps(num_rows)
+    rungs = policy_from(task.early_exit).rungs
+    return PlannedJob(
+        job=job,
+        shape=AdapterShape(rank=config.r, targets=find_targets(model, config.target_modules, config.r)),
+        order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
+        total_steps=total_steps,
+        evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
+    )
+
+
+def plan_jobs(task: Task, model: PreTrainedModel, num_rows: int) -> tuple[PlannedJob, ...]:
+    """Every job of ``task``. Arguments and errors as :func:`plan_job`."""
+    return tuple(plan_job(job, task, model, num_rows) for job in task.jobs)
+
+
+def resolve_rungs(task: Task, num_rows: int) -> Task:
+    """``task`` with its rungs spelt out: those of a preset lie behind the rise of every job's learning rate; and where
+    answers choose among finalists, these all train to their end.
+
+    Args:
+        num_rows: Rows of the training split.
+    """
+    early_exit = task.early_exit
+    if task.select_by == "eval_accuracy" and early_exit.finish_from is None:
+        early_exit = early_exit.replace(finish_from=1.0)
+    shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
+    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))

@@ -1,0 +1,299 @@
+"""Writes down what happens to a task: one method for each event of its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from alto.executor.job_state import JobState
+from alto.executor.memory_errors import MemoryEvent
+from alto.executor.ranks import Ranks
+from alto.executor.recovery import note_refusal, refusal_event
+from alto.executor.tally import Evaluated
+from alto.records import AdapterCheck, ExitDecision, FinalistScore, LossPoint, Rung, RungResult
+from alto.runs import Event, Journal, RunDir
+from alto.runs.events import (
+    AdapterChecked,
+    BaseEvaluated,
+    CheckpointSaved,
+    CommandRefused,
+    FinalistsJudged,
+    GpusOffered,
+    JobAdded,
+    JobAdmitted,
+    JobCompleted,
+    JobDescription,
+    JobEvaluated,
+    JobExited,
+    JobParked,
+    JobReopened,
+    JobResumed,
+    OutOfMemory,
+    SavedJob,
+    StartMeasurement,
+    TaskCompleted,
+    TaskInterrupted,
+    TiedJob,
+    TrainSteps,
+    WarmupEnded,
+)
+from alto.scheduler import LastJobsForecast
+
+__all__ = ["JournalRecorder", "describe_job"]
+
+
+class JournalRecorder:
+    """Turns what has happened into events of the journal. Of the jobs' states it changes one thing: losses that are
+    recorded are no longer unsaved.
+
+    Args:
+        journal: Of the run; a silent one on all ranks but the first.
+        run_dir: Where it is noted, on several ranks, which micro-batch did not fit into memory.
+        ranks: This process among those that train the task.
+    """
+
+    def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
+        self._journal = journal
+        self._run_dir = run_dir
+        self._ranks = ranks
+        self._unreported: list[MemoryEvent] = []
+        self._has_begun = False
+
+    def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
+        """Record that the task begins or is resumed; what ran out of memory until then follows.
+
+        Args:
+            events: ``TaskStarted`` or ``TaskResumed`` first.
+            refusal: Facts of the ``OutOfMemory`` that ended the attempt before this one, which could not record it.
+        """
+        for event in events:
+            self._journal.append(event)
+        if refusal is not None:
+            self._journal.append(refusal_event(refusal))
+        self._has_begun = True
+        self._record_memory_events()
+
+    def memory_ran_out(self, event: MemoryEvent) -> None:
+        """Record it; before the task has begun, once it has."""
+        if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
+            note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt: this one ends
+            return
+        self._unreported.append(event)
+        if self._has_begun:
+            self._record_memory_events()
+
+    def base_evaluated(self, found: Iterable[tuple[Sequence[str], Evaluated]]) -> None:
+        """What validation gives with the frozen base, each value with the ids of the jobs that have it."""
+        values = tuple(
+            StartMeasurement(
+                jobs=tuple(jobs),
+                validation_loss=value.loss,
+                metrics=value.metrics,
+                metric_rows=value.metric_rows,
+            )
+            for jobs, value in found
+        )
+        self._journal.append(BaseEvaluated(values=values))
+
+    def job_admitted(self, job: JobState, reason: str, ranks: Sequence[int]) -> None:
+        """A job has entered its slot, for the first time or again.
+
+        Args:
+            reason: Why this job was chosen.
+            ranks: The ranks that train it; recorded where there are several in all.
+        """
+        assert job.slot is not None
+        kind = JobResumed if job.step else JobAdmitted
+        of_several = () if self._ranks.is_alone else tuple(ranks)
+        self._journal.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
+
+    def job_parked(self, job: JobState, slot: int | None, reason: str) -> None:
+        """A job has left ``slot`` and will come back."""
+        self._journal.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
+
+    def job_completed(self, job: JobState, slot: int | None, best: LossPoint | None) -> None:
+        """A job has done all its steps.
+
+        Args:
+            slot: The one that it has left; None where it was in none.
+            best: Its best evaluation; None without one that is finite.
+        """
+        self._journal.append(JobCompleted(**_ending(job, slot, best)))
+
+    def job_exited(
+        self,
+        job: JobState,
+        slot: int | None,
+        best: LossPoint | None,
+        decision: ExitDecision,
+        command: str | None = None,
+    ) -> None:
+        """A job has ended before its last step.
+
+        Args:
+            slot, best: As of :meth:`job_completed`.
+            decision: Why.
+            command: Id of the user's command that asked for it; None where a rule did.
+        """
+        ending = _ending(job, slot, best)
+        evidence = dict(decision.evidence)
+        self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
+
+    def job_added(self, clone: JobState, origin: JobState, command: str) -> None:
+        """A job has come up while the task runs."""
+        description = describe_job(clone)
+        self._journal.append(
+            JobAdded(
+                origin=origin.id,
+                warm=clone.starts_warm,
+                command=command,
+                job=description.job,
+                config=description.config,
+                total_steps=description.total_steps,
+                samples_budgeted=description.samples_budgeted,
+                num_parameters=description.num_parameters,
+            )
+        )
+
+    def job_reopened(self, job: JobState, command: str) -> None:
+        """A job that was ended is resumed."""
+        self._journal.append(JobReopened(job=job.id, step=job.step, command=command))
+
+    def losses(self, job: JobState) -> None:
+        """The training losses of a job that are not recorded yet."""
+        if job.unsaved_losses:
+            first_step = job.step - len(job.unsaved_losses) + 1
+            self._journal.append(TrainSteps(job=job.id, first_step=first_step, losses=tuple(job.unsaved_losses)))
+            job.unsaved_losses = []
+
+    def job_evaluated(self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool) -> None:
+        """An evaluation of a job.
+
+        Args:
+            found: What it gave.
+            train_ema: Exponentially smoothed training loss.
+            is_best: Whether it is the best of the job so far.
+        """
+        self._journal.append(
+            JobEvaluated(
+                job=job.id,
+                step=job.step,
+                total_steps=job.total_steps,
+                train_ema=train_ema,
+                validation_loss=found.loss,
+                is_best=is_best,
+                metrics=found.metrics,
+                metric_rows=found.metric_rows,
+            )
+        )
+
+    def rung_held(self, index: int, rung: Rung, result: RungResult) -> None:
+        """Jobs were ranked at rung number ``index`` (from 0)."""
+        self._journal.append(
+            WarmupEnded(
+                rung=index,
+                progress=rung.progress,
+                kept=tuple(result.kept),
+                dropped=tuple(decision.job for decision in result.dropped),
+            )
+        )
+
+    def command_refused(self, command: str, job: str, why: str) -> None:
+        """A user's command could not be carried out.
+
+        Args:
+            command: Its id.
+            job: The job that it names.
+        """
+        self._journal.append(CommandRefused(command=command, job=job, why=why))
+
+    def gpus_offered(self, forecast: LastJobsForecast) -> None:
+        """Fewer jobs are left than ranks."""
+        self._journal.append(
+            GpusOffered(
+                num_gpus=forecast.num_gpus,
+                duration_s=forecast.duration_s,
+                data_parallel_duration_s=forecast.spread_duration_s,
+            )
+        )
+
+    def checkpoint(self, jobs: Iterable[JobState]) -> None:
+        """Commit what is on disk of ``jobs``: this event survives a loss of power when the call returns."""
+        saved = {
+            job.id: SavedJob(step=job.saved_step, slot=job.slot, best_step=job.saved_best_step)
+            for job in jobs
+            if job.saved_step
+        }
+        self._journal.append(CheckpointSaved(jobs=saved))
+        self._journal.sync()
+
+    def task_interrupted(self, training: Sequence[str]) -> None:
+        """The task stops, as asked, with ``training`` still to train."""
+        self._journal.append(TaskInterrupted(training=tuple(training)))
+
+    def finalists_judged(self, scores: Iterable[FinalistScore]) -> None:
+        """The best jobs have answered."""
+        self._journal.append(FinalistsJudged(scores=tuple(scores)))
+
+    def adapter_checked(self, job: str, found: AdapterCheck) -> None:
+        """The best adapter was loaded into PEFT, or could not be."""
+        self._journal.append(AdapterChecked(job=job, **asdict(found)))
+
+    def task_completed(self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState]) -> None:
+        """The winner, and what it took.
+
+        Args:
+            tied: Best evaluations of other jobs whose score by the task's metric cannot be told from the winner's.
+            jobs: All of the task.
+        """
+        jobs = list(jobs)
+        self._journal.append(
+            TaskCompleted(
+                best_job=winner.job,
+                best_validation_loss=winner.validation_loss,
+                samples_trained=sum(job.samples_after(job.step) for job in jobs),
+                samples_budgeted=sum(job.samples_after(job.total_steps) for job in jobs),
+                within_noise=tuple(
+                    TiedJob(job=point.job, score=point.score, validation_loss=point.validation_loss) for point in tied
+                ),
+            )
+        )
+        self._journal.sync()
+
+    def _record_memory_events(self) -> None:
+        for event in self._unreported:
+            self._journal.append(_out_of_memory(event))
+        self._unreported.clear()
+
+
+def describe_job(job: JobState) -> JobDescription:
+    """A job as it is planned, for the journal."""
+    return JobDescription(
+        job=job.id,
+        config=job.config.model_dump(mode="json"),
+        total_steps=job.total_steps,
+        samples_budgeted=job.samples_after(job.total_steps),
+        num_parameters=job.shape.num_parameters,
+    )
+
+
+def _ending(job: JobState, slot: int | None, best: LossPoint | None) -> dict[str, Any]:
+    return {
+        "job": job.id,
+        "slot": slot,
+        "step": job.step,
+        "best_step": best.step if best else 0,
+        "best_validation_loss": best.validation_loss if best else None,
+        "samples_trained": job.samples_after(job.step),
+    }
+
+
+def _out_of_memory(event: MemoryEvent) -> OutOfMemory:
+    return OutOfMemory(
+        phase=event.phase,
+        residents=event.jobs,
+        num_tokens=event.num_tokens,
+        max_tokens_per_pass=event.max_tokens_per_pass,
+        num_slots=event.num_slots,
+    )

@@ -1,0 +1,151 @@
+"""The stages of a task before training, each of which can be run and tested by itself.
+
+load base -> context (plan the jobs) -> reference log-probs -> bank -> train (:class:`alto.executor.Executor`)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from alto.backbone import Backbone, is_out_of_memory, load_backbone
+from alto.early_exit import Selection, selection_of
+from alto.errors import DeviceMemoryError
+from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState, initial_states
+from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
+from alto.executor.planned_job import PlannedJob
+from alto.executor.ranks import Ranks
+from alto.executor.recovery import ResumeState, check_data, check_jobs
+from alto.executor.references import find_references
+from alto.executor.slot_manager import SlotManager
+from alto.executor.task_state import TaskState
+from alto.runs import RunDir
+from alto.runs.events import JobAdded, ReferenceFact
+from alto.spec import BaseModelSpec, Job
+from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.metric import loss_scale
+
+__all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass", "with_references"]
+
+
+def load_base(
+    spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
+) -> Backbone:
+    """The base model, whole or this rank's share of it.
+
+    Args:
+        spec: Which one, and how.
+        device: Where it lies afterwards.
+        ranks: This process among those that share it.
+        gradient_checkpointing: Recompute each layer's activations in the backward pass.
+
+    Raises:
+        DeviceMemoryError: It does not fit.
+        AltoError: As :func:`alto.backbone.load_backbone`.
+    """
+    try:
+        return load_backbone(
+            spec, device=device, mesh=ranks.mesh(device), gradient_checkpointing=gradient_checkpointing
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        share = f"its share of {ranks.size}" if ranks.size > 1 else "all of it"
+        raise DeviceMemoryError(
+            f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
+            f"to more than {ranks.size}, so that each holds a part of it, or {QUANTISATION_KEYS['4bit']}: true"
+        ) from error
+
+
+def max_tokens_per_pass(context: TaskContext, resume_state: ResumeState) -> int:
+    """Most tokens of a micro-batch to begin with: what the task sets, and what was left after memory last ran out."""
+    return min(context.task.max_tokens_per_pass or sys.maxsize, resume_state.max_tokens_per_pass or sys.maxsize)
+
+
+def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
+    """Make sure that a run is resumed as the task that it began as; of one that begins, nothing is asked.
+
+    Raises:
+        RunChangedError: The data, the jobs, the method, the metric, the evaluation points or the early-exit settings
+            are other ones than the run began with.
+    """
+    if resume_state.lines:
+        check_data(resume_state.started, context.data)
+        jobs = (*context.jobs, *(job for job, _ in _clones(context, resume_state)))
+        check_jobs(resume_state.started, {job.id: job.config for job in jobs}, context.task)
+
+
+def with_references(
+    context: TaskContext, micro_batches: MicroBatches, on_turn: Callable[[], None] = lambda: None
+) -> TaskContext:
+    """``context`` with the base's log-probs of every reply in its data, where its objective needs them.
+
+    Args:
+        micro_batches: Cuts the rows into what fits into memory. What it has found to fit is where training begins.
+        on_turn: Called before every micro-batch, on all ranks; what it raises ends the stage.
+
+    Raises:
+        DeviceMemoryError, ModelError: As :func:`alto.executor.references.find_references`.
+    """
+    if not context.objective.needs_reference:
+        return context
+    found = find_references(context, micro_batches, on_turn)
+    fact = ReferenceFact(is_cached=found.is_cached, duration_s=found.duration_s)
+    return replace(context, data=found.data, references=fact)
+
+
+def build_state(
+    context: TaskContext,
+    resume_state: ResumeState,
+    run_dir: RunDir,
+    *,
+    max_tokens_per_pass: int,
+    on_memory_event: OnMemoryEvent,
+) -> TaskState:
+    """The bank, and every job of the task beside it: none resident yet, as far as its run had come.
+
+    Args:
+        context: With references, where its objective needs them.
+        resume_state: Of an interrupted run; an empty one begins the task.
+        run_dir: Where the states of jobs lie.
+        max_tokens_per_pass: Most tokens of a micro-batch to begin with.
+        on_memory_event: Is told whenever memory ran out.
+
+    Raises:
+        DeviceMemoryError: Not even one slot fits beside the base model.
+    """
+    jobs = initial_states(context)
+    for clone, is_warm in _clones(context, resume_state):
+        jobs.append(JobState(planned=clone, context=context, starts_warm=is_warm))
+    slot_manager = SlotManager.build(
+        context, jobs, run_dir, max_tokens_per_pass=max_tokens_per_pass, on_memory_event=on_memory_event
+    )
+    return TaskState(
+        context=context,
+        jobs={job.id: job for job in jobs},
+        selection=_selection(context, jobs, resume_state),
+        slot_manager=slot_manager,
+    )
+
+
+def _clones(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, bool]]:
+    """The jobs that were added while the task ran, and whether they started with the weights of another."""
+    added = [entry.event for entry in resume_state.entries if isinstance(entry.event, JobAdded)]
+    return [
+        (context.plan(Job(id=event.job, config=context.task.job_config(event.config))), event.warm) for event in added
+    ]
+
+
+def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeState) -> Selection:
+    if resume_state.lines:
+        return selection_of(resume_state.entries)
+    return Selection(
+        context.policy,
+        ema_alpha=context.task.early_exit.ema_alpha,
+        total_steps={job.id: job.total_steps for job in jobs},
+        loss_scales={job.id: loss_scale(job.config.model_dump()) for job in jobs},
+    )

@@ -1,0 +1,144 @@
+"""Parts of events: what stands in a list or in an object of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from alto.runs.events.fields import wire
+
+__all__ = [
+    "BaseDescription",
+    "JobDescription",
+    "QueuedTask",
+    "ReferenceFact",
+    "SavedJob",
+    "StartMeasurement",
+    "TiedJob",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDescription:
+    """A job as it is planned.
+
+    Attributes:
+        job: Job id.
+        config: Its resolved configuration, canonical keys.
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
+        num_parameters: Trainable parameters of its adapter; None where the journal does not say.
+    """
+
+    job: str
+    config: Mapping[str, Any] = field(metadata=wire(if_absent={}))
+    total_steps: int = field(metadata=wire(if_absent=0))
+    samples_budgeted: int = field(metadata=wire(if_absent=0))
+    num_parameters: int | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseDescription:
+    """What identifies the base model of a run, and the precision of base and adapters.
+
+    Attributes:
+        weights: Digest of every tensor's name, type, shape and sampled numbers.
+        config: Digest of ``config.json``.
+        code: Digest of the Python files beside it, where they are what is run.
+        commit: The hub's; None where the model is not of the hub.
+        files: Of each file of weights its size in bytes and when it was written, in nanoseconds since 1970.
+        dtype: Of the base model's weights.
+        load_in_4bit: Whether they are quantised to 4 bits.
+        load_in_8bit: Whether they are quantised to 8 bits.
+        adapter_dtype: Of the adapters' weights.
+    """
+
+    weights: str
+    config: str
+    code: str
+    commit: str | None
+    files: Mapping[str, tuple[int, int]]
+    dtype: str
+    load_in_4bit: bool
+    load_in_8bit: bool
+    adapter_dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceFact:
+    """How the reference log-probs of the pairs were found.
+
+    Attributes:
+        is_cached: They are from an earlier run.
+        duration_s: What that took, in seconds.
+    """
+
+    is_cached: bool
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartMeasurement:
+    """What validation gives with the frozen base, for all jobs that have the same loss.
+
+    Attributes:
+        jobs: Job ids.
+        validation_loss: Nats per trained token; of pairs, what their loss gives.
+        metrics: What the method measures beside the loss, by name.
+        metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
+    """
+
+    jobs: tuple[str, ...]
+    validation_loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metric_rows: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedJob:
+    """What a checkpoint holds of a job.
+
+    Attributes:
+        step: Steps done.
+        slot: Slot that it is in, counted through the ranks; None where it is in none.
+        best_step: Step of its best evaluation whose adapter is saved; 0 where there is none.
+    """
+
+    step: int
+    slot: int | None = field(metadata=wire(if_absent=None))
+    best_step: int = field(metadata=wire(if_absent=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedJob:
+    """A job whose score cannot be told from the winner's on so many validation rows.
+
+    Attributes:
+        job: Job id.
+        score: Value of the task's metric at its best evaluation; higher is better.
+        validation_loss: The loss there, in nats per token.
+    """
+
+    job: str
+    score: float = field(metadata=wire(aliases=("gain",)))
+    validation_loss: float = field(metadata=wire(if_absent=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedTask:
+    """One task of a queue.
+
+    Attributes:
+        task: Its name in the queue, unique there.
+        num_gpus: GPUs that it runs on.
+        duration_s: What it is estimated to take in seconds, early exit counted.
+        priority: Higher goes first.
+        tenant: Whose task it is; empty where nobody was named.
+    """
+
+    task: str
+    num_gpus: int
+    duration_s: float
+    priority: int = field(metadata=wire(if_absent=0))
+    tenant: str = field(metadata=wire(if_absent=""))

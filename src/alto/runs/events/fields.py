@@ -1,0 +1,43 @@
+"""How a field of an event stands on the wire, where its name and its type do not say it: metadata for the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ALIASES", "ALWAYS", "DAMAGED_IS_NONE", "IF_ABSENT", "KEY_ALIASES", "wire"]
+
+IF_ABSENT = "if_absent"
+ALWAYS = "always"
+ALIASES = "aliases"
+KEY_ALIASES = "key_aliases"
+DAMAGED_IS_NONE = "damaged_is_none"
+
+_UNSET = object()
+
+
+def wire(
+    *,
+    if_absent: Any = _UNSET,
+    always: bool = False,
+    aliases: tuple[str, ...] = (),
+    key_aliases: Mapping[str, str] | None = None,
+    damaged_is_none: bool = False,
+) -> dict[str, Any]:
+    """Metadata of a dataclass field.
+
+    Args:
+        if_absent: What a journal that lacks the field is read as, in JSON's types. A field that has neither this nor a
+            default must be there.
+        always: Write the field even if it has its default, which is left out otherwise.
+        aliases: Names that the field had in earlier versions.
+        key_aliases: Of a mapping: earlier names of its keys, each with today's.
+        damaged_is_none: A value of another type is read as None, not refused.
+    """
+    told = {
+        ALWAYS: always,
+        ALIASES: aliases,
+        KEY_ALIASES: dict(key_aliases or {}),
+        DAMAGED_IS_NONE: damaged_is_none,
+    }
+    return told if if_absent is _UNSET else told | {IF_ABSENT: if_absent}

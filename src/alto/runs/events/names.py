@@ -1,0 +1,55 @@
+"""What every event is called in a journal: the one place in ``alto`` that spells these names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from alto.runs.events import queue_events as queue
+from alto.runs.events import run_events as run
+
+__all__ = ["CLASSES", "RELAYED", "WIRE_NAMES"]
+
+WIRE_NAMES: Mapping[type, str] = {
+    run.TaskStarted: "task_started",
+    run.TaskResumed: "task_resumed",
+    run.ProfileMeasured: "profile",
+    run.BaseEvaluated: "base_evaluated",
+    run.JobAdmitted: "job_admitted",
+    run.JobResumed: "job_resumed",
+    run.TrainSteps: "train",
+    run.JobEvaluated: "eval",
+    run.JobParked: "job_parked",
+    run.WarmupEnded: "warmup_ended",
+    run.JobExited: "job_exited",
+    run.JobCompleted: "job_completed",
+    run.JobAdded: "job_added",
+    run.JobReopened: "job_reopened",
+    run.CommandRefused: "command_refused",
+    run.OutOfMemory: "oom",
+    run.GpusOffered: "gpus_offered",
+    run.CheckpointSaved: "checkpoint",
+    run.TaskInterrupted: "task_interrupted",
+    run.FinalistsJudged: "finalists_judged",
+    run.AdapterChecked: "adapter_checked",
+    run.TaskCompleted: "task_completed",
+    queue.QueueStarted: "queue_started",
+    queue.QueueResumed: "queue_resumed",
+    queue.TaskSubmitted: "task_submitted",
+    queue.TaskCancelled: "task_cancelled",
+    queue.SchedulePlanned: "planned",
+    queue.ExecutorStarted: "executor_started",
+    queue.ExecutorExited: "executor_ended",
+    queue.TaskGivenUp: "task_given_up",
+    queue.GpuLost: "gpu_lost",
+    queue.GpuAdded: "gpu_added",
+    queue.QueueInterrupted: "queue_interrupted",
+    queue.QueueCompleted: "queue_completed",
+    queue.TaskMeasured: "measured",
+}
+"""Name on the wire by class."""
+
+RELAYED = "relayed"
+"""Name of the event that holds an event of another journal; only observers see it."""
+
+CLASSES: Mapping[str, type] = {name: event for event, name in WIRE_NAMES.items()}
+"""Class by name on the wire."""

@@ -1,0 +1,180 @@
+"""The state of a run, and of its jobs, after some of its events: the parts that :mod:`alto.runs.history` fills in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from alto.records import ExitReason, LossPoint, StartValue
+
+__all__ = ["JobHistory", "Occupancy", "RunStatus", "RungOutcome", "Stage"]
+
+
+class RunStatus(StrEnum):
+    """Where a run, or a queue of runs, is in its life.
+
+    ``interrupted``: it is not finished, and no process works on it.
+    """
+
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    FINISHED = "finished"
+
+    @classmethod
+    def of(cls, *, is_finished: bool, is_live: bool) -> RunStatus:
+        """The status of a run that has its result or not, and on which a process works or not."""
+        if is_finished:
+            return cls.FINISHED
+        return cls.RUNNING if is_live else cls.INTERRUPTED
+
+
+class Stage(StrEnum):
+    """Where a job is in its life."""
+
+    PENDING = "pending"
+    TRAINING = "training"
+    PARKED = "parked"
+    EXITED = "exited"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungOutcome:
+    """How a rung ended.
+
+    Attributes:
+        rung: Position of the rung in the task's early-exit settings, as the journal counts it.
+        progress: Share of a job's own steps at which the rung ranks.
+        kept: Job ids that go on or keep their place, best first.
+        dropped: Job ids that ended here.
+    """
+
+    rung: int
+    progress: float
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Occupancy:
+    """One stay of a job in a slot, in unix seconds; ``end`` is None while it lasts. One that trains on several
+    ranks has a stay on each.
+
+    Attributes:
+        slot: Slots are counted through the ranks.
+        rank: Whose bank has the slot.
+        local_slot: Its number there.
+    """
+
+    job: str
+    slot: int
+    rank: int
+    local_slot: int
+    start: float
+    end: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class JobHistory:
+    """State of one job after the events seen so far.
+
+    Attributes:
+        position: Place in the task's list of jobs; breaks ties of equal scores.
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        samples_budgeted: Rows the job sees if nothing ends it early.
+        slot: Slot it sits in, None while it is in none; the first of one that trains on several ranks.
+        ranks: Ranks that train it, none while it is in no slot.
+        step: Steps done.
+        train_losses: Training loss of every step; NaN where the journal has a gap.
+        evaluations: One point per evaluation, in the order of their steps.
+        metrics: What its method measured at each of them beside the loss, by name.
+        best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
+        best_validation_loss: The loss there, infinity if there is none yet.
+        best_score: Value of the task's metric there, more is better; 0 where that is the loss.
+        best_metrics: What its method measured there.
+        exit_reason: Why it ended early; None if it did not.
+        exit_evidence: Numbers that this was based on, by name.
+        origin: The job it is a clone of; None if it came with the task.
+        start: What validation gave before its first step; None where the journal does not say.
+    """
+
+    job: str
+    position: int
+    origin: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int = 0
+    samples_budgeted: int = 0
+    stage: Stage = Stage.PENDING
+    slot: int | None = None
+    ranks: tuple[int, ...] = ()
+    step: int = 0
+    train_losses: list[float] = field(default_factory=list)
+    evaluations: list[LossPoint] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    best_step: int = 0
+    best_validation_loss: float = math.inf
+    best_score: float = 0.0
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    exit_reason: ExitReason | str | None = None
+    exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
+    start: StartValue | None = None
+    samples_at_end: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.stage in (Stage.EXITED, Stage.COMPLETED)
+
+    @property
+    def outcome(self) -> str:
+        """The reason of its exit if it has one, else the name of its stage."""
+        return self.exit_reason or self.stage.value
+
+    @property
+    def progress(self) -> float:
+        """Share of its own steps done, in [0, 1]."""
+        return min(1.0, self.step / self.total_steps) if self.total_steps else 0.0
+
+    @property
+    def samples_trained(self) -> int:
+        """Rows seen so far: counted once the job has ended, in proportion to its steps before."""
+        if self.samples_at_end is not None:
+            return self.samples_at_end
+        return round(self.progress * self.samples_budgeted)
+
+    @property
+    def samples_saved(self) -> int:
+        """Budgeted rows that an exit spared; 0 while the job may still train them."""
+        return max(0, self.samples_budgeted - self.samples_trained) if self.stage is Stage.EXITED else 0
+
+    @property
+    def train_loss(self) -> float | None:
+        """Smoothed training loss of the latest evaluation, else the latest loss; None before the first step."""
+        if self.evaluations:
+            return self.evaluations[-1].train_ema
+        return self.train_losses[-1] if self.train_losses else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Validation loss of the latest evaluation; None before the first."""
+        return self.evaluations[-1].validation_loss if self.evaluations else None
+
+    @property
+    def best_sort_key(self) -> tuple[float, float]:
+        """Orders jobs, the least first, as :attr:`LossPoint.sort_key` orders evaluations."""
+        return (-self.best_score, self.best_validation_loss)
+
+    @property
+    def rank_key(self) -> tuple[bool, tuple[float, float], int]:
+        """Sorts jobs best first; a job without a finite validation loss comes last."""
+        has_none = not math.isfinite(self.best_validation_loss)
+        return (has_none, (0.0, 0.0) if has_none else self.best_sort_key, self.position)
+
+    def keep_best(self, step: int, validation_loss: float) -> None:
+        """The evaluation at ``step`` is its best from now on."""
+        self.best_step, self.best_validation_loss = step, validation_loss
+        for point, metrics in zip(self.evaluations, self.metrics, strict=True):
+            if point.step == step:
+                self.best_score, self.best_metrics = point.score, metrics

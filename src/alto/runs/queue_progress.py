@@ -1,0 +1,70 @@
+"""How far a queue and the runs of its tasks are: the numbers that tables and pages share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alto.records import Gpu
+from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskStarted
+from alto.runs.history import RunHistory, read_history
+from alto.runs.queue_dir import QueueDir
+from alto.runs.queue_history import QueueHistory, TaskHistory, TaskStage, read_queue_history
+
+__all__ = ["QueueProgress"]
+
+
+class QueueProgress:
+    """A queue and the runs of its tasks, as far as they were observed.
+
+    Attributes:
+        queue: The queue's own journal.
+        runs: The journals of the tasks' runs, by task; a task that has not begun has none.
+        num_measured: Tasks whose duration was measured before the queue began.
+    """
+
+    def __init__(self) -> None:
+        self.queue = QueueHistory()
+        self.runs: dict[str, RunHistory] = {}
+        self.num_measured = 0
+
+    @classmethod
+    def read(cls, queue_dir: str | Path) -> QueueProgress:
+        """Of the queue in ``queue_dir``, as far as its journals go.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunError: A journal is damaged.
+        """
+        progress, folder = cls(), QueueDir.open(queue_dir)
+        progress.queue = read_queue_history(queue_dir)
+        progress.runs = {task: read_history(folder.run_of(task).root) for task in progress.queue.tasks}
+        return progress
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Fold in an event of the queue, or one of the run of a task that the queue relays."""
+        match entry.event:
+            case TaskMeasured():
+                self.num_measured += 1
+            case TaskRelayed(task=task, entry=JournalEntry(event=TaskStarted(), is_replayed=False) as first):
+                self.runs[task] = RunHistory.of([first])
+            case TaskRelayed(task=task, entry=relayed):
+                self.runs.setdefault(task, RunHistory()).apply(relayed)
+            case _:
+                self.queue.apply(entry)
+
+    def share(self, task: TaskHistory) -> float:
+        """Of the task's samples that are trained or spared, in [0, 1]."""
+        if task.state is TaskStage.FINISHED:
+            return 1.0
+        run = self.runs.get(task.task)
+        return 0.0 if run is None else run.settled_share
+
+    def best_loss(self, task: TaskHistory) -> float | None:
+        """Best validation loss so far, nats per token."""
+        run = self.runs.get(task.task)
+        return run.best.best_validation_loss if run is not None and run.best is not None else None
+
+    def holders(self) -> dict[Gpu, str]:
+        """The running task on each GPU that has one."""
+        running = self.queue.in_state(TaskStage.RUNNING)
+        return {gpu: task.task for task in running if task.attempts for gpu in task.attempts[-1].gpus}

@@ -1,0 +1,64 @@
+"""Which frozen base model is loaded, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["QUANTISATION_KEYS", "BaseModelSpec", "Dtype", "Quantisation", "quantisation_keys", "quantisation_of"]
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantisation = Literal["none", "4bit", "8bit"]
+
+QUANTISATION_KEYS: Mapping[Quantisation, str] = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
+"""The key that asks for a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModelSpec:
+    """A base model and how it is loaded. Equal specifications load equal bases, as long as the files stay the same.
+
+    Attributes:
+        id: A model shipped with ALTO, a hub id, or a local folder.
+        dtype: Precision of the weights; ``auto`` is float32 on the CPU and the model's own on CUDA.
+        quantisation: Keep the linear layers, but not the output head, quantised by bitsandbytes: ``4bit`` is NF4 with
+            double quantisation, ``8bit`` one byte a number with a scale a row. ``none`` leaves the model as it lies on
+            disk, quantised or not.
+        torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
+        use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
+            and nothing else.
+        trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
+    """
+
+    id: str
+    dtype: Dtype = "auto"
+    quantisation: Quantisation = "none"
+    torch_compile: bool = False
+    use_safetensors: bool = True
+    trust_remote_code: bool = False
+
+    def key(self) -> dict[str, Any]:
+        """All of it in plain values, for the key of a cache: two specifications that differ have different keys."""
+        return asdict(self)
+
+    def task_keys(self) -> dict[str, Any]:
+        """The keys of a task that say the same."""
+        return {
+            "model": self.id,
+            "dtype": self.dtype,
+            **quantisation_keys(self.quantisation),
+            "torch_compile": self.torch_compile,
+            "trust_remote_code": self.trust_remote_code,
+            "use_safetensors": self.use_safetensors,
+        }
+
+
+def quantisation_keys(quantisation: Quantisation) -> dict[str, bool]:
+    """Both keys of a task with their values, as the journal has them too."""
+    return {key: name == quantisation for name, key in QUANTISATION_KEYS.items()}
+
+
+def quantisation_of(keys: Mapping[str, Any]) -> Quantisation:
+    """What the keys of a task or of a quantised model's configuration ask for; ``none`` where they ask for nothing."""
+    return next((name for name, key in QUANTISATION_KEYS.items() if keys.get(key)), "none")
