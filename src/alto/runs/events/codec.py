@@ -28,6 +28,7 @@ __all__ = [
     "decode",
     "encode",
     "event_from",
+    "is_line",
     "name_of",
     "settings_of",
 ]
@@ -94,20 +95,6 @@ class JournalEntry:
         """The line in plain values, as a journal holds it; ``replayed`` is added where it is shown again."""
         return encode(self) | ({"replayed": True} if self.is_replayed else {})
 
-    # Readers that are not converted yet look fields up by name.
-
-    def __getitem__(self, key: str) -> Any:
-        return self.to_dict()[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.to_dict()
-
-    def keys(self) -> Any:
-        return self.to_dict().keys()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.to_dict().get(key, default)
-
 
 def name_of(event: Event) -> str:
     """What journals call the event."""
@@ -117,6 +104,11 @@ def name_of(event: Event) -> str:
         case TaskRelayed():
             return RELAYED
     return WIRE_NAMES[type(event)]
+
+
+def is_line(line: Mapping[str, Any]) -> bool:
+    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    return "time" in line and isinstance(line.get("event"), str)
 
 
 def encode(entry: JournalEntry) -> dict[str, Any]:
