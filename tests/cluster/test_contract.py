@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from clusters import Started, is_alive, wait_for
-from tiny import make_task, save_model
+from tiny import curves_of, make_task, save_model
 
 from alto.cluster import ExecutorEnded, Outcome, Told
 from alto.cluster.rank_processes import GRACE_S
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.runs import RunDir, read_events
 
 StartCluster = Callable[..., Started]

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_task, read_journal, run_task
+from tiny import curves_of, make_task, read_journal, run_task
 
 from alto.early_exit import audit, selection_of
-from alto.early_exit.journal import curves_of
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Answer, Mailbox, RunDir, read_history

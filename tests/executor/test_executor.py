@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import load_tiny, make_task, read_journal, run_task
+from tiny import curves_of, load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
 from alto.early_exit import Recording, audit, policy_from, replay, selection_of
-from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import read_adapter

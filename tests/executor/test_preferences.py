@@ -182,7 +182,7 @@ def test_rungs_rank_by_the_metric_and_the_journal_tells_why(undisturbed: RunDir)
     events = read_journal(undisturbed.root)
     assert len(of(events, "warmup_ended")) == 2
     (dropped,) = [event for event in of(events, "job_exited") if event["reason"] == ExitReason.UNDERPERFORMING]
-    assert {"gain", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
+    assert {"score", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
     assert audit(events) == ()
     winner = selection_of(events).winner()
     assert winner is not None

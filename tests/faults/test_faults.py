@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_task, read_journal, save_model
+from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import executor
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import load_tiny, make_task, read_journal
+from tiny import curves_of, load_tiny, make_task, read_journal
 
 from alto.data import TokenBatch
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import DeviceMemoryError, NoResultError
 from alto.executor import Executor, RunStart, TaskContext, Trainer, assembly, executor, recover, trainer
 from alto.lora import AdapterBank

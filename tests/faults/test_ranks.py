@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from dying_ranks import DEATHS_FILE
-from tiny import make_task, read_journal, save_model
+from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Outcome
 from alto.cluster.local import LocalCluster
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import TaskInterruptedError
 
 HEARTBEAT_S = 8.0
