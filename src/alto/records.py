@@ -44,6 +44,7 @@ __all__ = [
     "TaskResult",
     "Throughput",
     "ThroughputPoint",
+    "exit_reason",
 ]
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
@@ -59,13 +60,18 @@ GenerationBackend = Literal["alto", "vllm"]
 
 
 class ExitReason(StrEnum):
-    """Why a job ended before its last step."""
+    """Why a job ended before its last step. A rule of a user has a reason of its own beside these."""
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"
     UNDERPERFORMING = "underperforming"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+def exit_reason(text: str) -> str:
+    """The reason that a journal spells ``text``: an `ExitReason`, or that of a user's rule as it stands."""
+    return ExitReason(text) if text in list(ExitReason) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +129,13 @@ class StartValue:
 class ExitDecision:
     """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
 
-    ``evidence`` holds the numbers the verdict was based on (slopes, gaps, ranks, thresholds).
+    ``reason`` is an `ExitReason`, or that of a user's rule. ``evidence`` holds the numbers the verdict was based on
+    (slopes, gaps, ranks, thresholds).
     """
 
     job: str
     step: int
-    reason: ExitReason
+    reason: str
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -192,7 +199,7 @@ class JobResult:
         job: Job id.
         config: The job's resolved configuration, canonical keys.
         steps: Steps done; ``total_steps`` if nothing ended it early.
-        exit_reason: None when the job did all its steps.
+        exit_reason: An `ExitReason`, or that of a user's rule; None when the job did all its steps.
         best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
         best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
         samples_trained: Rows seen in training, counting repeats over epochs.
@@ -204,7 +211,7 @@ class JobResult:
     config: Mapping[str, Any]
     steps: int
     total_steps: int
-    exit_reason: ExitReason | None
+    exit_reason: str | None
     exit_evidence: Mapping[str, float]
     best_step: int
     best_validation_loss: float

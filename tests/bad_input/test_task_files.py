@@ -108,7 +108,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("method: simpo", "method should be one of sft, dpo, orpo, found 'simpo'. Correct the name, or install"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo and orpo, found with"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo, found with method"),
-        ("method: dpo\nbeta: 0", "ORPO: weight of the odds; 0.1 if left) should be a finite number >= 1e-06 and"),
+        ("method: dpo\nbeta: 0", "beta (how dearly leaving the base is paid) should be a finite number >= 1e-06 and"),
         ("method: dpo\nbeta: .nan", "Write a finite number"),
         ("method: dpo\nbeta: high", "found 'high' (text). Write a number"),
         ("method: dpo\nloss_type: simpo", "loss_type should be one of sigmoid, sigmoid_norm, ipo, hinge"),

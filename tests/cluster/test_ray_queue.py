@@ -21,7 +21,7 @@ from alto.records import Gpu, Placement, Schedule
 from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("ray"),
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),  # ray leaves the output of its processes open
 ]
 

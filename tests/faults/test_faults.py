@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_code
 from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
@@ -281,9 +282,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
         from alto.cli import main
         main()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_code(textwrap.dedent(code), cwd=ROOT)
     (root,) = (tmp_path / "runs").iterdir()
     assert done.returncode == 128 + number, done.stderr
     assert f"go on with: alto resume {root}" in done.stderr
@@ -308,15 +307,11 @@ FILL_THE_DISK = """
 """
 
 
-def fill_the_disk(task: alto.Task, folder: Path, before: str, *wrapper: str) -> str:
-    """Train in a process whose disk ends early; returns what it printed."""
+def fill_the_disk(task: alto.Task, folder: Path, before: str) -> str:
+    """A program that trains where the disk ends early."""
     (folder / "task.yaml").write_text(task.to_yaml())
     code = FILL_THE_DISK.format(before=before, runs=str(folder / "runs"), file=str(folder / "task.yaml"))
-    done = subprocess.run(
-        [*wrapper, sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return textwrap.dedent(code)
 
 
 @pytest.mark.parametrize("limit", [6_000, 20_000])
@@ -325,7 +320,9 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
 ) -> None:
     """The limit is that of one file: it stops the journal, or the weights of a checkpoint."""
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
-    said = fill_the_disk(task_in(tmp_path, model), tmp_path, before)
+    done = run_code(fill_the_disk(task_in(tmp_path, model), tmp_path, before))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
     assert said.startswith("DiskFullError")
     assert f"go on with: alto resume {root}" in said
@@ -333,6 +330,7 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
     assert told(root) == undisturbed
 
 
+@pytest.mark.slow("campaigns")
 def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]) -> None:
     disk = tmp_path / "disk"
     (disk / "runs").mkdir(parents=True)
@@ -346,7 +344,11 @@ def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, und
     saved = tmp_path / "saved"
     # The disk is gone with the process, so what is on it is copied out first.
     copy = f"import atexit, shutil; atexit.register(shutil.copytree, {str(disk / 'runs')!r}, {str(saved)!r})"
-    said = fill_the_disk(task, disk, copy, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    code = fill_the_disk(task, disk, copy)
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert said.startswith("DiskFullError")
     assert "No space left on device" in said
     (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]

@@ -91,7 +91,7 @@ def test_observers_see_the_journal(undisturbed: tuple[alto.TaskResult, list[Mapp
     assert seen == read_journal(result.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("campaigns")
 def test_ranks_that_die_cost_nothing_but_time(
     task: alto.Task,
     undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]],

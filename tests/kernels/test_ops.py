@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 from adapter_groups import Group
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_backends import BACKENDS
@@ -24,7 +25,7 @@ from torch.nn.functional import one_hot
 from alto.kernels import DropoutKey, LoraOperands, TokenSchedule
 from alto.kernels.dropout import dropout_factor
 
-MANY = settings(max_examples=40, deadline=None)  # interpreted kernels take their time
+MANY = settings(max_examples=examples(40))  # interpreted kernels take their time
 TOLERANCE = 1e-11
 NAN = float("nan")
 CPU = torch.device("cpu")

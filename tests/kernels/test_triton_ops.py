@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_groups import Group
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_backends import TRITON
@@ -127,7 +128,7 @@ def micro_batches(draw: st.DrawFn) -> Pass:
 
 
 @TRITON
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(drawn=micro_batches())
 def test_any_lengths_ranks_and_members(ops: ModuleType, drawn: Pass) -> None:
     assert_close(drawn.run(ops), drawn.run(REFERENCE))

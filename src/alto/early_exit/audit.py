@@ -9,7 +9,7 @@ from alto.early_exit.journal import exits_of, start_of, start_values
 from alto.early_exit.policy import policy_from
 from alto.early_exit.selection import Selection
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason
+from alto.records import ExitDecision, ExitReason, exit_reason
 from alto.runs.events import (
     BaseEvaluated,
     Event,
@@ -35,8 +35,8 @@ class Disagreement:
     """A job whose exit in the journal is not the one its losses lead to; each a reason and step, None for no exit."""
 
     job: str
-    journalled: tuple[ExitReason, int] | None
-    derived: tuple[ExitReason, int] | None
+    journalled: tuple[str, int] | None
+    derived: tuple[str, int] | None
 
 
 def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
@@ -100,9 +100,8 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
             selection.select()
         case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
             evidence = {key: float(value) for key, value in event.evidence.items()}
-            selection.end(
-                ExitDecision(job=job, step=event.step or 0, reason=ExitReason(event.reason), evidence=evidence)
-            )
+            reason = exit_reason(event.reason)
+            selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
         case JobAdded(job=job):
             selection.add(job, event.total_steps, loss_scale(event.config))
         case JobReopened(job=job):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import types
+from collections.abc import Iterable
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import annotated_types
@@ -33,6 +34,16 @@ class SpecModel(BaseModel):
         except ValidationError as error:
             raise spec_error(error, type(self)) from None
 
+    @classmethod
+    def error_of(cls, key: str, value: object) -> SpecError | None:
+        """What is wrong with ``value`` for the field ``key``, whatever the other fields are; None if nothing is."""
+        try:
+            BaseModel.__init__(cls.__new__(cls), **{key: value})
+        except ValidationError as error:
+            found = [details for details in error.errors() if details["loc"][:1] == (key,)]
+            return _error_of_details(found, cls) if found else None
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """All fields under their canonical names, made of what YAML and JSON can hold."""
         return self.model_dump(mode="json")
@@ -52,10 +63,12 @@ class SpecModel(BaseModel):
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
     """Say each of pydantic's complaints about ``model`` as: where, expected, found, remedy; one line each."""
+    return _error_of_details(error.errors(), model)
+
+
+def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     return SpecError(
-        "\n".join(
-            _sentence(details, model) for details in error.errors() if details["type"] != "default_factory_not_called"
-        )
+        "\n".join(_sentence(details, model) for details in found if details["type"] != "default_factory_not_called")
     )
 
 
