@@ -14,7 +14,6 @@ from clusters import Started, is_alive, wait_for
 from tiny import curves_of, make_task, save_model
 
 from alto.cluster import EntryWritten, ExecutorEnded, Outcome, local_executor
-from alto.cluster.rank_processes import GRACE_S
 from alto.early_exit import audit
 from alto.runs import RunDir, read_events
 

@@ -131,7 +131,8 @@ class JobExited:
 
     Attributes:
         job: Job id.
-        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``.
+        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``; or the reason of a
+            rule that a package registers.
         evidence: Numbers that the decision was based on, by name.
         slot: Slot that it left; None where it was in none.
         step: Steps done; None where the journal does not say.
