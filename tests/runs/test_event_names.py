@@ -25,7 +25,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
 }
 """Files that have such a word for something else."""
 
-TO_CONVERT = {
+TO_CONVERT: set[str] = {
     "cluster/controller.py",
     "engine/launched.py",
     "engine/queues.py",
