@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from clusters import Started, is_alive, wait_for
+from journals import entries
 from tiny import curves_of, make_task, save_model
 
 from alto.cluster import EntryWritten, ExecutorEnded, Outcome, local_executor
@@ -248,7 +249,7 @@ def test_a_task_killed_mid_step_and_resumed_ends_as_if_it_had_not_been(
     assert started.until_ended("undisturbed").outcome is Outcome.FINISHED
     assert started.told("killed", attempt=2)[0]["event"] == "task_resumed"
     assert results(killed) == results(undisturbed)
-    assert audit(read_events(killed / "journal.jsonl")) == ()
+    assert audit(entries(read_events(killed / "journal.jsonl"))) == ()
 
 
 def results(run_dir: Path) -> object:

@@ -60,7 +60,7 @@ class Pass:
     ) -> dict[str, Tensor]:
         """What the ops leave behind, of narrow tensors only what they define; ``base`` is the dtype of tokens."""
         rows = (self.group.operands.params_ZP, self.group.operands.grads_ZP)
-        operands = self.group.seated(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
+        operands = self.group.operands_with_adapters(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
         x_TK, dx_TK = self.x_TK.to(base, copy=True), self.dx_TK.to(base, copy=True)
         ys, dys = ([tensor.to(base, copy=True) for tensor in tensors] for tensors in (self.ys, self.dys))
         s_TQ = ops.grouped_shrink(x_TK, operands, self.schedule)

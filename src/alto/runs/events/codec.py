@@ -24,7 +24,6 @@ __all__ = [
     "JournalEntry",
     "TaskRelayed",
     "UnknownEvent",
-    "as_entry",
     "decode",
     "encode",
     "event_from",
@@ -149,27 +148,17 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
     )
 
 
-def as_entry(event: JournalEntry | Mapping[str, Any]) -> JournalEntry:
-    """What observers are shown by writers that are not converted yet: an entry, or its plain values."""
-    if isinstance(event, JournalEntry):
-        return event
-    line: dict[str, Any] = {"time": 0.0, **event}
-    if line["event"] == "told":
-        relayed = as_entry(line.pop("line")).to_dict()
-        line |= {"event": RELAYED, "entry": relayed}
-    return decode(line)
-
-
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """The event of that name with these fields.
+    """The event of that name with these fields, all of which it must know.
 
     Raises:
-        TypeError: It has no such field, or a field holds another type.
+        TypeError: It has no such field, or a field is missing or holds another type.
     """
     try:
         event, unknown = _event(name, facts)
     except WrongValueError as error:
-        raise TypeError(_refusal(error, {"event": name}, "what is to be written")) from error
+        what = "is missing" if error.is_missing else f"expected {error.expected}, found {error.found!r:.100}"
+        raise TypeError(f"{name}, {pointer(error.path)}: {what}") from error
     if unknown:
         raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
     assert not isinstance(event, _Relayed)
