@@ -172,7 +172,7 @@ class Task(SpecModel):
         method = _method_of(values)
         given = method.without_others(_canonical(values, method))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
-        given["early_exit"] = _early_exit(given.get("early_exit", True))
+        given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search_space"] = _search_space(given.get("search_space", {}), method)
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
@@ -321,28 +321,6 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
         if key in EarlyExit.model_fields and key not in fields:
             raise UnknownKeyError(f"the task has the key {key!r}, which is expected under 'early_exit'. Move it there.")
     return canonical_keys(values, fields=fields, aliases=aliases, where="the task")
-
-
-def _early_exit(value: object) -> object:
-    if isinstance(value, bool):
-        return EarlyExit(enabled=value)
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise SpecError(
-                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
-            )
-        try:
-            return EarlyExit(**value)
-        except SpecError as error:
-            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
-                raise SpecError(f"early_exit.{error}") from None
-            raise
-    if isinstance(value, EarlyExit):
-        return value
-    raise SpecError(
-        f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
-        f"Write for example {{policy: paper}}, or remove the key for the defaults."
-    )
 
 
 def _search_space(value: object, method: Method) -> SearchSpace:
