@@ -46,22 +46,8 @@ LARGE_CONSTRUCTORS: Offenders = {
     "kernels/operands.py": frozenset({"LoraOperands"}),
 }
 LONG_FILES = frozenset({"executor/task_run.py", "records.py", "scheduler/queue/queue.py"})
-SPELLS_EVENTS = frozenset(
-    {
-        *("cli/interrupt.py", "cluster/controller.py", "early_exit/audit.py", "early_exit/journal.py"),
-        *("engine/launched.py", "engine/queues.py", "executor/executor.py", "executor/recovery.py"),
-        *("executor/task_run.py", "export/plain.py", "export/queue_view.py", "export/terminal.py", "runs/history.py"),
-        *("runs/queue_history.py", "runs/result.py", "trackers/feed.py"),
-    }
-)
-LOOKS_EVENTS_UP = frozenset(
-    {
-        *("cli/interrupt.py", "cluster/controller.py", "early_exit/audit.py", "early_exit/journal.py"),
-        *("engine/launched.py", "executor/control.py", "executor/recovery.py", "executor/task_run.py"),
-        *("export/plain.py", "export/queue_view.py", "export/terminal.py", "runs/fold.py", "runs/journal.py"),
-        *("runs/result.py", "trackers/feed.py"),
-    }
-)
+SPELLS_EVENTS: frozenset[str] = frozenset()
+LOOKS_EVENTS_UP: frozenset[str] = frozenset()
 
 
 def sources() -> Iterator[tuple[str, str]]:

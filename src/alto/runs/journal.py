@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from alto.errors import RunBusyError, RunError, RunNotFoundError
-from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode
+from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
 from alto.runs.files import replace_file, writing
 from alto.spec.outside import is_number, read_bytes
 
@@ -253,7 +253,7 @@ def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     entries: list[tuple[bytes, dict[str, Any]]] = []
     for line in _lines(path):
         for data, event in _pieces_of(line):
-            if event is None or event.get("seq") != len(entries) or not _is_told(event):
+            if event is None or event.get("seq") != len(entries) or not is_line(event):
                 return entries
             entries.append((data, event))
     return entries
@@ -289,10 +289,6 @@ def _lines(path: Path) -> list[bytes]:
             f"Expected the journal of a run at {path}, found what cannot be read ({error.strerror}). "
             "Make it readable, or give the folder of another run."
         ) from error
-
-
-def _is_told(event: Mapping[str, Any]) -> bool:
-    return "time" in event and isinstance(event.get("event"), str)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ __all__ = [
     "decode",
     "encode",
     "event_from",
+    "is_line",
     "name_of",
     "settings_of",
 ]
@@ -114,6 +115,11 @@ def encode(entry: JournalEntry) -> dict[str, Any]:
     for path, value in entry.unknown.items():
         _put(line, path, to_wire(value))
     return line
+
+
+def is_line(facts: Mapping[str, Any]) -> bool:
+    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    return "time" in facts and isinstance(facts.get("event"), str)
 
 
 def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEntry:
