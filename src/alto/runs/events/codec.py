@@ -105,6 +105,11 @@ def name_of(event: Event) -> str:
     return WIRE_NAMES[type(event)]
 
 
+def is_line(line: Mapping[str, Any]) -> bool:
+    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    return "time" in line and isinstance(line.get("event"), str)
+
+
 def encode(entry: JournalEntry) -> dict[str, Any]:
     """The line of an entry, in values that strict JSON can hold.
 
@@ -115,11 +120,6 @@ def encode(entry: JournalEntry) -> dict[str, Any]:
     for path, value in entry.unknown.items():
         _put(line, path, to_wire(value))
     return line
-
-
-def is_line(facts: Mapping[str, Any]) -> bool:
-    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
-    return "time" in facts and isinstance(facts.get("event"), str)
 
 
 def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEntry:

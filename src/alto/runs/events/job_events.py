@@ -1,7 +1,7 @@
-"""The events of the jobs of a run: one class each.
+"""What happens to one job of a run.
 
 Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; of pairs, what their
-loss gives.
+loss gives. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class JobExited:
 
     Attributes:
         job: Job id.
-        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``.
+        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``; or the reason of a
+            rule that a package registers.
         evidence: Numbers that the decision was based on, by name.
         slot: Slot that it left; None where it was in none.
         step: Steps done; None where the journal does not say.

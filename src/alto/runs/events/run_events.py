@@ -1,4 +1,4 @@
-"""The events of a run but those of single jobs: one class each, in the order in which a run writes them first.
+"""What happens to a run as a whole, and the union of all events of a run.
 
 Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; of pairs, what their
 loss gives. Durations are seconds.
@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from alto.records import FinalistScore, MemoryProfile, Throughput
-from alto.runs.events.facts import (
-    BaseDescription,
-    JobDescription,
-    ReferenceFact,
-    SavedJob,
-    StartMeasurement,
-    TiedJob,
-)
+from alto.runs.events.facts import BaseDescription, JobDescription, ReferenceFact, SavedJob, StartMeasurement, TiedJob
 from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
     JobAdded,
