@@ -32,6 +32,7 @@ from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
+from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,7 +150,25 @@ nothing. `warmup_steps` and `warmup_ratio` exclude each other and speak of the l
 `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged
 one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit state for all slots or, where no job of the
 task is trained with `adamw_torch`, for none.
+
+### Settings of a method
+
+Keys of a job as well, but of jobs of that `method` alone. Null is the default. A method that a package registers has
+settings of its own ([objectives.md](objectives.md)).
+
+{_method_settings()}
 """
+
+
+def _method_settings() -> str:
+    rows = []
+    for name in OWN_METHODS:
+        settings = find_method(name).entry.settings
+        for key, field in settings.model_fields.items():
+            others = sorted(alias for alias, canonical in settings.aliases.items() if canonical == key)
+            meaning = _sentence(_capitalised(field.description or ""), others)
+            rows.append([_code(key), _code(name), meaning, _kind(key, field), _default(key, field)])
+    return _table(("key", "method", "meaning", "value", "default"), rows)
 
 
 def memory_section() -> str:
@@ -394,11 +413,18 @@ def _keys(model: type[SpecModel], aliases: Mapping[str, str]) -> str:
     """A table of a model's fields."""
     longer = _attributes(model)
     rows = []
-    for name, field in model.model_fields.items():
+    fields = {name: model.model_fields[name] for name in longer if name in model.model_fields} | model.model_fields
+    for name, field in (fields if model is EarlyExit else model.model_fields).items():
+        if name == "objective":
+            continue  # the settings of a method have a table of their own
         others = sorted(alias for alias, canonical in aliases.items() if canonical == name)
-        meaning = longer.get(name) or f"{(field.description or '')[:1].upper()}{(field.description or '')[1:]}."
+        meaning = longer.get(name) or _capitalised(field.description or "")
         rows.append([_code(name), _sentence(meaning, others), _kind(name, field), _default(name, field)])
     return _table(("key", "meaning", "value", "default"), rows)
+
+
+def _capitalised(meaning: str) -> str:
+    return f"{meaning[:1].upper()}{meaning[1:]}."
 
 
 def _attributes(model: type) -> dict[str, str]:
@@ -425,6 +451,8 @@ def _sentence(meaning: str, aliases: Sequence[str]) -> str:
 def _kind(name: str, field: FieldInfo) -> str:
     if name in ONE_OR_MORE:
         return "text or a list of texts"
+    if name == "rules":
+        return "a mapping of names to settings"
     plain = TYPES.get(get_origin(field.annotation) or field.annotation)
     if plain is None and any(get_origin(kind) is tuple for kind in get_args(field.annotation)):
         plain = "a list of pairs, or null"

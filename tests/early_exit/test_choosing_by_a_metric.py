@@ -55,11 +55,11 @@ def test_who_is_kept_at_a_rung(case: str, standings: list[tuple[str, float, floa
     assert list(select(HALF, [standing(*one) for one in standings]).kept) == kept
 
 
-def test_evidence_tells_the_gains_that_decided() -> None:
+def test_evidence_has_the_scores_that_decided() -> None:
     (verdict,) = select(HALF, [standing("a", 0.6, 0.1), standing("b", 0.7, 0.9)]).dropped
     assert (verdict.job, verdict.reason) == ("a", ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
-        "rank": 2.0, "validation_loss": 0.1, "gain": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
+        "rank": 2.0, "validation_loss": 0.1, "score": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
         "cutoff_score": 0.7,
     }  # fmt: skip
 
@@ -212,8 +212,8 @@ def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:
     assert "gains" not in (tmp_path / "r.json").read_text()
 
 
-def test_every_evaluation_has_a_gain_or_none_has() -> None:
-    with pytest.raises(RunError, match="a gain for each of 2 evaluations or none at all, found 1"):
+def test_every_evaluation_has_a_score_or_none_has() -> None:
+    with pytest.raises(RunError, match="a score for each of 2 evaluations or none at all, found 1"):
         RecordedJob(
             job="a", config={}, total_steps=2, rows_per_step=1, train_losses=(1.0, 1.0),
             evaluations=((1, 1.0), (2, 1.0)), scores=(0.5,),

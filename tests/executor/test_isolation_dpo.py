@@ -90,7 +90,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
         assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
         for metric, name_in_trl in METRICS.items():
             assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
-        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.beta
+        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
 

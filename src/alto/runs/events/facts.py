@@ -45,7 +45,7 @@ class BaseDescription:
     Attributes:
         weights: Digest of every tensor's name, type, shape and sampled numbers.
         config: Digest of ``config.json``.
-        code: Digest of the Python files beside it, where they are what is run; None elsewhere.
+        code: Digest of the Python files beside it; None where none of them is run.
         commit: The hub's; None where the model is not of the hub.
         files: Of each file of weights its size in bytes and when it was written, in nanoseconds since 1970.
         dtype: Of the base model's weights.

@@ -120,7 +120,7 @@ def _reader(kind: Any) -> _Reader:
         return _mapping(_reader(arguments[1]))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return _enum(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record(kind)
     raise TypeError(f"expected a type that events hold, found {kind}")
 
