@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
@@ -22,7 +22,7 @@ from alto.spec.metric import LOSS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_path, plain
 
 __all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
 
@@ -204,7 +204,7 @@ class Task(SpecModel):
     @classmethod
     def _check_can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None:
-            _check_path(value)
+            check_path(value)
         return value
 
     @field_validator("columns", mode="before")
@@ -369,21 +369,6 @@ def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Non
         raise ConflictingKeysError(
             "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
             "nearer to the model. Remove one."
-        )
-
-
-def _check_path(text: str) -> None:
-    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
-    reason = "a NUL character" if "\0" in text else None
-    try:
-        Path(text).expanduser().exists()
-    except RuntimeError:
-        reason = f"no home folder for {text.split('/')[0]}"
-    except OSError as error:  # too long, or in a folder that may not be entered
-        reason = error.strerror
-    if reason is not None:
-        raise ValueError(
-            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
         )
 
 
