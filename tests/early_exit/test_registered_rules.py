@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -76,6 +78,14 @@ def test_its_settings_are_those_of_the_task_file() -> None:
     assert task.early_exit.resolved().rules == task.early_exit.rules
     assert EarlyExit.of_run(task.early_exit.resolved().to_dict()) == task.early_exit.resolved()
     assert EarlyExit(rules={"plateau": True}) == EarlyExit(rules={"plateau": {}}) != EarlyExit()
+
+
+@pytest.mark.usefixtures("plateau")
+def test_reading_a_task_with_a_rule_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
+    code = "import sys; from alto.spec import load_task; load_task('task.yaml'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_a_task_without_rules_is_written_as_before() -> None:
