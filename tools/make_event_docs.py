@@ -148,7 +148,7 @@ def _type(hint: Any) -> str:
     if origin is tuple:
         return f"list of {len(arguments)} {_plural(_type(arguments[0]))}"
     if origin is not None and issubclass(origin, Mapping):
-        return "object" if arguments[1] is Any else f"object of {_plural(_type(arguments[1]))}"
+        return "object" if arguments[1] is Any else f"object of {_plural(_type(arguments[1])).replace(',', '')}"
     if issubclass(hint, StrEnum):
         return " or ".join(f"`{value}`" for value in hint)
     return f"[{hint.__name__}](#{hint.__name__.lower()})"
@@ -172,7 +172,7 @@ def _sentence(text: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    return text.replace("``", "`")
+    return re.sub(r"\bNone\b", "null", text.replace("``", "`"))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 from clusters import Started, is_alive, wait_for
+from journals import entries
 from tiny import curves_of, make_task, save_model
 
-from alto.cluster import ExecutorEnded, Outcome, Told, local_executor
+from alto.cluster import EntryWritten, ExecutorEnded, Outcome, local_executor
 from alto.early_exit import audit
 from alto.runs import RunDir, read_events
 
@@ -31,7 +32,7 @@ def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: 
     started.start()
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
-    assert [line["event"] for line in started.told()] == ["task_started", "task_completed"]
+    assert [line["event"] for line in started.told()] == ["began", "done"]
     assert isinstance(started.events[-1], ExecutorEnded)
     assert started.cluster.poll(0) == []
 
@@ -64,11 +65,11 @@ def test_what_an_error_means_for_the_next_attempt(start_cluster: StartCluster, e
 def test_who_is_asked_to_stop_saves_and_ends(start_cluster: StartCluster) -> None:
     started = start_cluster("waits")
     started.start()
-    pid = started.until_told("task_started")["pid"]
+    pid = started.until_told("began")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
-    assert [line["event"] for line in started.told()] == ["task_started", "checkpoint"]
+    assert [line["event"] for line in started.told()] == ["began", "checkpoint"]
     assert not is_alive(pid)
 
 
@@ -83,7 +84,7 @@ def test_who_is_asked_to_stop_at_once_does(start_cluster: StartCluster) -> None:
 def test_who_is_asked_to_stop_while_it_loads_does_not_go_on_loading(start_cluster: StartCluster) -> None:
     started = start_cluster("loads")
     started.start()
-    started.until_told("profile")
+    started.until_told("loading")
     started.cluster.stop("a")
     assert started.until_ended().outcome is Outcome.INTERRUPTED
 
@@ -92,7 +93,7 @@ def test_who_is_asked_to_stop_while_it_loads_does_not_go_on_loading(start_cluste
 def test_who_does_not_heed_is_killed(start_cluster: StartCluster) -> None:
     started = start_cluster("hangs", drain_timeout_s=0.5)
     started.start()
-    pid = started.until_told("profile")["pid"]
+    pid = started.until_told("loading")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -103,7 +104,7 @@ def test_who_does_not_heed_is_killed(start_cluster: StartCluster) -> None:
 def test_a_killed_executor_is_found(start_cluster: StartCluster) -> None:
     started = start_cluster("waits")
     started.start()
-    pid = started.until_told("task_started")["pid"]
+    pid = started.until_told("began")["pid"]
     os.kill(pid, signal.SIGKILL)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -123,7 +124,7 @@ def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluste
 def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartCluster) -> None:
     started = start_cluster("hangs", heartbeat_timeout_s=1)
     started.start()
-    pid = started.until_told("profile")["pid"]
+    pid = started.until_told("loading")["pid"]
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
     assert "hung: no sign of life for" in ended.reason
@@ -134,7 +135,7 @@ def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartClust
 def test_a_stopped_process_is_found(start_cluster: StartCluster) -> None:
     started = start_cluster("waits", heartbeat_timeout_s=2)
     started.start()
-    pid = started.until_told("task_started")["pid"]
+    pid = started.until_told("began")["pid"]
     os.kill(pid, signal.SIGSTOP)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -149,7 +150,7 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, monkeypa
     monkeypatch.setattr(local_executor, "time", SimpleNamespace(monotonic=lambda: now_s))
     started = start_cluster("waits", heartbeat_timeout_s=30)
     run_dir = started.start()
-    started.until_told("task_started")
+    started.until_told("began")
 
     def beat() -> int:
         (heartbeat,) = (run_dir / "logs" / "attempt-1").glob("heartbeat*")
@@ -161,7 +162,7 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, monkeypa
         now_s += 10
         started.cluster.poll(0)
     assert started.ended() is None
-    assert is_alive(started.until_told("task_started")["pid"])
+    assert is_alive(started.until_told("began")["pid"])
 
 
 @here
@@ -171,7 +172,7 @@ def test_what_an_executor_started_goes_with_it(start_cluster: StartCluster, entr
     started.start()
     children = started.until_told("children")["pids"]
     if entry == "has_children":
-        os.kill(started.until_told("task_started")["pid"], signal.SIGKILL)
+        os.kill(started.until_told("began")["pid"], signal.SIGKILL)
     started.until_ended()
     assert not any(map(is_alive, children))
 
@@ -183,7 +184,7 @@ def test_closing_leaves_no_process(start_cluster: StartCluster) -> None:
     started.start("b", gpus=(1,))
     pids = []
     for task in "ab":
-        pids += [*started.until_told("children", task)["pids"], started.until_told("task_started", task)["pid"]]
+        pids += [*started.until_told("children", task)["pids"], started.until_told("began", task)["pid"]]
     assert all(map(is_alive, pids))
     started.cluster.close()
     assert not any(map(is_alive, pids))
@@ -195,13 +196,13 @@ def test_two_tasks_run_side_by_side(start_cluster: StartCluster) -> None:
     started = start_cluster("waits", num_gpus=2)
     started.start("a", gpus=(0,))
     started.start("b", gpus=(1,))
-    pids = [started.until_told("task_started", task)["pid"] for task in "ab"]
+    pids = [started.until_told("began", task)["pid"] for task in "ab"]
     assert all(map(is_alive, pids))
     started.cluster.stop("b")
     assert started.until_ended("b").outcome is Outcome.INTERRUPTED
     assert is_alive(pids[0])
     started.start("c", gpus=(1,))
-    started.until_told("task_started", "c")
+    started.until_told("began", "c")
 
 
 @here
@@ -248,7 +249,7 @@ def test_a_task_killed_mid_step_and_resumed_ends_as_if_it_had_not_been(
     assert started.until_ended("undisturbed").outcome is Outcome.FINISHED
     assert started.told("killed", attempt=2)[0]["event"] == "task_resumed"
     assert results(killed) == results(undisturbed)
-    assert audit(read_events(killed / "journal.jsonl")) == ()
+    assert audit(entries(read_events(killed / "journal.jsonl"))) == ()
 
 
 def results(run_dir: Path) -> object:
@@ -279,7 +280,7 @@ def start_ranks(start_cluster: StartCluster, **timeouts: float) -> tuple[Started
     """Two that take turns, and their processes."""
     started = start_cluster("ranks_take_turns", num_gpus=2, **timeouts)
     started.start(gpus=(0, 1), num_ranks=2)
-    pids = started.until_told("task_started")["pids"]
+    pids = started.until_told("began")["pids"]
     assert all(map(is_alive, pids))
     return started, pids
 
@@ -351,21 +352,21 @@ def test_a_torn_line_is_told_when_it_is_whole(start_cluster: StartCluster) -> No
     run_dir = started.start()
     wait_for((run_dir / "torn").exists, "half a line", meanwhile=started.poll)
     started.poll()
-    assert [line["event"] for line in started.told()] == ["task_started"]
+    assert [line["event"] for line in started.told()] == ["began"]
     (run_dir / "go").touch()
     started.until_ended()
-    assert [line["event"] for line in started.told()] == ["task_started", "train"]
+    assert [line["event"] for line in started.told()] == ["began", "step"]
 
 
 @here
 def test_an_attempt_that_goes_back_tells_only_what_it_writes_itself(start_cluster: StartCluster) -> None:
     started = start_cluster("goes_back")
-    lines = [f'{{"seq": {seq}, "time": {seq}.5, "event": "train", "step": {seq}}}\n' for seq in range(4)]
+    lines = [f'{{"seq": {seq}, "time": {seq}.5, "event": "step", "step": {seq}}}\n' for seq in range(4)]
     (started.run_dir("a") / "journal.jsonl").write_text("".join(lines) + '{"seq": 4, "ti', encoding="utf-8")
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
-    assert [(line["seq"], line["event"]) for line in started.told(attempt=2)] == [(2, "task_resumed"), (3, "train")]
-    assert all(event.attempt == 2 for event in started.events if isinstance(event, Told | ExecutorEnded))
+    assert [(line["seq"], line["event"]) for line in started.told(attempt=2)] == [(2, "task_resumed"), (3, "step")]
+    assert all(event.attempt == 2 for event in started.events if isinstance(event, EntryWritten | ExecutorEnded))
 
 
 @here

@@ -159,7 +159,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
         started.poll()
         assert started.events == []
     assert started.until_ended().outcome is Outcome.FINISHED
-    assert [line["event"] for line in started.told()] == ["task_started", "task_completed"]
+    assert [line["event"] for line in started.told()] == ["began", "done"]
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 CONTROLLER = """
     import json, sys
-    from alto.cluster import Launch, Told
+    from alto.cluster import EntryWritten, Launch
     from alto.cluster.local import LocalCluster
     from alto.records import Gpu
 
@@ -183,8 +183,8 @@ CONTROLLER = """
     cluster.start(Launch(**launch, gpus=gpus, attempt=1, num_ranks={num_ranks}))
     while True:
         for event in cluster.poll(1):
-            if isinstance(event, Told):
-                print(json.dumps(dict(event.event)), flush=True)
+            if isinstance(event, EntryWritten):
+                print(json.dumps(event.entry.to_dict()), flush=True)
 """
 
 
@@ -217,7 +217,7 @@ def pids_told(controller: subprocess.Popen[bytes]) -> list[int]:
     for line in controller.stdout:
         told: dict[str, Any] = json.loads(line)
         pids += told.get("pids", [])
-        if told["event"] in ("task_started", "profile"):
+        if told["event"] in ("began", "loading"):
             return [*pids, *([told["pid"]] if "pid" in told else [])]
     raise AssertionError("the controller has died")
 
@@ -227,7 +227,7 @@ def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
 ) -> None:
     started = start_local("waits", heartbeat_timeout_s=30)
     started.start()
-    os.kill(started.until_told("task_started")["pid"], signal.SIGSTOP)  # so was everything
+    os.kill(started.until_told("began")["pid"], signal.SIGSTOP)  # so was everything
     started.poll()
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)

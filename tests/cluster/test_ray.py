@@ -72,7 +72,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
     for task, gpus in launches.items():
         started.start(task, gpus=gpus)
     for task in launches:
-        started.until_told("task_started", task)
+        started.until_told("began", task)
     placed = [(group["strategy"], group["bundles"][0]["CPU"], group["bundles_to_node_id"][0][:8]) for group in groups()]
     assert sorted(placed) == sorted(
         ("STRICT_PACK", num_gpus, node.name[-8:]) for num_gpus, node in [(2, second), (1, first)]
@@ -82,7 +82,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
 def test_a_task_larger_than_a_node_reserves_its_gpus_on_both(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits")
     started.start(gpus=(0, 2, 3))
-    started.until_told("task_started")
+    started.until_told("began")
     [group] = groups()
     assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1, 2]
     assert group["strategy"] == "STRICT_SPREAD"
@@ -110,13 +110,13 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
     assert not is_alive(executor)
     journal = [line["event"] for line in read_events(run_dir / "journal.jsonl")]
-    assert journal == ["train"] * 3 + ["waits", "checkpoint"] + ["train"] * 3
+    assert journal == ["step"] * 3 + ["waits", "checkpoint"] + ["step"] * 3
 
 
 def test_a_hung_actor_is_found(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits", heartbeat_timeout_s=3)
     started.start()
-    executor = started.until_told("task_started")["pid"]
+    executor = started.until_told("began")["pid"]
     actor = parent(executor)
     os.kill(actor, signal.SIGSTOP)
     ended = started.until_ended()
@@ -153,7 +153,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     assert gpu not in started.gpus()
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
-    assert [line["step"] for line in started.told(attempt=2) if line["event"] == "train"] == [3, 4, 5]
+    assert [line["step"] for line in started.told(attempt=2) if line["event"] == "step"] == [3, 4, 5]
 
 
 def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started], ray_nodes: RayMachine) -> None:
@@ -176,7 +176,7 @@ def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started
 def test_gpus_that_others_hold_are_not_waited_for_without_end(start_cluster: Callable[..., Started]) -> None:
     others = start_cluster("waits")
     others.start("other", gpus=(0, 1))
-    others.until_told("task_started", "other")
+    others.until_told("began", "other")
     started = start_cluster("works", placement_timeout_s=1)
     started.start()
     ended = started.until_ended()
@@ -233,7 +233,7 @@ def test_a_lost_client_is_named(start_cluster: Callable[..., Started], monkeypat
 def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("has_children")
     started.start()
-    pids = [*started.until_told("children")["pids"], started.until_told("task_started")["pid"]]
+    pids = [*started.until_told("children")["pids"], started.until_told("began")["pid"]]
     actor = parent(pids[-1])
     assert len(groups()) == 1
     started.cluster.close()

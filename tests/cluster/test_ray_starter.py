@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, Told, ray_starter
+from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, ray_starter
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
@@ -51,7 +51,7 @@ def events_of(starter: Starter) -> Iterator[ClusterEvent]:
 def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
     executor = starter(run_dir, "works")
     heard = list(events_of(executor))
-    assert [event.event["event"] for event in heard if isinstance(event, Told)] == ["task_started", "task_completed"]
+    assert [event.entry.name for event in heard if isinstance(event, EntryWritten)] == ["began", "done"]
     assert executor.poll(len(heard) - 1, 0) == heard[-1:]
     assert executor.poll(len(heard) - 1, 0) == heard[-1:]
     assert executor.poll(len(heard), 0) == []
@@ -85,17 +85,17 @@ def test_the_executor_gets_the_gpus_that_ray_gave_and_its_share_of_the_cores(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     told, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
-    assert isinstance(told, Told)
-    assert told.event["CUDA_VISIBLE_DEVICES"] == "3,5"
-    assert told.event["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
+    assert isinstance(told, EntryWritten)
+    assert told.entry.to_dict()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert told.entry.to_dict()["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
 
 
 def test_closing_twice_leaves_nothing(run_dir: Path) -> None:
     executor = starter(run_dir, "waits")
     told = next(events_of(executor))
-    assert isinstance(told, Told)
+    assert isinstance(told, EntryWritten)
     executor.close()
-    assert not Path(f"/proc/{told.event['pid']}").exists()
+    assert not Path(f"/proc/{told.entry.to_dict()['pid']}").exists()
     executor.close()
 
 

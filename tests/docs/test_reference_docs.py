@@ -20,7 +20,7 @@ from alto.errors import TaskInterruptedError
 from alto.executor import trainer
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
-from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent, as_entry
+from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,6 @@ class Meddler:
         self._runs = runs
 
     def observe(self, entry: JournalEntry) -> None:
-        entry = as_entry(entry)
         if entry.is_replayed:
             return
         self.entries.append(entry)

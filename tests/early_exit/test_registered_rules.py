@@ -9,6 +9,7 @@ from pathlib import Path
 
 import packages
 import pytest
+from journals import entries
 from tiny import write_rows
 from typer.testing import CliRunner
 
@@ -180,7 +181,7 @@ def test_its_exits_are_in_journal_report_and_replay(
         "in_a_row": 2,
     }
     assert events[0]["early_exit"]["rules"] == {"plateau": {"threshold": 0.001, "patience": 2}}
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     assert result.best_job == "job-001"
     assert result.jobs[0].exit_reason == "plateau"
 
@@ -194,7 +195,7 @@ def test_its_exits_are_in_journal_report_and_replay(
     assert "plateau" in json.dumps(status)
 
     full = engine.tune(load_task(tmp_path / "task.yaml", [*changes, "early_exit=false", "name=full"]))
-    recording = Recording.from_journal(read_events(Path(full.run_dir) / "journal.jsonl"))
+    recording = Recording.from_journal(entries(read_events(Path(full.run_dir) / "journal.jsonl")))
     settings = EarlyExit(select=False, rules={"plateau": {"threshold": 0.001, "patience": 2}})
     replayed = replay(recording, policy_from(settings), settings.ema_alpha)
     assert replayed.exits == {"job-000": ("plateau", ended["step"])}

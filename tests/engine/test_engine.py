@@ -61,7 +61,7 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
     assert Path(result.adapter_dir) == root / "best"
     assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
     events = read_journal(root)
-    assert [event["event"] for event in events] == [event["event"] for event in seen]
+    assert [event["event"] for event in events] == [entry.name for entry in seen]
     assert events[-1]["best_validation_loss"] == result.best_validation_loss
 
 

@@ -10,19 +10,21 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import run_code
+from journals import entries, event
 from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.early_exit import audit
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import executor
-from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
+from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
+from alto.runs.events import CheckpointSaved, JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ def told(root: Path) -> tuple[Any, Any, Any]:
     events = read_journal(root)
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
     exits = {event["job"]: (event["reason"], event["step"]) for event in events if event["event"] == "job_exited"}
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     return curves, exits, events[-1]["best_job"]
 
 
@@ -179,8 +181,8 @@ def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, t
     """The task died after it had committed a clone, and before it could take the command out of the mailbox."""
     sent: dict[Path, bytes] = {}
 
-    def send(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not sent:
+    def send(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not sent:
             (root,) = (tmp_path / "runs").iterdir()
             Mailbox(RunDir(root)).send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3})
             sent.update({path: path.read_bytes() for path in (root / "control").iterdir()})
@@ -223,7 +225,7 @@ def test_other_jobs_or_rules_are_not_gone_on_with(changes: dict[str, Any], what:
 def test_a_run_may_go_on_with_fewer_slots(stopped: Path) -> None:
     change_task(stopped, max_slots=1)
     result = alto.Engine().resume(stopped)
-    assert audit(read_journal(stopped)) == ()
+    assert audit(entries(read_journal(stopped))) == ()
     assert all(job.exit_reason or job.steps == job.total_steps for job in result.jobs)
 
 
@@ -244,8 +246,8 @@ def test_no_run_is_no_run(tmp_path: Path) -> None:
 def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None:
     errors = []
 
-    def resume_it(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not errors:
+    def resume_it(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not errors:
             (root,) = (tmp_path / "runs").iterdir()
             with pytest.raises(RunBusyError, match=r"another process does .*alto show --watch") as caught:
                 alto.Engine().resume(root)
@@ -254,7 +256,7 @@ def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None
 
     result = alto.Engine(output_dir=tmp_path / "runs", observers=[resume_it]).tune(task_in(tmp_path, model))
     assert errors
-    assert audit(read_journal(result.run_dir)) == ()
+    assert audit(entries(read_journal(result.run_dir))) == ()
     assert not RunDir.open(result.run_dir).is_locked()
 
 
@@ -370,12 +372,12 @@ def test_the_journal_s_time_does_not_follow_a_clock_that_jumps(tmp_path: Path, m
     path = tmp_path / "journal.jsonl"
     now = time.time()
     with Journal(path) as journal:
-        journal.append("task_started", jobs=[])
+        journal.append(event("task_started", jobs=[]))
         monkeypatch.setattr(time, "time", lambda: now - 86_400)
-        journal.append("checkpoint", jobs={})
-    past = read_events(path)
+        journal.append(CheckpointSaved(jobs={}))
+    past = read_entries(path)
     with Journal(path, past=past) as journal:
-        journal.append("task_resumed")
+        journal.append(event("task_resumed"))
     times = [event["time"] for event in read_events(path)]
     assert times == sorted(times)
     assert times[-1] - times[0] < 60
@@ -386,8 +388,8 @@ def test_a_clock_that_jumps_does_not_bend_a_run(
 ) -> None:
     real = time.time
 
-    def jump(event: Mapping[str, Any]) -> None:
-        monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if event["seq"] % 2 else 86_400))
+    def jump(entry: JournalEntry) -> None:
+        monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if entry.seq % 2 else 86_400))
 
     result = alto.Engine(output_dir=tmp_path / "runs", observers=[jump]).tune(task_in(tmp_path, model))
     assert told(Path(result.run_dir)) == undisturbed

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from journals import entries
 from tiny import curves_of, load_tiny, make_task, read_journal
 
 from alto.data import TokenBatch
@@ -60,7 +61,7 @@ def finish(run: RunDir) -> list[dict[str, Any]]:
 
 
 def assert_same_curves(found: list[dict[str, Any]], expected: list[dict[str, Any]], jobs: list[str]) -> None:
-    assert audit(found) == ()
+    assert audit(entries(found)) == ()
     curves, wanted = curves_of(found), curves_of(expected)
     for job in jobs:
         for mine, others in ((curves[job].train, wanted[job].train), (curves[job].validation, wanted[job].validation)):

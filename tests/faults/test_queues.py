@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entries
 from queues import tiny_tasks
 from tiny import save_model
 
@@ -117,7 +118,7 @@ def test_a_queue_whose_executor_and_controller_are_killed_and_that_is_stopped_lo
         run = queue.run_of(name)
         assert losses_of(run.root) == expected
         events = read_events(run.journal_file)
-        assert audit(events) == ()
+        assert audit(entries(events)) == ()
         kinds = Counter(event["event"] for event in events)
         assert (kinds["task_resumed"], kinds["task_completed"]) == (1, 1)
         assert (run.best / "adapter_model.safetensors").is_file()

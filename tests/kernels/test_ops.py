@@ -266,7 +266,7 @@ class Found(NamedTuple):
 def run(ops: ModuleType, case: Case, *, base: torch.dtype = torch.float64, bank: torch.dtype = torch.float64) -> Found:
     """All ops of a group, on copies; ``base`` is the dtype of the tokens."""
     params_ZP, grads_ZP = (rows_ZP.to(bank, copy=True) for rows_ZP in (case.operands.params_ZP, case.operands.grads_ZP))
-    operands = case.group.seated(params_ZP, grads_ZP)
+    operands = case.group.operands_with_adapters(params_ZP, grads_ZP)
     x_TK, dx_TK = (case.given(tensor.to(base)) for tensor in (case.x_TK, case.dx_TK))
     ys, dys = ([case.given(tensor.to(base)) for tensor in tensors] for tensors in (case.ys, case.dys))
     s_TQ = ops.grouped_shrink(x_TK, operands, case.schedule)

@@ -25,17 +25,6 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
 }
 """Files that have such a word for something else."""
 
-TO_CONVERT = {
-    "cluster/controller.py",
-    "engine/launched.py",
-    "engine/queues.py",
-    "executor/control.py",
-    "executor/executor.py",
-    "executor/recovery.py",
-    "executor/task_run.py",
-}
-"""Files that still spell names of events, and nothing but these."""
-
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -52,7 +41,7 @@ def names_in(tree: ast.Module) -> set[str]:
 
 def test_no_event_is_named_outside_of_the_events_package() -> None:
     found = {file: names_in(tree) - OTHER_MEANINGS.get(file, set()) for file, tree in sources()}
-    assert {file: names for file, names in found.items() if names and file not in TO_CONVERT} == {}
+    assert {file: names for file, names in found.items() if names} == {}
 
 
 def test_every_other_meaning_is_still_there() -> None:
@@ -61,7 +50,7 @@ def test_every_other_meaning_is_still_there() -> None:
 
 
 def test_no_line_is_looked_into_by_name() -> None:
-    """``line["event"]`` and ``line.get("event")``, of which the reader of raw lines alone has one."""
+    """``line["event"]`` and ``line.get("event")``, which the codec alone has."""
     found = set()
     for file, tree in sources():
         for node in ast.walk(tree):
@@ -70,4 +59,4 @@ def test_no_line_is_looked_into_by_name() -> None:
                 looked_up = node.args[0] if node.args else None
             if isinstance(looked_up, ast.Constant) and looked_up.value == "event":
                 found.add(file)
-    assert found - TO_CONVERT == {"runs/journal.py"}
+    assert found == set()

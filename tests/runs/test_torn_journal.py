@@ -107,7 +107,7 @@ def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> Non
 def test_opening_a_whole_journal_changes_nothing(path: Path) -> None:
     before, inode = path.read_bytes(), path.stat().st_ino
     with Journal(path) as journal:
-        assert [event["event"] for event in journal.past] == kinds(path)
+        assert [entry.name for entry in journal.past] == kinds(path)
     assert (path.read_bytes(), path.stat().st_ino) == (before, inode)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from alto import errors
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, RunDir, cut_journal, read_events, replace_file
+from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events, replace_file
+from alto.runs.events import decode
 
 IsInterrupted = Callable[[], bool]
 
@@ -25,30 +26,30 @@ SLEEPER = (sys.executable, "-c", "import time\nwhile True: time.sleep(1)")
 
 def tell(run_dir: str, event: str, **facts: Any) -> None:
     path = RunDir(Path(run_dir)).journal_file
-    past = read_events(path) if path.exists() else ()
+    past = read_entries(path) if path.exists() else ()
     with Journal(path, past=past) as journal:
-        journal.append(event, **facts)
+        journal.append(decode({"time": 0.0, "event": event, **facts}).event)
 
 
 def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Tells two lines and ends well."""
-    tell(run_dir, "task_started", pid=os.getpid())
+    tell(run_dir, "began", pid=os.getpid())
     assert not is_interrupted()
-    tell(run_dir, "task_completed")
+    tell(run_dir, "done")
 
 
 def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Works until it is asked to stop, and saves then."""
-    tell(run_dir, "task_started", pid=os.getpid())
+    tell(run_dir, "began", pid=os.getpid())
     while not is_interrupted():
         time.sleep(0.01)
-    tell(run_dir, "checkpoint")
+    tell(run_dir, "checkpoint", jobs={})
     raise TaskInterruptedError("stopped as asked, with everything on disk")
 
 
 def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Reads a model for ever; never asks whether to stop."""
-    tell(run_dir, "profile", pid=os.getpid())
+    tell(run_dir, "loading", pid=os.getpid())
     while True:
         time.sleep(1)
 
@@ -136,7 +137,7 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
         while any(not said(other) or said(other)[0] < turn for other in range(size)):
             time.sleep(0.01)
         if turn == 0 and rank == 0:
-            tell(run_dir, "task_started", pids=[said(other)[1] for other in range(size)])
+            tell(run_dir, "began", pids=[said(other)[1] for other in range(size)])
         if said("stop") and said("stop")[0] <= turn:
             raise TaskInterruptedError("stopped as asked, with everything on disk")
 
@@ -158,8 +159,8 @@ def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Writes half a line, waits until it is told to go on, and writes the rest."""
-    tell(run_dir, "task_started")
-    line = json.dumps({"seq": 1, "time": 0.0, "event": "train"}) + "\n"
+    tell(run_dir, "began")
+    line = json.dumps({"seq": 1, "time": 0.0, "event": "step"}) + "\n"
     with RunDir(Path(run_dir)).journal_file.open("a", encoding="utf-8", buffering=1) as file:
         file.write(line[:12])
         file.flush()
@@ -174,7 +175,7 @@ def goes_back(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Cuts the journal back to its first two lines, as a run that is resumed does, and tells two others."""
     cut_journal(RunDir(Path(run_dir)).journal_file, 2)
     tell(run_dir, "task_resumed")
-    tell(run_dir, "train", step=2)
+    tell(run_dir, "step", step=2)
 
 
 def trains(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -201,22 +202,22 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Three steps an attempt; then the first waits, and once it is asked to stop saves until the test lets it go on."""
     run = RunDir(Path(run_dir))
     with run.locked():
-        first = len([event for event in read_events(run.journal_file) if event["event"] == "train"])
+        first = len([event for event in read_events(run.journal_file) if event["event"] == "step"])
         for step in range(first, first + 3):
-            tell(run_dir, "train", step=step)
+            tell(run_dir, "step", step=step)
         if first == 0:
             tell(run_dir, "waits", pid=os.getpid())
             while not is_interrupted():
                 time.sleep(0.01)
             while not (Path(run_dir) / "go").exists():
                 time.sleep(0.01)
-            tell(run_dir, "checkpoint")
+            tell(run_dir, "checkpoint", jobs={})
             raise TaskInterruptedError("stopped as asked")
 
 
 def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
     """Ends as the run's folder says, on a disk that takes nothing more: not even how it ended."""
-    tell(run_dir, "task_started", pid=os.getpid())
+    tell(run_dir, "began", pid=os.getpid())
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     how = (Path(run_dir) / "how").read_text(encoding="utf-8")
     if how == "write":

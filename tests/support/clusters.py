@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Told
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch
 from alto.cluster.local import LocalCluster
 from alto.records import Gpu
 
@@ -76,9 +76,9 @@ class Started:
     def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:
         """The journal lines of a task so far."""
         return [
-            dict(event.event)
+            event.entry.to_dict()
             for event in self.events
-            if isinstance(event, Told) and (event.task, event.attempt) == (task, attempt)
+            if isinstance(event, EntryWritten) and (event.task, event.attempt) == (task, attempt)
         ]
 
     def until_told(self, name: str, task: str = "a", attempt: int = 1) -> dict[str, Any]:

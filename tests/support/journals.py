@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from alto.runs.events import Event as TypedEvent
 from alto.runs.events import JournalEntry, decode
 
 Event = dict[str, Any]
@@ -20,6 +21,11 @@ SAMPLES = 1000
 def entry(event: Event) -> JournalEntry:
     """The entry that a line stands for; a line of a fixture may lack its number and its time."""
     return decode({"seq": 0, "time": 0.0, **event})
+
+
+def event(name: str, **facts: Any) -> TypedEvent:
+    """The event of that name; it may lack what version 0.1 did not write."""
+    return entry({"event": name, **facts}).event
 
 
 def entries(events: Iterable[Event]) -> list[JournalEntry]:

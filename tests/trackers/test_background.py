@@ -33,22 +33,22 @@ class Tracker:
         self.calls: list[str] = []
         self._when, self._mischief = when, mischief
 
-    def _hear(self, call: str) -> None:
+    def _note(self, call: str) -> None:
         self.calls.append(call)
         if call == self._when:
             self._mischief()
 
     def start(self, run: TrackedRun) -> None:
-        self._hear("start")
+        self._note("start")
 
     def log(self, job: str, points: Sequence[Point]) -> None:
-        self._hear("log")
+        self._note("log")
 
     def end_job(self, job: str, outcome: JobOutcome) -> None:
-        self._hear("end_job")
+        self._note("end_job")
 
     def finish(self, best_job: str | None) -> None:
-        self._hear("finish")
+        self._note("finish")
 
 
 class UnspeakableError(Exception):

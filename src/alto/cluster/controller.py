@@ -227,17 +227,17 @@ class Controller:
             Whether they have; False after the timeout.
 
         Raises:
-            TaskInterruptedError: They were asked to save and end before that; all of them have.
+            TaskInterruptedError: What runs was asked to save and end, and has; not where all that are named had ended.
             RunWriteError, RunBusyError, ClusterLostError: What ended the controller.
         """
         until_s = None if timeout_s is None else self._clock() + timeout_s
         while True:
             num_turns, has_ended = self._num_turns, self._has_ended
             status = self.status()
+            if self._dispatcher.is_drained and not (tasks and set(tasks).isdisjoint(status.open_tasks)):
+                raise interruption(status)
             if not set(tasks or status.tasks).intersection(status.open_tasks):
                 return True
-            if self._dispatcher.is_drained:
-                raise interruption(status)
             if has_ended:
                 self._check_alive()
             if until_s is not None and self._clock() >= until_s:

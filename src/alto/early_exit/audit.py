@@ -20,7 +20,6 @@ from alto.runs.events import (
     JournalEntry,
     TrainSteps,
     WarmupEnded,
-    as_entry,
 )
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import loss_scale, score_of
@@ -45,7 +44,7 @@ def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
     Raises:
         RunError: As `selection_of`.
     """
-    entries = [as_entry(entry) for entry in entries]
+    entries = list(entries)
     journalled = exits_of(entries)
     selection = selection_of(entries)
     decisions = {job: selection.decision_on(job) for job in selection.jobs}
@@ -67,7 +66,7 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
         RunError: No task was started, or the order of entries is none that the selection allows: steps missing, a job
             trained past its rung, a rung held before every job was there.
     """
-    entries = [as_entry(entry) for entry in entries]
+    entries = list(entries)
     started = start_of(entries)
     settings = EarlyExit.of_run(started.early_exit)
     total_steps = {description.job: description.total_steps for description in started.jobs}

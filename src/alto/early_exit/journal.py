@@ -18,7 +18,6 @@ from alto.runs.events import (
     JournalEntry,
     TaskStarted,
     TrainSteps,
-    as_entry,
 )
 from alto.spec.metric import score_of
 
@@ -84,7 +83,7 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
 def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
     """Reason and step of every job that, by the journal, ended early and was not reopened, by job id."""
     exits: dict[str, tuple[str, int]] = {}
-    for entry in map(as_entry, entries):
+    for entry in entries:
         match entry.event:
             case JobExited(job=job, reason=reason, step=step):
                 exits[job] = (exit_reason(reason), step or 0)

@@ -15,7 +15,7 @@ from typing import Any
 from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
 from alto.records import StartValue
-from alto.runs.events import JobDescription, JournalEntry, as_entry
+from alto.runs.events import JobDescription, JournalEntry
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.outside import read_bytes, strict_json
 
@@ -119,7 +119,7 @@ class Recording:
         Raises:
             RunError: No task was started, a job was not trained to its end, or a job's budget disagrees with its steps.
         """
-        entries = [as_entry(entry) for entry in entries]
+        entries = list(entries)
         started, curves = start_of(entries), curves_of(entries)
         recording = cls(
             task={"name": started.task, "num_validation": started.num_validation},

@@ -195,6 +195,33 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return values if values.get("rules") else {key: value for key, value in values.items() if key != "rules"}
 
     @classmethod
+    def parse(cls, value: object) -> EarlyExit:
+        """What stands under ``early_exit`` in a task: a mapping of settings; true for the defaults, false for none.
+
+        Raises:
+            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
+        """
+        if isinstance(value, EarlyExit):
+            return value
+        if isinstance(value, bool):
+            return cls(enabled=value)
+        if not isinstance(value, Mapping):
+            raise SpecError(
+                f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
+                f"Write for example {{policy: paper}}, or remove the key for the defaults."
+            )
+        if not all(isinstance(key, str) for key in value):
+            raise SpecError(
+                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
+            )
+        try:
+            return cls(**value)
+        except SpecError as error:
+            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
+                raise SpecError(f"early_exit.{error}") from None
+            raise
+
+    @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
         """The settings as the files of a run hold them; those of version 0.1 select as that version did.
 

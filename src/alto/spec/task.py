@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
@@ -22,7 +22,7 @@ from alto.spec.metric import LOSS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_path, plain
 
 __all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
 
@@ -172,7 +172,7 @@ class Task(SpecModel):
         method = _method_of(values)
         given = method.without_others(_canonical(values, method))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
-        given["early_exit"] = _early_exit(given.get("early_exit", True))
+        given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search_space"] = _search_space(given.get("search_space", {}), method)
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
@@ -204,7 +204,7 @@ class Task(SpecModel):
     @classmethod
     def _check_can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None:
-            _check_path(value)
+            check_path(value)
         return value
 
     @field_validator("columns", mode="before")
@@ -323,28 +323,6 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
     return canonical_keys(values, fields=fields, aliases=aliases, where="the task")
 
 
-def _early_exit(value: object) -> object:
-    if isinstance(value, bool):
-        return EarlyExit(enabled=value)
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise SpecError(
-                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
-            )
-        try:
-            return EarlyExit(**value)
-        except SpecError as error:
-            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
-                raise SpecError(f"early_exit.{error}") from None
-            raise
-    if isinstance(value, EarlyExit):
-        return value
-    raise SpecError(
-        f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
-        f"Write for example {{policy: paper}}, or remove the key for the defaults."
-    )
-
-
 def _search_space(value: object, method: Method) -> SearchSpace:
     if isinstance(value, SearchSpace):
         return value
@@ -391,21 +369,6 @@ def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Non
         raise ConflictingKeysError(
             "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
             "nearer to the model. Remove one."
-        )
-
-
-def _check_path(text: str) -> None:
-    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
-    reason = "a NUL character" if "\0" in text else None
-    try:
-        Path(text).expanduser().exists()
-    except RuntimeError:
-        reason = f"no home folder for {text.split('/')[0]}"
-    except OSError as error:  # too long, or in a folder that may not be entered
-        reason = error.strerror
-    if reason is not None:
-        raise ValueError(
-            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
         )
 
 

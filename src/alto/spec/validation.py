@@ -6,6 +6,7 @@ import math
 import re
 import types
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import annotated_types
@@ -16,7 +17,7 @@ from pydantic_core import ErrorDetails
 from alto.errors import SpecError
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_CHARS", "SpecModel", "plain", "spec_error", "yaml_number"]
+__all__ = ["MAX_CHARS", "SpecModel", "check_path", "plain", "spec_error", "yaml_number"]
 
 
 MAX_CHARS = 4095
@@ -174,3 +175,18 @@ def _remedy(value: object, field: FieldInfo) -> str:
     if value is None and not field.is_required():
         return "Remove the key for the default."
     return "Write one of those." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
+
+
+def check_path(text: str) -> None:
+    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
+    reason = "a NUL character" if "\0" in text else None
+    try:
+        Path(text).expanduser().exists()
+    except RuntimeError:
+        reason = f"no home folder for {text.split('/')[0]}"
+    except OSError as error:  # too long, or in a folder that may not be entered
+        reason = error.strerror
+    if reason is not None:
+        raise ValueError(
+            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
+        )

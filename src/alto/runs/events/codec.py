@@ -24,10 +24,10 @@ __all__ = [
     "JournalEntry",
     "TaskRelayed",
     "UnknownEvent",
-    "as_entry",
     "decode",
     "encode",
     "event_from",
+    "is_line",
     "name_of",
     "settings_of",
 ]
@@ -94,20 +94,6 @@ class JournalEntry:
         """The line in plain values, as a journal holds it; ``replayed`` is added where it is shown again."""
         return encode(self) | ({"replayed": True} if self.is_replayed else {})
 
-    # Readers that are not converted yet look fields up by name.
-
-    def __getitem__(self, key: str) -> Any:
-        return self.to_dict()[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.to_dict()
-
-    def keys(self) -> Any:
-        return self.to_dict().keys()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.to_dict().get(key, default)
-
 
 def name_of(event: Event) -> str:
     """What journals call the event."""
@@ -117,6 +103,11 @@ def name_of(event: Event) -> str:
         case TaskRelayed():
             return RELAYED
     return WIRE_NAMES[type(event)]
+
+
+def is_line(line: Mapping[str, Any]) -> bool:
+    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    return "time" in line and isinstance(line.get("event"), str)
 
 
 def encode(entry: JournalEntry) -> dict[str, Any]:
@@ -157,27 +148,17 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
     )
 
 
-def as_entry(event: JournalEntry | Mapping[str, Any]) -> JournalEntry:
-    """What observers are shown by writers that are not converted yet: an entry, or its plain values."""
-    if isinstance(event, JournalEntry):
-        return event
-    line: dict[str, Any] = {"time": 0.0, **event}
-    if line["event"] == "told":
-        relayed = as_entry(line.pop("line")).to_dict()
-        line |= {"event": RELAYED, "entry": relayed}
-    return decode(line)
-
-
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """The event of that name with these fields.
+    """The event of that name with these fields, all of which it must know.
 
     Raises:
-        TypeError: It has no such field, or a field holds another type.
+        TypeError: It has no such field, or a field is missing or holds another type.
     """
     try:
         event, unknown = _event(name, facts)
     except WrongValueError as error:
-        raise TypeError(_refusal(error, {"event": name}, "what is to be written")) from error
+        what = "is missing" if error.is_missing else f"expected {error.expected}, found {error.found!r:.100}"
+        raise TypeError(f"{name}, {pointer(error.path)}: {what}") from error
     if unknown:
         raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
     assert not isinstance(event, _Relayed)
