@@ -276,10 +276,11 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
         seen = []
         append = journal.Journal.append
         def watched(self, event):
-            append(self, event)
+            entry = append(self, event)
             seen.append(type(event))
             if seen[-1] is JobEvaluated and seen.count(JobEvaluated) == 4:
                 os.kill(os.getpid(), {int(number)})
+            return entry
         journal.Journal.append = watched
         sys.argv = ["alto", "tune", {str(file)!r}, "--output-dir", {str(tmp_path / "runs")!r}]
         from alto.cli import main
