@@ -10,6 +10,7 @@ BENCH_OUT ?= benchmarks/results
 .DEFAULT_GOAL := help
 
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
 PREFERENCES := examples/data/preferences/train.jsonl
 BENCHMARKS = $(shell grep -ls '^if __name__' benchmarks/*.py)
@@ -28,18 +29,16 @@ quickstart: $(VENV)/.base $(WORD_PROBLEMS) ## Set up, then tune 24 LoRA configur
 preferences: $(VENV)/.base $(PREFERENCES) ## Set up, then tune 12 configurations of DPO (about a minute on a CPU)
 	$(BIN)/alto tune examples/preferences.yaml
 
-.PHONY: test
-# One thread a worker: torch would otherwise give every worker all cores.
-test: export OMP_NUM_THREADS = 1
-test: export TOKENIZERS_PARALLELISM = false
+.PHONY: test test-all
+# One thread a worker: torch would otherwise give every worker all cores. A worker keeps to files as long as it can, so
+# that what the tests of a file share is made once.
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export TOKENIZERS_PARALLELISM = false
 test: $(VENV)/.dev ## Set up, then run the tests
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+	$(PYTEST)
 
-.PHONY: test-long
-test-long: export OMP_NUM_THREADS = 1
-test-long: export ALTO_TEST_LONG = 1
-test-long: $(VENV)/.dev ## Set up, then run the tests that take longest
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) tests/faults/test_kills.py tests/examples/test_paper_listing.py
+test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more examples
+	$(PYTEST) --all
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Set up, then check style, types and allowed imports
@@ -54,8 +53,9 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,benchmarks,chat-templates,models}.md
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,chat-templates,models}.md
 	$(BIN)/python tools/make_reference.py
+	$(BIN)/python tools/make_event_docs.py
 	$(BIN)/python tools/make_benchmark_docs.py
 	$(BIN)/python tools/make_template_docs.py
 	$(BIN)/python tools/make_model_docs.py

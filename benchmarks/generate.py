@@ -30,9 +30,9 @@ from transformers import GenerationConfig
 
 from alto.backbone import Backbone, load_backbone, load_network, resolve_model
 from alto.data import Message, encode_prompt
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
-from alto.lora import ModuleNames, linear_modules, write_adapter
+from alto.lora import ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, JobConfig
 
 MODEL = "alto-tiny"
@@ -112,7 +112,7 @@ def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
     peft = _Peft(adapters, end_tokens(backbone.model.generation_config, backbone.tokenizer))
 
     def alto() -> Texts:
-        with seated(backbone, adapters, MODEL) as served:
+        with loaded_adapters(backbone, adapters, MODEL) as served:
             return complete(
                 backbone,
                 served,

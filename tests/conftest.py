@@ -1,4 +1,4 @@
-"""What every room's tests share: no network, and models small enough to run in milliseconds."""
+"""What all tests share: no network, a budget, and models small enough to run in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,25 @@ from collections.abc import Callable
 
 import pytest
 from architectures import build_tiny
+from budgets import load_budget, reason_to_skip
 from transformers import PreTrainedModel
 
 pytest_plugins = ["journals"]  # journals written by hand
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the slow tests too, and try more examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    load_budget(is_full=config.getoption("--all"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = reason_to_skip(item)
+        if reason and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,8 +2,7 @@
 
     python tools/make_reference.py
 
-What is written by hand here is what no code says: what a journal event or a number of an exit means. The tests compare
-both with a real run.
+What is written by hand here is what no code says: what a number of an exit means. The tests compare it with the rules.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
+from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,127 +81,6 @@ SPACES = (
 )
 """Ways to write a search space; the page says how many jobs each makes."""
 
-EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "task_started": (
-        "the first event: the task as resolved, and all its jobs",
-        (
-            *("task", "model", "base_model", "base", "dataset", "method", "metric", "eval_steps", "num_train"),
-            *("num_validation", "data", "notes", "references", "max_slots", "packing", "num_ranks", "early_exit"),
-            *("device", "versions", "jobs"),
-        ),
-    ),
-    "profile": (
-        "what was measured of the task, now or in an earlier run, how it is packed and how long it may take",
-        (
-            *("is_cached", "profile_s", "memory", "throughput", "slot_bytes", "max_slots", "max_tokens_per_step"),
-            *("max_tokens_per_pass", "gradient_checkpointing", "peak_bytes", "duration_s", "expected_duration_s"),
-        ),
-    ),
-    "base_evaluated": (
-        "what validation gives with the frozen base, before the first step; `values` has an entry for all jobs with "
-        "the same loss: `jobs`, `validation_loss`, `metrics`",
-        ("values",),
-    ),
-    "task_resumed": (
-        "a process goes on with the run; what came after the last checkpoint is cut; `base` only where the run began "
-        "with a version that did not write it",
-        ("notes", "base", "versions", "max_slots", "num_ranks"),
-    ),
-    "job_admitted": (
-        "a job enters a slot for the first time, and why it of all",
-        ("job", "slot", "step", "reason", "ranks"),
-    ),
-    "job_parked": ("it leaves its slot and will come back, and why", ("job", "slot", "step", "reason")),
-    "job_resumed": ("it is in a slot again", ("job", "slot", "step", "reason", "ranks")),
-    "train": ("training losses of consecutive steps, nats per token", ("job", "first_step", "losses")),
-    "eval": (
-        "an evaluation; `train_ema` is the smoothed training loss, `metrics` what else the method measured, "
-        "`metric_rows` the task's metric on every validation row, where it is not the loss",
-        ("job", "step", "total_steps", "train_ema", "validation_loss", "metrics", "metric_rows", "is_best"),
-    ),
-    "warmup_ended": ("a rung was held: who goes on (best first), who ends", ("rung", "progress", "kept", "dropped")),
-    "job_exited": (
-        "a job ended early; `command` where a user asked for it",
-        (
-            *("job", "reason", "evidence", "slot", "step", "best_step", "best_validation_loss", "samples_trained"),
-            "command",
-        ),
-    ),
-    "job_completed": (
-        "a job did all its steps",
-        ("job", "slot", "step", "best_step", "best_validation_loss", "samples_trained"),
-    ),
-    "job_added": (
-        "a clone came in (`alto job clone`)",
-        (
-            *("origin", "warm", "command", "job", "config", "total_steps", "samples_budgeted"),
-            "num_parameters",
-        ),
-    ),
-    "job_reopened": ("a job that was ended goes on (`alto job resume`)", ("job", "step", "command")),
-    "command_refused": ("a command that could not be carried out", ("command", "job", "why")),
-    "oom": (
-        "memory ran out in `phase`, and how large passes, or the bank, are from now on; nothing is lost",
-        ("phase", "residents", "num_tokens", "max_tokens_per_pass", "num_slots"),
-    ),
-    "gpus_offered": (
-        "fewer jobs are left than ranks: what they would still take on a GPU each, and on all the task has",
-        ("num_gpus", "duration_s", "spread_duration_s"),
-    ),
-    "checkpoint": ("everything up to here survives a kill; step and slot of every job", ("jobs",)),
-    "task_interrupted": ("Ctrl-C or SIGTERM; jobs that still have to train", ("training",)),
-    "finalists_judged": (
-        "`select_by: eval_accuracy`: how many questions each finalist answered right, best by the metric first",
-        ("scores",),
-    ),
-    "adapter_checked": (
-        "whether PEFT, where it is installed, loads the best adapter as it was trained: `status` is `equal`, "
-        "`different` or `unchecked`, `difference` that of a few tokens' logits",
-        ("job", "status", "why", "difference", "peft"),
-    ),
-    "task_completed": (
-        "the last event: the winner and the savings; `within_noise` lists jobs whose metric cannot be told from its",
-        ("best_job", "best_validation_loss", "within_noise", "samples_trained", "samples_budgeted"),
-    ),
-}
-"""Events of a journal: what each means, and its fields besides ``seq``, ``time`` and ``event``."""
-
-FIELDS_OF_PREFERENCES = ("references", "metrics", "metric_rows", "within_noise")
-"""Fields that there are where the base is asked, or more is measured than the loss."""
-
-FIELDS_OF_OLDER_RUNS: Mapping[str, tuple[str, ...]] = {"task_resumed": ("base",)}
-"""Fields that there are only where an older version has begun the run."""
-
-FIELDS_OF_SEVERAL_RANKS = ("ranks",)
-EVENTS_OF_SEVERAL_RANKS = ("gpus_offered",)
-"""What is told only where the task is trained on several ranks."""
-
-QUEUE_EVENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "queue_started": (
-        "the first event: the cluster, and all tasks with what they are thought to take",
-        ("method", "devices", "nodes", "tasks"),
-    ),
-    "queue_resumed": (
-        "a process goes on with the queue; tasks that had their result, and what its journal has lost",
-        ("done", "notes"),
-    ),
-    "planned": (
-        "a new schedule of what waits, and why; starts count from this event",
-        ("reason", "method", "status", "makespan_s", "bound_s", "notice", "placements"),
-    ),
-    "executor_started": ("a task was given GPUs", ("task", "attempt", "gpus")),
-    "executor_ended": (
-        "its processes are gone: `finished`, `interrupted`, `failed`, or `lost`, and why",
-        ("task", "attempt", "outcome", "reason"),
-    ),
-    "task_given_up": ("it is not tried again", ("task", "reason")),
-    "gpu_lost": ("a GPU left the cluster, with its node", ("node", "index")),
-    "gpu_added": ("a GPU joined the cluster", ("node", "index")),
-    "queue_interrupted": ("Ctrl-C or SIGTERM; tasks that still have to finish", ("open",)),
-    "queue_completed": ("every task has its result or was given up", ()),
-}
-"""Events of the journal of a queue."""
-
 EVIDENCE: Mapping[str, str] = {
     "train_loss": "the loss that is not finite",
     "train_ema": "smoothed training loss",
@@ -220,7 +99,7 @@ EVIDENCE: Mapping[str, str] = {
     "num_competing": "jobs that were ranked",
     "num_kept": "places that were given",
     "cutoff_loss": "validation loss of the last job kept",
-    "gain": "value of the `metric` that the task chooses by",
+    "score": "value of the `metric` that the task chooses by",
     "cutoff_score": "that of the last job kept",
 }
 """Numbers in the ``evidence`` of a ``job_exited``."""
@@ -271,7 +150,25 @@ nothing. `warmup_steps` and `warmup_ratio` exclude each other and speak of the l
 `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged
 one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit state for all slots or, where no job of the
 task is trained with `adamw_torch`, for none.
+
+### Settings of a method
+
+Keys of a job as well, but of jobs of that `method` alone. Null is the default. A method that a package registers has
+settings of its own ([objectives.md](objectives.md)).
+
+{_method_settings()}
 """
+
+
+def _method_settings() -> str:
+    rows = []
+    for name in OWN_METHODS:
+        settings = find_method(name).entry.settings
+        for key, field in settings.model_fields.items():
+            others = sorted(alias for alias, canonical in settings.aliases.items() if canonical == key)
+            meaning = _sentence(_capitalised(field.description or ""), others)
+            rows.append([_code(key), _code(name), meaning, _kind(key, field), _default(key, field)])
+    return _table(("key", "method", "meaning", "value", "default"), rows)
 
 
 def memory_section() -> str:
@@ -462,22 +359,10 @@ def _drawn(module: object) -> str:
 
 
 def journal_section() -> str:
-    rows, queue_rows = (
-        [[_code(name), meaning, _codes(fields)] for name, (meaning, fields) in events.items()]
-        for events in (EVENTS, QUEUE_EVENTS)
-    )
-    return f"""## Journal
+    return """## Journal
 
-`journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (Unix seconds), `event`, and the event's own fields.
-A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added; `alto resume` cuts back to
-the last whole checkpoint. {_codes(FIELDS_OF_SEVERAL_RANKS)}, the ranks that train a job, and the event
-{_codes(EVENTS_OF_SEVERAL_RANKS)} are told only where there are several.
-
-{_table(("event", "meaning", "fields"), rows)}
-
-The journal of a queue has events of its own:
-
-{_table(("event", "meaning", "fields"), queue_rows)}
+`journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (unix seconds), `event`, and the event's own fields.
+[events.md](events.md) lists every event of runs and queues.
 """
 
 
@@ -494,7 +379,8 @@ The field `evidence` of `job_exited`, also shown in the report:
 {_table(("number", "meaning"), [[_code(key), meaning] for key, meaning in EVIDENCE.items()])}
 
 `{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` (a row does not fit into memory by
-itself) has `row_tokens`, the tokens of that row, and `largest_pass`, those of the largest pass that did fit.
+itself) has `row_tokens`, the tokens of that row, and `largest_micro_batch`, those of the largest micro-batch that did
+fit.
 """
 
 
@@ -527,11 +413,18 @@ def _keys(model: type[SpecModel], aliases: Mapping[str, str]) -> str:
     """A table of a model's fields."""
     longer = _attributes(model)
     rows = []
-    for name, field in model.model_fields.items():
+    fields = {name: model.model_fields[name] for name in longer if name in model.model_fields} | model.model_fields
+    for name, field in (fields if model is EarlyExit else model.model_fields).items():
+        if name == "objective":
+            continue  # the settings of a method have a table of their own
         others = sorted(alias for alias, canonical in aliases.items() if canonical == name)
-        meaning = longer.get(name) or f"{(field.description or '')[:1].upper()}{(field.description or '')[1:]}."
+        meaning = longer.get(name) or _capitalised(field.description or "")
         rows.append([_code(name), _sentence(meaning, others), _kind(name, field), _default(name, field)])
     return _table(("key", "meaning", "value", "default"), rows)
+
+
+def _capitalised(meaning: str) -> str:
+    return f"{meaning[:1].upper()}{meaning[1:]}."
 
 
 def _attributes(model: type) -> dict[str, str]:
@@ -558,6 +451,8 @@ def _sentence(meaning: str, aliases: Sequence[str]) -> str:
 def _kind(name: str, field: FieldInfo) -> str:
     if name in ONE_OR_MORE:
         return "text or a list of texts"
+    if name == "rules":
+        return "a mapping of names to settings"
     plain = TYPES.get(get_origin(field.annotation) or field.annotation)
     if plain is None and any(get_origin(kind) is tuple for kind in get_args(field.annotation)):
         plain = "a list of pairs, or null"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.kernels import TokenSchedule
-from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, inject, linear_modules
+from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, adapter_scale, inject, linear_modules
 from alto.objectives import find_objective, job_losses
 from kernels_lib.variants import JobFacts, Variant, share
 from kernels_lib.workload import Workload
@@ -115,7 +115,7 @@ def reference_facts(
         layout = BankLayout(modules=modules, max_rank=max(workload.ranks))
         bank = AdapterBank(layout, len(workload.ranks), device=base.device, dtype=torch.float64)
         context = inject(backbone.model, bank)
-    scales = [job.config.scale for job in workload.jobs(batch_size)]
+    scales = [adapter_scale(job.config) for job in workload.jobs(batch_size)]
     for slot, adapter in enumerate(adapters or []):
         bank.occupy(slot, AdapterShape(rank=workload.ranks[slot], targets=modules))
         bank.write(slot, adapter)

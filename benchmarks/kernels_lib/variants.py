@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.executor import BankSize, JobState, MicroBatches, TaskContext, build_trainer, initial_states
-from alto.lora import AdapterWeights, linear_modules
+from alto.lora import AdapterWeights, adapter_scale, linear_modules
 from alto.objectives import find_objective, job_losses
 from kernels_lib.workload import LEARNING_RATE, Workload
 
@@ -163,7 +163,7 @@ class Stacked:
         self._backbone = Backbone(share(base), None, "random")
         self._workload = workload
         configs = [job.config for job in workload.jobs(1)]
-        self._scales = [config.scale for config in configs]
+        self._scales = [adapter_scale(config) for config in configs]
         self._adapters = StackedAdapters(
             self._backbone.model,
             [module.name for module in linear_modules(self._backbone.model)],

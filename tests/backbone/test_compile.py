@@ -17,7 +17,7 @@ from alto.lora import AdapterBank, AdapterShape, BankLayout, find_shared_inputs,
 
 ModelFactory = Callable[..., PreTrainedModel]
 # Inside PyTorch's compiler a warning of its own, as an error, is a crash.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow("models"), pytest.mark.filterwarnings("default")]
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="PyTorch's compiler needs a C++ compiler"
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from budgets import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from alto.errors import AltoError
 from alto.spec import EarlyExit, JobConfig, Task, build_task, load_task, parse_override
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, UNSUPPORTED_KEYS
 
-FEW = settings(max_examples=80, deadline=None)
+FEW = settings(max_examples=examples(80))
 
 BASE = {"model": "alto-tiny", "dataset": "no-such-rows.jsonl"}
 
@@ -114,7 +115,7 @@ def test_any_early_exit(early_exit: dict[str, Any]) -> None:
     check_values({**BASE, "early_exit": early_exit})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.text(max_size=60)
     | st.text("{}[]:,-?&*!|>%@`'\"# \n\tab1<=~.", max_size=60)
@@ -129,7 +130,7 @@ def test_any_text(text: str) -> None:
     check_text("model: m\ndataset: no-such-rows.jsonl\n" + text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(st.text(max_size=30) | st.tuples(keys, st.text(max_size=20)).map(lambda pair: f"{pair[0]}={pair[1]}")))
 @example(["early_exit.window=1", "early_exit=true", "early_exit.rungs.x=1"])
 def test_any_overrides(overrides: list[str]) -> None:
@@ -161,7 +162,7 @@ columns = st.sampled_from(
 FORMS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     rows=st.lists(st.dictionaries(columns, messages | values | st.just("text"), max_size=4), min_size=1, max_size=4),
     form=st.sampled_from(["auto", *FORMS]),
@@ -187,7 +188,7 @@ turns = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     prompt=st.none() | st.just("a") | st.lists(turns, max_size=2),
     replies=st.lists(st.just("a") | turns | st.lists(turns, max_size=4), min_size=2, max_size=2),

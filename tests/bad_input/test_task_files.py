@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from alto.errors import AltoError, SpecError
 from alto.spec import EarlyExit, JobConfig, Task, load_task
+from alto.spec.objectives import DpoSettings
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\n"
 BITS = "0x" + "f" * 5000
@@ -25,17 +26,19 @@ def kinds(model: type[BaseModel], key: str) -> set[Any]:
     return set(typing.get_args(annotation) or (annotation,))
 
 
-NUMBERS = [
+KEYS = [
     (model, key)
-    for model in (Task, JobConfig, EarlyExit)
+    for model in (Task, JobConfig, EarlyExit, DpoSettings)
     for key in model.model_fields
-    if {int, float} & kinds(model, key)
+    if key != "objective"  # which holds the settings of the method
 ]
+NUMBERS = [(model, key) for model, key in KEYS if {int, float} & kinds(model, key)]
 NO_NUMBERS = [math.nan, math.inf, -math.inf, -1, -1e-9, True, False, "1e-4", "NaN", [], {}, [1], 10**400, -(16**5000)]
 
 
 def task_with(model: type[BaseModel], key: str, value: Any) -> Task:
     settings = {"early_exit": {key: value}} if model is EarlyExit else {key: value}
+    settings |= {"method": "dpo"} if model is DpoSettings else {}
     return Task(**{"model": "alto-tiny", "dataset": "train.jsonl"} | settings)
 
 
@@ -68,11 +71,9 @@ def test_bounds_hold_at_zero(model: type[BaseModel], key: str) -> None:
     assert len(set(outcomes)) == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "key"), [(model, key) for model in (Task, JobConfig, EarlyExit) for key in model.model_fields]
-)
+@pytest.mark.parametrize(("model", "key"), KEYS)
 def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key: str) -> None:
-    if type(None) in kinds(model, key):
+    if type(None) in kinds(model, key) or model is DpoSettings:
         task_with(model, key, None)
     else:
         with pytest.raises(AltoError, match=rf"(?s){key}.*found"):
@@ -108,7 +109,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("method: simpo", "method should be one of sft, dpo, orpo, found 'simpo'. Correct the name, or install"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo and orpo, found with"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo, found with method"),
-        ("method: dpo\nbeta: 0", "ORPO: weight of the odds; 0.1 if left) should be a finite number >= 1e-06 and"),
+        ("method: dpo\nbeta: 0", "beta (how dearly leaving the base is paid) should be a finite number >= 1e-06 and"),
         ("method: dpo\nbeta: .nan", "Write a finite number"),
         ("method: dpo\nbeta: high", "found 'high' (text). Write a number"),
         ("method: dpo\nloss_type: simpo", "loss_type should be one of sigmoid, sigmoid_norm, ipo, hinge"),

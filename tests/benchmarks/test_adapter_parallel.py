@@ -28,7 +28,10 @@ from kernels_lib.workload import Workload, random_rows
 from wire import WireCounter
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.slow("benchmarks"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 SMOKE = PLANS["smoke"]
 STEP = Step.of(SMOKE.shape, num_ranks=2, num_jobs=4, batch_size=1, length=16, adapter_rank=4, number_bytes=4)

@@ -19,7 +19,10 @@ from architectures_lib import examine
 from architectures_lib.verdict import Verdict
 
 # PEFT asks transformers for a property under its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow("benchmarks"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ from alto.data import DataOrder, Message, encode_dataset
 from alto.spec import JobConfig
 
 # PEFT 0.21 and TRL 1.16 still read names that Transformers 5.23 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.slow("benchmarks"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

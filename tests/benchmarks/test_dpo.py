@@ -29,6 +29,7 @@ from trl import DPOTrainer
 from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
+from alto.spec.objectives import DpoSettings
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [
@@ -38,7 +39,7 @@ ROWS = [
 ]
 
 # Three libraries warn about each other here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow("benchmarks"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +70,6 @@ def smoke(tmp_path_factory) -> tuple[dict, Measured]:
     return json.loads((folder / "dpo-smoke.json").read_text(encoding="utf-8")), kept[0]
 
 
-@pytest.mark.slow
 def test_the_smallest_scale_passes_its_gate(smoke):
     result, measured = smoke
     assert result["gate"] == "passed"
@@ -104,7 +104,6 @@ def judged(**changes: float) -> Callable[[Tuned], Tuned]:
     return lambda tuned: dataclasses.replace(tuned, validation=dataclasses.replace(tuned.validation, **changes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
@@ -120,7 +119,6 @@ def test_the_gate_bites(smoke, tamper, message):
     assert any(message in failure for failure in gate_failures(tamper(smoke[1])))
 
 
-@pytest.mark.slow
 def test_accuracies_are_compared_on_held_out_pairs_over_all_seeds(smoke):
     def with_accuracies(runs: dict[int, Tuned], *accuracies: float) -> dict[int, Tuned]:
         return {
@@ -152,9 +150,7 @@ CONFIG = JobConfig(
     r=4,
     seed=3,
     num_train_epochs=2,
-    beta=0.1,
-    loss_type="sigmoid",
-    label_smoothing=0.0,
+    objective=DpoSettings(),
 )
 
 

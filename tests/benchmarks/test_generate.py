@@ -11,7 +11,10 @@ pytest.importorskip("peft", reason="the baseline needs the extra 'bench'")
 import generate
 
 # PEFT asks transformers for a property under its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow("benchmarks"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path):

@@ -20,6 +20,8 @@ pytest.importorskip("peft", reason="the baselines need the bench extra: pip inst
 import memory
 from kernels_lib import main as kernels
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 
 def run(command: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

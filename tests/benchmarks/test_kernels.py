@@ -35,7 +35,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from alto.kernels import torch_backend
 
 # PEFT 0.21 still reads names that Transformers 5.23 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.slow("benchmarks"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 CPU = torch.device("cpu")
 SMALL = ("--scale", "smoke", "--threads", "1")

@@ -12,6 +12,8 @@ import torch
 from kernels_lib import measure
 from kernels_lib.measure import difference_per_call, take_turns, time_op
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from alto.backbone import load_backbone
 from alto.executor.profiling import measure, profile
 from alto.spec import BaseModelSpec
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 IN_CHILD = memory.in_child
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from pieces import GateFailedError, Origin, Piece, Study, assemble, merge, read_pieces, run_pieces
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 STUDY = Study(
     benchmark="b", scale="gpu", pieces=("one", "two", "three"), goals={"x_two": (">=", 2.0)}, notes=("In general.",)
 )

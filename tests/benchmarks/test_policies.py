@@ -6,6 +6,9 @@ import json
 from dataclasses import replace
 
 import policies
+import pytest
+
+pytestmark = pytest.mark.slow("benchmarks")
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import scheduler
 import schedules
+
+pytestmark = pytest.mark.slow("benchmarks")
 
 
 def test_the_smallest_scale_is_valid_and_no_worse_than_lpt(tmp_path):

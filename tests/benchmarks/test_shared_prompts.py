@@ -8,7 +8,7 @@ import pytest
 import shared_prompts
 
 DATA = shared_prompts.ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
-pytestmark = pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
+pytestmark = [pytest.mark.slow("benchmarks"), pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")]
 
 
 def test_the_smallest_scale_passes_its_gate(tmp_path):

@@ -14,10 +14,11 @@ from sweep import main
 
 from alto.early_exit import Recording
 
+pytestmark = pytest.mark.slow("benchmarks")
+
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # three libraries warn about each other here
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K at {GSM8K}")
 def test_the_smallest_sweep_passes_its_gates(tmp_path: Path) -> None:

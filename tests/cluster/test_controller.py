@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import NODE, Clock, FakeCluster, leave_result
+from journals import event
 from tiny import make_task
 
 from alto.cluster import (
@@ -39,7 +40,7 @@ from alto.runs import (
     read_events,
     read_queue_history,
 )
-from alto.runs.events import TaskRelayed, decode
+from alto.runs.events import QueueResumed, TaskRelayed, decode
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 
@@ -73,12 +74,11 @@ class Bench:
         queue = Queue((NODE,), SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
         with Journal(self.queue_dir.run.journal_file) as journal:
             if journal.past:
-                journal.append("queue_resumed", done=[], notes=[])
+                journal.append(QueueResumed(done=(), notes=()))
             else:
                 tasks = [{"task": e.task, "num_gpus": e.num_gpus, "duration_s": e.duration_s} for e in self.entries]
-                journal.append(
-                    "queue_started", method="lpt", devices="gpus", nodes=[{"name": "n", "gpus": [0, 1]}], tasks=tasks
-                )
+                nodes = [{"name": "n", "gpus": [0, 1]}]
+                journal.append(event("queue_started", method="lpt", devices="gpus", nodes=nodes, tasks=tasks))
             with Controller(
                 self.cluster,
                 queue,

@@ -27,9 +27,12 @@ from alto.cluster.ray import RayCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
 from alto.runs import read_events
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:ResourceWarning",  # ray leaves the output of its processes open
-)
+pytestmark = [
+    pytest.mark.slow("ray"),
+    pytest.mark.filterwarnings(
+        "ignore:.*:ResourceWarning",  # ray leaves the output of its processes open
+    ),
+]
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'alto-lora[ray]'")
 
+from journals import entries
 from queues import tiny_tasks
 from ray_machine import RayMachine
 from tiny import save_model
@@ -18,10 +18,11 @@ import alto
 from alto.cluster.ray import RayCluster
 from alto.early_exit import audit
 from alto.records import Gpu, Placement, Schedule
-from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs import JournalEntry, QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs.events import CheckpointSaved, TaskRelayed
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow("ray"),
     pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),  # ray leaves the output of its processes open
 ]
 
@@ -44,13 +45,13 @@ def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayM
     kept = next(Gpu(node.name, 0) for node in nodes if node.name != lost.node)
     half_way: list[str] = []
 
-    def kill(event: Mapping[str, Any]) -> None:
-        """The node, once a checkpoint of the task on it can be gone on with."""
-        if half_way or event["event"] != "told" or (event["task"], event["line"]["event"]) != (NAMES[0], "checkpoint"):
-            return
-        if event["line"]["seq"] > 2:
-            half_way.append(event["task"])
-            ray_nodes.kill_node(doomed)
+    def kill(entry: JournalEntry) -> None:
+        """The node, once the task on it can be resumed from a checkpoint."""
+        match entry.event:
+            case TaskRelayed(task=task, entry=JournalEntry(event=CheckpointSaved(), seq=seq)):
+                if not half_way and task == NAMES[0] and seq > 2:
+                    half_way.append(task)
+                    ray_nodes.kill_node(doomed)
 
     tasks = tiny_tasks(tmp_path, save_model(tmp_path / "model"), NAMES, num_train_epochs=20, early_exit=False)
     engine = alto.Engine(cluster="auto", output_dir=tmp_path / "runs", observers=[kill])
@@ -68,7 +69,7 @@ def test_a_queue_one_of_whose_nodes_is_killed_gives_every_result(ray_nodes: RayM
     assert told.index(("gpu_lost", None)) < told.index(("executor_ended", NAMES[0]))
     for name in NAMES:
         events = read_events(queue.run_of(name).journal_file)
-        assert audit(events) == ()
+        assert audit(entries(events)) == ()
         assert [event["event"] for event in events].count("task_completed") == 1
     assert "task_resumed" in [event["event"] for event in read_events(queue.run_of(NAMES[0]).journal_file)]
 
@@ -80,10 +81,11 @@ def test_ranks_whose_node_is_killed_go_on_together_on_another(ray_nodes: RayMach
     gpus = tuple(Gpu(lost.name, index) for index in lost.gpus)
     half_way: list[str] = []
 
-    def kill(event: Mapping[str, Any]) -> None:
-        if not half_way and event["event"] == "told" and event["line"]["event"] == "checkpoint":
-            half_way.append(event["task"])
-            ray_nodes.kill_node(doomed)
+    def kill(entry: JournalEntry) -> None:
+        match entry.event:
+            case TaskRelayed(task=task, entry=JournalEntry(event=CheckpointSaved())) if not half_way:
+                half_way.append(task)
+                ray_nodes.kill_node(doomed)
 
     (task,) = tiny_tasks(
         tmp_path, save_model(tmp_path / "model"), ["wide"], num_gpus=2, num_train_epochs=20, early_exit=False
@@ -104,5 +106,5 @@ def test_ranks_whose_node_is_killed_go_on_together_on_another(ray_nodes: RayMach
     assert {gpu.node for gpu in attempts[0].gpus} == {lost.name}
     assert len({gpu.node for gpu in attempts[1].gpus}) == 1
     events = read_events(Path(result.run_dir) / "journal.jsonl")
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     assert [event["num_ranks"] for event in events if event["event"] == "task_resumed"] == [2]

@@ -38,7 +38,7 @@ def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
 
 def events_of(starter: Starter) -> Iterator[ClusterEvent]:
     """One at a time, until its executor has ended."""
-    num_heard, gives_up_at = 0, time.monotonic() + 60
+    num_heard, gives_up_at = 0, time.monotonic() + 120
     while time.monotonic() < gives_up_at:
         for event in starter.poll(num_heard, 1.0)[:1]:
             num_heard += 1

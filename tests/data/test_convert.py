@@ -1,4 +1,4 @@
-"""What a row of pairs becomes: two talks that begin alike and part where the assistant answers."""
+"""What a row of pairs becomes: two conversations that begin alike and differ first in a reply of the assistant."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ TOLD = Pair(chosen=conversation("s:s", "u:q", "a:good"), rejected=conversation("
             },
             SECOND,
         ),
-        # UltraFeedback: the talks hold what the prompt says
+        # UltraFeedback: the conversations hold what the prompt says
         ({"prompt": "q", "chosen": [user("q"), reply("good")], "rejected": [user("q"), reply("bad")]}, QUESTION),
         (
             {
@@ -110,7 +110,7 @@ def test_an_input_goes_below_its_instruction() -> None:
     assert [conversation[0].content for conversation in pair.conversations] == ["Sum up.\n\nA text."] * 2
 
 
-def test_talks_of_unlike_length_part_at_their_first_difference() -> None:
+def test_conversations_of_unlike_length_differ_at_their_first_difference() -> None:
     pair = convert({"chosen": [user("q"), reply("a"), user("r"), reply("b")], "rejected": [user("q"), reply("c")]})
     assert [[turn.is_trained for turn in conversation] for conversation in pair.conversations] == [
         [False, True, False, True],
@@ -137,16 +137,16 @@ def test_the_same_reply_twice_is_still_a_pair() -> None:
         ({"prompt": "p", "chosen": "\ud800", "rejected": "b"}, r"a text of whole characters, found '\ud800'"),
         (
             {"chosen": [user("one"), reply("a")], "rejected": [user("two"), reply("b")]},
-            "both talks of a pair to begin with the same turn, the prompt, found ['one', 'two']",
+            "both conversations of a pair to begin with the same turn, the prompt, found ['one', 'two']",
         ),
         ({"chosen": [reply("a")], "rejected": [reply("b")]}, "to begin with the same turn, the prompt"),
         (
             {"chosen": [SYSTEM, user("one"), reply("a")], "rejected": [SYSTEM, user("two"), reply("b")]},
-            "to part where the assistant answers somebody, found ['system', 'user', 'user']",
+            "to differ first in a reply of the assistant, found ['system', 'user', 'user']",
         ),
         (
             {"chosen": [user("q"), reply("x"), reply("a")], "rejected": [user("q"), reply("x"), reply("b")]},
-            "to part where the assistant answers somebody, found ['assistant', 'assistant', 'assistant']",
+            "to differ first in a reply of the assistant, found ['assistant', 'assistant', 'assistant']",
         ),
         (
             {"input": "q", "preferred_output": [reply("a")], "non_preferred_output": [reply("b")]},

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
@@ -313,7 +314,7 @@ turn_lists = st.lists(
 json_rows = st.lists(st.dictionaries(known_columns, json_values | turn_lists, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck))
 @given(rows=json_rows, method=st.sampled_from(["sft", "dpo"]))
 def test_any_json_rows_are_encoded_or_refused_by_name(tmp_path: Path, rows: list[dict[str, Any]], method: str) -> None:
     path = tmp_path / "rows.jsonl"

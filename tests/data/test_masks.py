@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("trl", reason="the oracle needs the extra 'bench'")
 
+from budgets import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
@@ -155,7 +156,7 @@ def test_a_prompt_and_its_completion_are_masked_as_trl_does(make: Any, template:
     tokenizer = make()
     tokenizer.chat_template = template
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
     @given(question=texts, earlier=texts, again=texts, reply=texts)
     def check(question: str, earlier: str, again: str, reply: str) -> None:
         for turns in (

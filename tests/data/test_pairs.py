@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
@@ -89,7 +90,7 @@ def test_laid_out_whole_nothing_is_shared() -> None:
 texts = st.text("ab ", min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(prompt=texts, replies=st.tuples(texts, texts), max_length=st.integers(3, 40), real=st.booleans())
 def test_both_talks_are_those_of_a_conversation_cut_as_one(
     prompt: str, replies: tuple[str, str], max_length: int, real: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import EntryPoint
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tiny import load_tokenizer, make_task, write_rows
 from alto.data import Pair, TaskData, read_heldout_rows, read_task_rows
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError
 from alto.spec import Task
-from alto.spec.method import ENTRY_POINT_GROUP
+from alto.spec.objectives import OBJECTIVES, ObjectiveEntry
 
 
 def encode(task: Task, tokenizer: Any = None, max_length: int | None = None) -> TaskData:
@@ -224,8 +224,8 @@ def test_an_adapter_may_be_judged_on_rows_of_the_other_kind(tmp_path: Path) -> N
 @pytest.fixture
 def simpo(monkeypatch: pytest.MonkeyPatch) -> str:
     """A method that a package brings."""
-    found = [EntryPoint(name="simpo", value="simpo:SimPO", group=ENTRY_POINT_GROUP)]
-    monkeypatch.setattr("alto.spec.method.entry_points", lambda *, group: found)
+    objectives = replace(OBJECTIVES, own={**OBJECTIVES.own, "simpo": ObjectiveEntry(implementation="simpo:SimPO")})
+    monkeypatch.setattr("alto.spec.method.OBJECTIVES", objectives)
     return "simpo"
 
 

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from journals import entries
 
 from alto.early_exit import Recording, Selection, audit, exits_of, policy_from, replay, selection_of
 from alto.errors import RunError
@@ -70,19 +71,19 @@ def recording(record) -> Recording:
 def test_live_run_replay_and_audit_agree(recording, settings) -> None:
     events = journal_of_a_live_run(recording, settings)
     replayed = replay(recording, policy_from(settings), settings.ema_alpha)
-    assert exits_of(events) == replayed.exits
+    assert exits_of(entries(events)) == replayed.exits
     assert replayed.exits["breaks"][0] is ExitReason.DIVERGING
-    assert audit(events) == ()
-    assert selection_of(events).winner().job == replayed.winner
+    assert audit(entries(events)) == ()
+    assert selection_of(entries(events)).winner().job == replayed.winner
 
 
 def test_the_audit_notices_other_exits(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     index = next(index for index, event in enumerate(events) if event["event"] == "job_exited")
     job = events[index]["job"]
-    (late,) = audit([*events[:index], {**events[index], "step": 99}, *events[index + 1 :]])
+    (late,) = audit(entries([*events[:index], {**events[index], "step": 99}, *events[index + 1 :]]))
     assert (late.job, late.journalled[1]) == (job, 99)
-    (missing,) = audit(events[:index] + events[index + 1 :])
+    (missing,) = audit(entries(events[:index] + events[index + 1 :]))
     assert (missing.job, missing.journalled) == (job, None)
     assert missing.derived is not None
 
@@ -91,14 +92,14 @@ def test_exits_from_outside_are_taken_over(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     started = events[0]
     stopped = [started, {"event": "job_exited", "job": "job-0", "step": 0, "reason": "stopped", "evidence": {}}]
-    assert audit(stopped) == ()
-    assert not selection_of(stopped).is_training("job-0")
+    assert audit(entries(stopped)) == ()
+    assert not selection_of(entries(stopped)).is_training("job-0")
 
 
 def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     held = next(index for index, event in enumerate(events) if event["event"] == "warmup_ended")
-    before, after = selection_of(events[:held]), selection_of(events[: held + 1])
+    before, after = selection_of(entries(events[:held])), selection_of(entries(events[: held + 1]))
     assert before.rung_ready()
     assert (before.rungs_held, after.rungs_held) == (0, 1)
     assert set(after.training) == set(events[held]["kept"])
@@ -107,10 +108,10 @@ def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
 def test_impossible_journals_are_refused(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     with pytest.raises(RunError, match="begins with task_started"):
-        selection_of(events[1:])
+        selection_of(entries(events[1:]))
     without_losses = [events[0], *events[2:]]
     with pytest.raises(RunError, match=r"Journal, event 2 \(eval\): Early exit: expected an evaluation"):
-        selection_of(without_losses)
+        selection_of(entries(without_losses))
 
 
 def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
@@ -136,10 +137,10 @@ def test_clones_and_reopened_jobs_are_part_of_the_story() -> None:
     train("c", 1, 2, 2.0)
     write("warmup_ended", rung=0, kept=["a", "c"])
     write("job_exited", job="b", step=2, reason="underperforming")
-    assert audit(events) == ()
-    selection = selection_of(events)
+    assert audit(entries(events)) == ()
+    selection = selection_of(entries(events))
     assert selection.training == ("a", "c")
-    assert exits_of(events) == {"b": (ExitReason.UNDERPERFORMING, 2)}
+    assert exits_of(entries(events)) == {"b": (ExitReason.UNDERPERFORMING, 2)}
     without_clone = [event for event in events if event.get("job") != "c"]
-    assert exits_of(without_clone) == {"b": (ExitReason.UNDERPERFORMING, 2)}
-    assert audit(without_clone) == ()
+    assert exits_of(entries(without_clone)) == {"b": (ExitReason.UNDERPERFORMING, 2)}
+    assert audit(entries(without_clone)) == ()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 
 from alto.early_exit import (
     Policy,
@@ -54,11 +55,11 @@ def test_who_is_kept_at_a_rung(case: str, standings: list[tuple[str, float, floa
     assert list(select(HALF, [standing(*one) for one in standings]).kept) == kept
 
 
-def test_evidence_tells_the_gains_that_decided() -> None:
+def test_evidence_has_the_scores_that_decided() -> None:
     (verdict,) = select(HALF, [standing("a", 0.6, 0.1), standing("b", 0.7, 0.9)]).dropped
     assert (verdict.job, verdict.reason) == ("a", ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
-        "rank": 2.0, "validation_loss": 0.1, "gain": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
+        "rank": 2.0, "validation_loss": 0.1, "score": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
         "cutoff_score": 0.7,
     }  # fmt: skip
 
@@ -159,25 +160,25 @@ def test_a_journal_tells_the_race_again(
     metric: dict[str, str], winner: tuple[str, int], best_steps: dict[str, int]
 ) -> None:
     events = journal(metric, EVALUATIONS)
-    selection = selection_of(events)
+    selection = selection_of(entries(events))
     assert (selection.winner().job, selection.winner().step) == winner
     assert {job: selection.best(job).step for job in selection.jobs} == best_steps
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
 
 
 def test_a_journal_from_before_there_were_metrics_is_read() -> None:
     events = journal({}, {"a": [(5, 0.5, {}), (10, 0.6, {})]})
-    assert selection_of(events).best("a").step == 5
-    assert Recording.from_journal(events).jobs[0].scores == ()
+    assert selection_of(entries(events)).best("a").step == 5
+    assert Recording.from_journal(entries(events)).jobs[0].scores == ()
 
 
 def test_an_evaluation_without_the_metric_is_another_version_s() -> None:
     with pytest.raises(RunError, match=r"event 2.*reward_accuracy"):
-        selection_of(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]}))
+        selection_of(entries(journal(BY_ACCURACY, {"a": [(10, 0.5, {"metrics": {"kl": 0.1}})]})))
 
 
 def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
-    recording = Recording.from_journal(journal(BY_ACCURACY, EVALUATIONS))
+    recording = Recording.from_journal(entries(journal(BY_ACCURACY, EVALUATIONS)))
     assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
@@ -197,22 +198,22 @@ def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_dec
     base = {"jobs": ["a", "b"], "validation_loss": 0.69, **accuracy(0.5), "metric_rows": [0.5] * 45}
     started, *others = journal(BY_ACCURACY, found)
     events = [started, {"seq": 1, "event": "base_evaluated", "values": [base]}, *others]
-    recording = Recording.from_journal(events)
+    recording = Recording.from_journal(entries(events))
     assert recording.jobs[0].score_rows == (tuple(rows["a"]),)
     assert recording.jobs[0].start.score_rows == (0.5,) * 45
     recording.write(tmp_path / "r.json.gz")
     assert Recording.read(tmp_path / "r.json.gz") == recording
-    assert replay(recording, Policy(), 0.1).winner == selection_of(events).winner().job == "b"
+    assert replay(recording, Policy(), 0.1).winner == selection_of(entries(events)).winner().job == "b"
 
 
 def test_a_recording_by_the_loss_is_written_as_it_always_was(tmp_path) -> None:
-    recording = Recording.from_journal(journal({"metric": "loss"}, EVALUATIONS))
+    recording = Recording.from_journal(entries(journal({"metric": "loss"}, EVALUATIONS)))
     recording.write(tmp_path / "r.json")
     assert "gains" not in (tmp_path / "r.json").read_text()
 
 
-def test_every_evaluation_has_a_gain_or_none_has() -> None:
-    with pytest.raises(RunError, match="a gain for each of 2 evaluations or none at all, found 1"):
+def test_every_evaluation_has_a_score_or_none_has() -> None:
+    with pytest.raises(RunError, match="a score for each of 2 evaluations or none at all, found 1"):
         RecordedJob(
             job="a", config={}, total_steps=2, rows_per_step=1, train_losses=(1.0, 1.0),
             evaluations=((1, 1.0), (2, 1.0)), scores=(0.5,),

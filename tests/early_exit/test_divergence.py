@@ -34,8 +34,8 @@ def exit_step(rule, points):
         ("rises by tau exactly", [0, 0.25, 0.5, 0.75], [0, 0.25, 0.5, 0.75], {"tau_slope": 0.25}, 30),
         ("counter is reset", [1, 2, 1, 2, 1, 2], [1, 2, 1, 2, 1, 2], {}, None),
         ("reset, then twice", [1, 2, 1, 2, 3], [1, 2, 1, 2, 3], {}, 50),
-        ("patience 1", [3, 2, 3], [3, 2, 3], {"patience": 1}, 30),
-        ("patience 3", [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], {"patience": 3}, 40),
+        ("patience 1", [3, 2, 3], [3, 2, 3], {"divergence_patience": 1}, 30),
+        ("patience 3", [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], {"divergence_patience": 3}, 40),
         ("window longer than history", [1, 2, 3], [1, 2, 3], {"window": 4}, None),
         ("window 3 looks past a dip", [1, 3, 2, 5, 4], [1, 3, 2, 5, 4], {"window": 3}, 40),
         ("window 2 does not", [1, 3, 2, 5, 4], [1, 3, 2, 5, 4], {}, None),
@@ -67,9 +67,13 @@ losses = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 
 @given(losses, st.integers(2, 4), st.integers(1, 3))
 def test_same_records_same_verdict_and_no_record_is_changed(history, values, window, patience) -> None:
-    points, rule = history(values), Divergence(window=window, patience=patience)
+    points, rule = history(values), Divergence(window=window, divergence_patience=patience)
     before = list(points)
-    assert rule.judge(points) == rule.judge(tuple(points)) == Divergence(window=window, patience=patience).judge(points)
+    assert (
+        rule.judge(points)
+        == rule.judge(tuple(points))
+        == Divergence(window=window, divergence_patience=patience).judge(points)
+    )
     assert points == before
 
 
@@ -85,7 +89,9 @@ def test_what_came_before_the_window_does_not_matter(history, values) -> None:
     assert Divergence().judge(history(values + rising)) is not None
 
 
-@pytest.mark.parametrize("settings", [{"window": 1}, {"patience": 0}, {"tau_slope": 0.0}, {"tau_slope": NAN}])
+@pytest.mark.parametrize(
+    "settings", [{"window": 1}, {"divergence_patience": 0}, {"tau_slope": 0.0}, {"tau_slope": NAN}]
+)
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         Divergence(**settings)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from journals import entries
 
 from alto.early_exit import Policy, Selection, audit, point_at_share, selection_of
 from alto.early_exit.noise import is_within_noise
@@ -178,13 +179,13 @@ def journal(**settings: object) -> list[dict]:
 
 def test_a_journal_says_what_the_base_gave() -> None:
     settings = EarlyExit(rungs=[(0.05, 0.5)]).resolved().model_dump(mode="json")
-    selection = selection_of(journal(**settings))
+    selection = selection_of(entries(journal(**settings)))
     assert selection.training == ("small-batch",)
     exited = {"event": "job_exited", "job": "large-batch", "step": 1, "reason": "underperforming"}
-    assert audit([*journal(**settings), exited]) == ()
+    assert audit(entries([*journal(**settings), exited])) == ()
 
 
 def test_a_journal_of_version_0_1_is_decided_as_it_was() -> None:
     of_0_1 = {"enabled": True, "policy": "alto", "select": True, "rungs": [[0.05, 0.5]], "window": 2}
     events = [event for event in journal(**of_0_1) if event["event"] != "base_evaluated"]
-    assert selection_of(events).training == ("large-batch",)
+    assert selection_of(entries(events)).training == ("large-batch",)

@@ -25,8 +25,8 @@ def exit_step(rule, points):
         ("gap of tau exactly is none", [2, 2, 2], [3, 3, 3], {"tau_gap": 0.5}, None),
         ("counter is reset", [1, 1, 1, 1, 1], [2, 1, 2, 1, 2], {}, None),
         ("reset, then twice", [1, 1, 1, 1], [2, 1, 2, 2], {}, 40),
-        ("patience 1", [1], [2], {"patience": 1}, 10),
-        ("patience 3", [1] * 4, [2] * 4, {"patience": 3}, 30),
+        ("patience 1", [1], [2], {"overfitting_patience": 1}, 10),
+        ("patience 3", [1] * 4, [2] * 4, {"overfitting_patience": 3}, 30),
         ("validation below training", [2, 2], [1, 1], {}, None),
         ("training at zero, validation too", [0.0] * 3, [0.0] * 3, {}, None),
         ("both near zero", [1e-12] * 3, [5e-5] * 3, {}, None),
@@ -48,7 +48,7 @@ def test_evidence(history) -> None:
 
 @given(st.floats(0, 1e-3), st.floats(0, 10))
 def test_a_training_loss_near_zero_cannot_blow_the_gap_up(history, train, validation) -> None:
-    verdict = OverfittingGap(patience=1).judge(history([validation], [train]))
+    verdict = OverfittingGap(overfitting_patience=1).judge(history([validation], [train]))
     assert verdict is None or verdict.evidence["gap"] <= validation / 1e-3
 
 
@@ -60,7 +60,7 @@ def test_scale_does_not_matter(history, pairs, exponent) -> None:
     assert exit_step(OverfittingGap(), scaled) == exit_step(OverfittingGap(), history(validation, train))
 
 
-@pytest.mark.parametrize("settings", [{"patience": 0}, {"tau_gap": 0.0}, {"tau_gap": math.inf}])
+@pytest.mark.parametrize("settings", [{"overfitting_patience": 0}, {"tau_gap": 0.0}, {"tau_gap": math.inf}])
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         OverfittingGap(**settings)

@@ -11,7 +11,10 @@ from alto.spec.early_exit import EarlyExit
 
 def test_paper_is_algorithm_1() -> None:
     assert policy_from(EarlyExit(policy="paper")) == Policy(
-        rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingGap(patience=2, tau_gap=0.1)),
+        rules=(
+            Divergence(window=2, divergence_patience=2, tau_slope=0.001),
+            OverfittingGap(overfitting_patience=2, tau_gap=0.1),
+        ),
         rungs=(Rung(progress=0.05, keep=0.25),),
         equal_shares=False,
     )
@@ -19,7 +22,7 @@ def test_paper_is_algorithm_1() -> None:
 
 def test_alto_is_the_default() -> None:
     assert policy_from(EarlyExit()) == Policy(
-        rules=(Divergence(window=2, patience=2, tau_slope=0.001), OverfittingUpturn(patience=2)),
+        rules=(Divergence(window=2, divergence_patience=2, tau_slope=0.001), OverfittingUpturn(overfitting_patience=2)),
         rungs=(
             Rung(progress=0.025, keep=0.2, min_kept=4),
             *(Rung(progress=progress, keep=0.75, min_kept=4) for progress in (0.05, 0.1, 0.2)),
@@ -39,9 +42,13 @@ def test_every_setting_arrives() -> None:
     }
     alto = policy_from(EarlyExit(**settings, tau_upturn=0.2, tau_noise=7))
     paper = policy_from(EarlyExit(**settings, policy="paper", tau_gap=0.3))
-    divergence, rungs = Divergence(window=3, patience=4, tau_slope=0.5), (Rung(progress=0.5, keep=0.1),)
-    assert alto == Policy(rules=(divergence, OverfittingUpturn(patience=5, tau_upturn=0.2, tau_noise=7)), rungs=rungs)
-    assert paper == Policy(rules=(divergence, OverfittingGap(patience=5, tau_gap=0.3)), rungs=rungs, equal_shares=False)
+    divergence, rungs = Divergence(window=3, divergence_patience=4, tau_slope=0.5), (Rung(progress=0.5, keep=0.1),)
+    assert alto == Policy(
+        rules=(divergence, OverfittingUpturn(overfitting_patience=5, tau_upturn=0.2, tau_noise=7)), rungs=rungs
+    )
+    assert paper == Policy(
+        rules=(divergence, OverfittingGap(overfitting_patience=5, tau_gap=0.3)), rungs=rungs, equal_shares=False
+    )
 
 
 @pytest.mark.parametrize(

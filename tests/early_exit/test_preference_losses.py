@@ -81,6 +81,6 @@ def test_what_a_negative_loss_is_apart_by_is_measured_by_its_size(history) -> No
 
 
 def test_a_rise_is_measured_against_a_loss_that_is_never_taken_for_nothing(history) -> None:
-    rule = OverfittingUpturn(patience=1)
+    rule = OverfittingUpturn(overfitting_patience=1)
     assert rule.judge(history([0.0] * 5 + [0.9e-6])) is None
     assert rule.judge(history([0.0] * 5 + [1.1e-6])) is not None

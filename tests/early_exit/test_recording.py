@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 
 from alto.early_exit import RecordedJob, Recording
 from alto.errors import RunError, RunNotFoundError
@@ -137,7 +138,7 @@ def journal(**changes):
 
 
 def test_a_journal_becomes_a_recording() -> None:
-    recording = Recording.from_journal(iter(journal()))
+    recording = Recording.from_journal(entries(iter(journal())))
     (recorded,) = recording.jobs
     assert (recording.num_train, recording.task) == (10, {"name": "t", "num_validation": 2})
     assert recorded.train_losses[:2] == (3.0, 2.0)
@@ -157,4 +158,4 @@ def test_a_journal_becomes_a_recording() -> None:
 )
 def test_journals_that_are_not_whole(events, message) -> None:
     with pytest.raises(RunError, match=message):
-        Recording.from_journal(events)
+        Recording.from_journal(entries(events))

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import OverfittingUpturn, Policy, Selection
@@ -25,7 +25,7 @@ def selections(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
     rungs = tuple(Rung(progress=at, keep=draw(shares), min_kept=least) for at in progress)
     if draw(st.booleans()):
         rungs = (*rungs[:-1], Rung(progress=progress[-1], keep=1.0, max_kept=1))
-    rules = (OverfittingUpturn(patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
+    rules = (OverfittingUpturn(overfitting_patience=1, tau_noise=0.0),) if draw(st.booleans()) else ()
     loss = st.integers(1, 6).map(float) | st.sampled_from([math.nan, math.inf])
     step = st.tuples(st.sampled_from([1.0] * 15 + [math.nan]), loss | st.integers(1, 6).map(float))
     trace = st.lists(step, min_size=TOTAL_STEPS, max_size=TOTAL_STEPS)
@@ -65,7 +65,6 @@ def run(
                 selection.observe(job, step, validation_loss)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(selections(), st.randoms(use_true_random=False))
 def test_running_ahead_changes_no_decision(case: tuple[Policy, Traces, Failures], shuffler: random.Random) -> None:
     policy, traces, failures = case

@@ -31,10 +31,10 @@ def exit_step(rule, points):
         ("the floor is relative to the best", [*PLATEAU, 2.1, 2.1], {"tau_upturn": 0.06}, None),
         ("counter is reset by one good evaluation", [*PLATEAU, 2.1, 2.0, 2.1, 2.0, 2.1], {}, None),
         ("reset, then twice", [*PLATEAU, *PLATEAU, 2.1, 2.0, 2.1, 2.1], {}, 120),
-        ("patience 1", [*PLATEAU, 2.1], {"patience": 1}, 50),
-        ("patience 3", [*PLATEAU, 2.1, 2.2, 2.3, 2.4], {"patience": 3}, 70),
-        ("too short to know the noise", [2, 2, 3], {"patience": 1}, None),
-        ("the fourth evaluation is the first judged", [2, 2, 2, 3], {"patience": 1}, 40),
+        ("patience 1", [*PLATEAU, 2.1], {"overfitting_patience": 1}, 50),
+        ("patience 3", [*PLATEAU, 2.1, 2.2, 2.3, 2.4], {"overfitting_patience": 3}, 70),
+        ("too short to know the noise", [2, 2, 3], {"overfitting_patience": 1}, None),
+        ("the fourth evaluation is the first judged", [2, 2, 2, 3], {"overfitting_patience": 1}, 40),
         ("jitter larger than the rise", [2, 2.2, 2, 2.2, 2, 2.2, 2.2, 2.2, 2.2], {}, None),
         ("the same rise, jitter ignored", [2, 2.2, 2, 2.2, 2, 2.2, 2.2], {"tau_noise": 0.0}, 70),
         ("near zero a doubling is nothing", [1e-9] * 4 + [2e-9, 2e-9], {}, None),
@@ -120,11 +120,11 @@ def test_pure_and_blind_to_training_loss(history, values, train) -> None:
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12))
 def test_never_ends_a_job_at_its_best(history, values) -> None:
-    verdict = OverfittingUpturn(patience=1, tau_noise=0.0, tau_upturn=0.0).judge(history(values))
+    verdict = OverfittingUpturn(overfitting_patience=1, tau_noise=0.0, tau_upturn=0.0).judge(history(values))
     assert verdict is None or values[-1] > min(values)
 
 
-@pytest.mark.parametrize("settings", [{"patience": 0}, {"tau_upturn": -0.1}, {"tau_noise": math.nan}])
+@pytest.mark.parametrize("settings", [{"overfitting_patience": 0}, {"tau_upturn": -0.1}, {"tau_noise": math.nan}])
 def test_arguments_are_checked(settings) -> None:
-    with pytest.raises(SpecError, match="expected"):
+    with pytest.raises(SpecError, match=f"^{next(iter(settings))} .* should be "):
         OverfittingUpturn(**settings)

@@ -29,7 +29,7 @@ from alto.errors import (
 )
 from alto.executor import TaskContext
 from alto.kernels import TokenSchedule
-from alto.lora import AdapterBank, BankLayout, inject, read_adapter
+from alto.lora import AdapterBank, BankLayout, adapter_scale, inject, read_adapter
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
@@ -61,7 +61,7 @@ def test_run_directory_holds_what_the_readme_says(tuned: tuple[alto.Task, alto.T
     assert Path(result.adapter_dir) == root / "best"
     assert result.best_job in (root / "report.html").read_text(encoding="utf-8")
     events = read_journal(root)
-    assert [event["event"] for event in events] == [event["event"] for event in seen]
+    assert [event["event"] for event in events] == [entry.name for entry in seen]
     assert events[-1]["best_validation_loss"] == result.best_validation_loss
 
 
@@ -111,7 +111,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     bank.occupy(0, job.shape)
     bank.write(0, read_adapter(folder))
     tokens = collate(data.validation, [JobRows(0, tuple(range(len(data.validation))))])
-    schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[job.config.scale], dropout=None)
+    schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[adapter_scale(job.config)], dropout=None)
     with torch.no_grad(), inject(base, bank).use(schedule):
         hidden_TH = backbone.hidden_states(tokens.input_ids_T, tokens.position_ids_T, tokens.sequence_lengths)
         found_TV = base.get_output_embeddings()(hidden_TH)

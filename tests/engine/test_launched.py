@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from journals import event
 from tiny import make_task
 
 import alto
@@ -15,7 +16,7 @@ from alto.engine.launched import MAX_ATTEMPTS
 from alto.errors import NoResultError, RunBusyError, RunError, TargetModuleError, TaskInterruptedError
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.records import Node
-from alto.runs import Journal, RunDir, read_events
+from alto.runs import Journal, RunDir, read_entries
 
 Attempt = Callable[[RunDir], ExecutorEnded]
 
@@ -67,9 +68,9 @@ def ends(outcome: Outcome, reason: str = "rank 1 was killed", error: str = "") -
 
 def saves(run: RunDir) -> ExecutorEnded:
     """Comes to another checkpoint, and is lost."""
-    with Journal(run.journal_file, past=read_events(run.journal_file)) as journal:
-        journal.append("task_resumed", notes=[])
-        journal.append("checkpoint", jobs={})
+    with Journal(run.journal_file, past=read_entries(run.journal_file)) as journal:
+        journal.append(event("task_resumed"))
+        journal.append(event("checkpoint", jobs={}))
     return lost(run)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from journals import entries
 from queues import one_by_one, tiny_tasks
 from tiny import make_task, save_model
 from typer.testing import CliRunner
@@ -254,7 +255,7 @@ def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(model: P
     assert before.end <= beside.start < after.end
     events = read_events(Path(result.run_dir) / "journal.jsonl")
     assert [event["num_ranks"] for event in events if event["event"] in ("task_started", "task_resumed")] == [2, 1]
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     seats = [event["ranks"] for event in events if event["event"] == "job_admitted"]
     assert sorted(seats) == [[0], [1]]
 

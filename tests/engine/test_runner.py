@@ -11,7 +11,8 @@ from tiny import make_task
 from alto.engine import runner
 from alto.engine.runner import TaskRunner
 from alto.errors import DeviceMemoryError, RunBusyError
-from alto.runs import Event, RunDir, read_events
+from alto.runs import JournalEntry, RunDir, read_events
+from alto.runs.events import JobEvaluated
 
 
 def test_a_base_that_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,8 +26,8 @@ def test_a_base_that_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_whose_lock_file_is_removed_ends_before_it_writes_on(tmp_path: Path) -> None:
-    def remove_lock(event: Event) -> None:
-        if event["event"] == "eval":
+    def remove_lock(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated):
             next(tmp_path.glob("runs/*/run.lock")).unlink(missing_ok=True)
 
     with pytest.raises(RunBusyError, match="found it removed or replaced"):

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import read_saved_adapter, seated
-from alto.lora import ModuleNames, linear_modules, write_adapter
+from alto.evaluation.adapter import loaded_adapters
+from alto.lora import ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -41,7 +41,7 @@ def logits_on(backbone: Backbone, *folders: Path | None) -> Tensor:
     adapters = [None if folder is None else read_saved_adapter(folder) for folder in folders]
     num_tokens = [IDS.numel() // len(folders)] * len(folders)
     with (
-        seated(backbone, adapters, "tiny") as served,
+        loaded_adapters(backbone, adapters, "tiny") as served,
         backbone.own_attention(),
         served.use(served.schedule(num_tokens)),
     ):
@@ -118,7 +118,7 @@ def test_adapters_are_gone_after_an_error(tiny_model: ModelFactory, tmp_path: Pa
     folder = save_with_peft(tiny_model("llama"), tmp_path)
     backbone = Backbone(tiny_model("llama"), None, "tiny")
     modules = dict(backbone.model.named_modules())
-    with pytest.raises(KeyboardInterrupt), seated(backbone, [read_saved_adapter(folder)], "tiny"):
+    with pytest.raises(KeyboardInterrupt), loaded_adapters(backbone, [read_saved_adapter(folder)], "tiny"):
         raise KeyboardInterrupt
     assert dict(backbone.model.named_modules()) == modules
 
@@ -224,14 +224,14 @@ def test_another_base_model_is_refused(tiny_model: ModelFactory, saved: Path, tm
     adapter = read_saved_adapter(saved)
     with (
         pytest.raises(TargetModuleError, match=r"layers\.1\.mlp.down_proj and 6 more is not; .* --base"),
-        seated(Backbone(tiny_model("llama", num_hidden_layers=1), None, "other"), [adapter], "other"),
+        loaded_adapters(Backbone(tiny_model("llama", num_hidden_layers=1), None, "other"), [adapter], "other"),
     ):
         pass
     with (
         pytest.raises(
             TargetModuleError, match=r"base model other, 64 × 32, found one of shapes \(48, 4\) and \(4, 32\)"
         ),
-        seated(Backbone(tiny_model("llama", intermediate_size=64), None, "other"), [adapter], "other"),
+        loaded_adapters(Backbone(tiny_model("llama", intermediate_size=64), None, "other"), [adapter], "other"),
     ):
         pass
 
@@ -243,7 +243,7 @@ def test_an_adapter_on_the_output_head_is_refused(tiny_model: ModelFactory, tmp_
     adapted.save_pretrained(tmp_path, save_embedding_layers=False)
     with (
         pytest.raises(TargetModuleError, match="its output head aside"),
-        seated(
+        loaded_adapters(
             Backbone(tiny_model("llama", tie_word_embeddings=False), None, "tiny"),
             [read_saved_adapter(tmp_path)],
             "tiny",

@@ -17,6 +17,8 @@ from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import FinalistJudge
 from alto.records import FinalistScore, TaskResult
+from alto.runs import JournalEntry
+from alto.runs.events import JobCompleted
 
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 
@@ -126,9 +128,9 @@ def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: 
     """With the real judge: the question is asked between two tokens."""
     ended: list[str] = []
 
-    def observe(event: Mapping[str, Any]) -> None:
-        if event["event"] == "job_completed":
-            ended.append(event["job"])
+    def observe(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobCompleted):
+            ended.append(entry.event.job)
 
     folder = Path(task.dataset).parent / "runs"
     engine = alto.Engine(output_dir=folder, observers=[observe], is_interrupted=lambda: len(ended) == 4)

@@ -16,8 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter, seated
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import check_prompts, complete, max_positions
+from alto.lora import SavedAdapter, read_saved_adapter
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -43,7 +44,7 @@ def completions(
     limit: int = 12,
 ) -> list[list[list[int]]]:
     done: list[int] = []
-    with seated(backbone, adapters, "tiny") as served:
+    with loaded_adapters(backbone, adapters, "tiny") as served:
         found = complete(backbone, served, prompts, max_new_tokens=limit, batch_size=batch_size, on_done=done.append)
     assert sum(done) == len(prompts) * len(adapters)
     return found
@@ -155,7 +156,7 @@ def test_whoever_is_asked_may_end_the_writing(tiny_model: ModelFactory) -> None:
     def stop(_: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), seated(backbone, [None], "tiny") as served:
+    with pytest.raises(KeyboardInterrupt), loaded_adapters(backbone, [None], "tiny") as served:
         complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=stop)
     assert completions(backbone, PROMPTS[:1]) == [[argmax_by_hand(tiny_model("llama"), PROMPTS[0], 12)]]
 
@@ -196,5 +197,5 @@ def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFac
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     backbone = Backbone(model, TOKENIZER, "tiny")
     said = "one answer of up to 12 tokens to a prompt of 30, found less on cpu"
-    with pytest.raises(DeviceMemoryError, match=said), seated(backbone, [None], "tiny") as served:
+    with pytest.raises(DeviceMemoryError, match=said), loaded_adapters(backbone, [None], "tiny") as served:
         complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=lambda _: None)

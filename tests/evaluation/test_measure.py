@@ -18,7 +18,7 @@ from alto.backbone import load_network, resolve_model
 from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
+from alto.lora import SavedAdapter, read_saved_adapter
 from alto.records import Evaluation, EvaluationResult, TaskResult
 from alto.spec import BaseModelSpec
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import make_task
 
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation.target import Subject, find_target
+from alto.evaluation.target import EvaluationTarget, find_target
 
 
 def find(
@@ -22,11 +22,11 @@ def find(
     all_jobs: bool = False,
     base: str | None = None,
     dataset: str | None = None,
-) -> Subject:
+) -> EvaluationTarget:
     return find_target(targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
 
 
-def folders(subject: Subject) -> dict[str, Path]:
+def folders(subject: EvaluationTarget) -> dict[str, Path]:
     return {name: adapter.folder for name, adapter in subject.adapters.items()}
 
 

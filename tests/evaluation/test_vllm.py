@@ -16,8 +16,8 @@ from alto.backbone import resolve_model
 from alto.data import HeldoutRows, Message
 from alto.errors import DataError, UnsupportedError
 from alto.evaluation import EvaluationSettings, measure
-from alto.evaluation.adapter import SavedAdapter
 from alto.evaluation.vllm import complete_with_vllm
+from alto.lora import SavedAdapter
 from alto.spec import BaseModelSpec
 
 BASE = BaseModelSpec(id="alto-tiny", dtype="float32")

@@ -10,6 +10,7 @@ import pytest
 from alto.errors import JobCommandError, SpecError, UnknownKeyError
 from alto.executor.clone import clone_job, describe_changes
 from alto.spec import Job, Task
+from alto.spec.objectives import OrpoSettings
 
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:
@@ -29,7 +30,7 @@ def test_settings_of_the_method_can_be_changed() -> None:
 
 def test_a_setting_taken_away_is_the_default_again() -> None:
     _, other = clone({"beta": None}, method="orpo", beta=0.2)
-    assert other.config.beta == 0.1
+    assert other.config.objective == OrpoSettings(beta=0.1)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_task, read_journal, run_task
+from journals import entries
+from tiny import curves_of, make_task, read_journal, run_task
 
 from alto.early_exit import audit, selection_of
-from alto.early_exit.journal import curves_of
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Answer, Mailbox, RunDir, read_history
@@ -53,7 +53,7 @@ class Commanded:
 
     def run(self) -> list[dict[str, Any]]:
         """Train; returns the journal."""
-        self.result = run_task(self.task, self.run_dir, [self._observe])
+        self.result = run_task(self.task, self.run_dir, [lambda entry: self._observe(entry.to_dict())])
         self.answers = [self.mailbox.wait_for_answer(command, 0) for command in self._ids]
         assert not self._plan, "an event that a command waited for never came"
         return read_journal(self.run_dir.root)
@@ -83,7 +83,7 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
     alone = Commanded(tmp_path / "b")
     others = curves_of(alone.run())["job-001"]
     assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(others.train.values()), rel=1e-5)
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     assert (commanded.run_dir.job("job-000", "best") / "adapter_model.safetensors").is_file()
 
 
@@ -98,7 +98,7 @@ def test_a_stopped_job_that_is_resumed_ends_where_it_would_have(tmp_path: Path) 
     assert list(curves_of(events)["job-000"].train.values()) == pytest.approx(
         list(undisturbed.train.values()), rel=1e-5
     )
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
 
 
 def test_a_job_dropped_at_a_rung_can_be_resumed_and_win_its_place_back(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_job_dropped_at_a_rung_can_be_resumed_and_win_its_place_back(tmp_path:
     events = commanded.run()
     assert [(event["job"], event["reason"]) for event in of(events, "job_exited")] == [("job-000", "underperforming")]
     assert commanded.outcome("job-000") == (None, 15)
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
 
 
 def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Pat
     assert list(found.train.values()) == pytest.approx(list(expected.train.values()), rel=1e-5)
     assert list(found.validation.values()) == pytest.approx(list(expected.validation.values()), rel=1e-5)
     assert read_history(commanded.run_dir.root).jobs["job-003"].origin == "job-000"
-    assert audit(events) == ()
-    selection = selection_of(events)
+    assert audit(entries(events)) == ()
+    selection = selection_of(entries(events))
     assert selection.start_of("job-003") == selection.start_of("job-000") is not None
 
 
@@ -152,7 +152,7 @@ def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
     start = read_adapter(commanded.run_dir.job("job-003", "start"))
     assert any(bool(b.any()) for _, b in start.values())
     assert read_history(commanded.run_dir.root).jobs["job-003"].step == 15
-    assert selection_of(events).start_of("job-003") is None, "it does not begin at the base"
+    assert selection_of(entries(events)).start_of("job-003") is None, "it does not begin at the base"
 
 
 @pytest.mark.parametrize(

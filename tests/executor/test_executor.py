@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import load_tiny, make_task, read_journal, run_task
+from journals import entries
+from tiny import curves_of, load_tiny, make_task, read_journal, run_task
 
 from alto.data import DataOrder
 from alto.early_exit import Recording, audit, policy_from, replay, selection_of
-from alto.early_exit.journal import curves_of
 from alto.errors import NoResultError
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import read_adapter
@@ -111,7 +111,7 @@ def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
             case "eval":
                 job, step = event["job"], event["step"]
                 reached[job].add(step)
-                selection = selection_of(narrow.events[: event["seq"]])
+                selection = selection_of(entries(narrow.events[: event["seq"]]))
                 if step > selection.next_stop(job):
                     assert job in selection.certain_to_be_kept(), "trained past a rung"
                     assert step <= selection.furthest_stop(job)
@@ -253,8 +253,8 @@ def test_exits_carry_reason_and_numbers(narrow: Run) -> None:
 
 
 def test_audit_of_the_journal_finds_nothing(narrow: Run, wide: Run) -> None:
-    assert audit(narrow.events) == ()
-    assert audit(wide.events) == ()
+    assert audit(entries(narrow.events)) == ()
+    assert audit(entries(wide.events)) == ()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_live_exits_equal_a_replay_on_the_recording(
     recorded = run(f"observed-{name}", early_exit=observing, max_slots=2, search_space=space)
     assert {event["reason"] for event in recorded.of("job_exited")} <= {ExitReason.DIVERGING}
     lived = run(f"lived-{name}", early_exit=live, max_slots=2, search_space=space)
-    replayed = replay(Recording.from_journal(recorded.events), policy_from(live), live.ema_alpha)
+    replayed = replay(Recording.from_journal(entries(recorded.events)), policy_from(live), live.ema_alpha)
     assert {job.job: (job.exit_reason, job.steps) for job in lived.result.jobs if job.exit_reason} == replayed.exits
     assert replayed.exits
     assert lived.result.best_job == replayed.winner
@@ -301,7 +301,7 @@ def test_best_is_on_disk_before_the_slot_is_reused(tmp_path: Path) -> None:
                 checked.append(before)
             holders[event["slot"]] = event["job"]
 
-    run_task(task, run_dir, [observe])
+    run_task(task, run_dir, [lambda entry: observe(entry.to_dict())])
     assert len(checked) >= NUM_JOBS - 2
 
 
@@ -378,7 +378,7 @@ def test_a_job_that_goes_nan_ends_and_its_sibling_does_not_notice(run: Build) ->
     found, expected = broken.train_curve(sibling.job), whole.train_curve(sibling.job)
     assert found[: victim.steps] == expected[: victim.steps]
     assert found == pytest.approx(expected, rel=1e-5)
-    assert audit(broken.events) == ()
+    assert audit(entries(broken.events)) == ()
 
 
 def test_if_all_diverge_the_error_names_the_remedy_and_the_run_stays(tmp_path: Path) -> None:

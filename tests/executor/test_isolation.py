@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from alto.jobs import Journal, RunDir, read_history
 from architectures import ARCHITECTURES
 from oracle import SoloJob, flat, relative_distance
 from resident_jobs import (
@@ -35,6 +34,7 @@ from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
 from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_adapter, write_adapter
+from alto.runs import Journal, RunDir, read_history
 from alto.spec import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from alto.jobs import Journal, RunDir, read_events, read_history
 from oracle import SoloPairs, as_trl_has_it, flat, make_dpo_trainer, padded_batch, reference_model, relative_distance
 from preference_pairs import make_pairs
 from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
@@ -21,6 +20,7 @@ from alto.backbone import Backbone
 from alto.data import Span
 from alto.executor import Executor, JobState, RunStart, TaskContext
 from alto.lora import read_adapter
+from alto.runs import Journal, RunDir, read_events, read_history
 from alto.spec import Task
 
 pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
@@ -90,7 +90,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
         assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
         for metric, name_in_trl in METRICS.items():
             assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
-        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.beta
+        kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
 

@@ -30,7 +30,7 @@ class Device:
     """Does passes that ``fits`` says yes to; remembers the rows done, and what it was told."""
 
     def __init__(self, fits: Callable[[Jobs], bool]) -> None:
-        self.micro_batches = MicroBatches(100, self._hear)
+        self.micro_batches = MicroBatches(100, self._note)
         self.events: list[MemoryEvent] = []
         self.done: list[tuple[int, int]] = []
         self._fits = fits
@@ -39,7 +39,7 @@ class Device:
         self.done.clear()
         self.micro_batches.run(DATASET, work, self._run_micro_batch, forget=self.done.clear)
 
-    def _hear(self, event: MemoryEvent) -> None:
+    def _note(self, event: MemoryEvent) -> None:
         self.events.append(event)
 
     def _run_micro_batch(self, jobs: Jobs) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from journals import entries
 from tiny import load_tokenizer, random_llama, read_journal
 
 from alto.backbone import Backbone
@@ -21,8 +22,8 @@ from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Executor, Hooks, RunStart, TaskContext, recover
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskResult
-from alto.runs import Action, Journal, Mailbox, Observer, RunDir, read_history, task_result
-from alto.runs.events import TaskStarted, decode
+from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_result
+from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
 from alto.spec.metric import score_of
 
@@ -75,7 +76,7 @@ def train(
     """Begin the run, or go on with it."""
     task, resume_state, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
     backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
-    with Journal(run_dir.journal_file, observers, past=resume_state.lines) as journal:
+    with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:
         context = TaskContext.of(task, backbone, DATA)
         hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
         Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
@@ -88,7 +89,7 @@ def train_until(run_dir: RunDir, step: int) -> None:
     with pytest.raises(TaskInterruptedError):
         train(
             run_dir,
-            [lambda event: seen.append(event["step"]) if event["event"] == "eval" else None],
+            [lambda entry: seen.append(entry.event.step) if isinstance(entry.event, JobEvaluated) else None],
             is_interrupted=lambda: max(seen, default=0) >= step,
         )
 
@@ -182,9 +183,9 @@ def test_rungs_rank_by_the_metric_and_the_journal_tells_why(undisturbed: RunDir)
     events = read_journal(undisturbed.root)
     assert len(of(events, "warmup_ended")) == 2
     (dropped,) = [event for event in of(events, "job_exited") if event["reason"] == ExitReason.UNDERPERFORMING]
-    assert {"gain", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
-    assert audit(events) == ()
-    winner = selection_of(events).winner()
+    assert {"score", "cutoff_score", "validation_loss", "cutoff_loss"} <= dropped["evidence"].keys()
+    assert audit(entries(events)) == ()
+    winner = selection_of(entries(events)).winner()
     assert winner is not None
     assert winner.score == score_of("reward_accuracy", result_of(undisturbed).best_metrics)
 
@@ -229,8 +230,8 @@ def test_jobs_are_cloned_and_stopped_while_they_learn_preferences(tmp_path: Path
     run_dir = make_run(tmp_path, early_exit=EarlyExit(enabled=False), search_space={"lr": [1e-3, 1e-2]})
     mailbox, sent = Mailbox(run_dir), []
 
-    def ask(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not sent:
+    def ask(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not sent:
             changes = {"beta": 0.3, "loss_type": "ipo"}
             sent.append(mailbox.send(Action.CLONE, "job-000", changes=changes, warm=True))
             sent.append(mailbox.send(Action.STOP, "job-001"))
@@ -247,15 +248,15 @@ def test_jobs_are_cloned_and_stopped_while_they_learn_preferences(tmp_path: Path
     stopped, clone = result.jobs[1], result.jobs[2]
     assert stopped.exit_reason is ExitReason.STOPPED
     assert (clone.steps, set(clone.best_metrics)) == (15, METRICS)
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
 
 
 def test_a_clone_may_not_ask_for_what_its_method_has_not(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, early_exit=EarlyExit(enabled=False), search_space={"lr": [1e-3]}, method="orpo")
     mailbox, sent = Mailbox(run_dir), []
 
-    def ask(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not sent:
+    def ask(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not sent:
             sent.append(mailbox.send(Action.CLONE, "job-000", changes={"loss_type": "ipo"}))
 
     result = train(run_dir, [ask])

@@ -65,7 +65,7 @@ def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen = []
 
     def watched(objective: Any, backbone: Any, batch: Any, configs: Any) -> Any:
-        seen.append((type(objective).__name__, max(batch.sequence_prefixes)))
+        seen.append((objective.name, max(batch.sequence_prefixes)))
         return job_losses(objective, backbone, batch, configs)
 
     monkeypatch.setattr("alto.executor.trainer.job_losses", watched)

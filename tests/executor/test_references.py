@@ -187,7 +187,7 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
 def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] = lambda: False) -> list[Event]:
     """Begin or go on with a run; its events."""
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
-    with Journal(run_dir.journal_file, past=resume_state.lines) as journal:
+    with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
         Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
     return list(read_events(run_dir.journal_file))

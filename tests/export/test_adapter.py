@@ -55,8 +55,13 @@ def best_of_job(tmp_path: Path) -> Path:
     return folder
 
 
+def base_model_of(folder: Path) -> str:
+    name: str = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return name
+
+
 def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl", method="sft")
+    folder = export_best(result, best_of_job, base_model_of, model="o'base", dataset="rows.jsonl", method="sft")
     assert str(folder) == result.adapter_dir
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -79,12 +84,12 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job
 
 
 def test_the_job_keeps_its_own_copy(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, model="m", dataset="d", method="sft")
+    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, model="o'base", dataset="rows.jsonl", method="sft")
+    folder = export_best(result, best_of_job, base_model_of, model="o'base", dataset="rows.jsonl", method="sft")
     card = (folder / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["base_model"] == "/models/o'base"
@@ -109,7 +114,7 @@ def chosen_by_accuracy(result: TaskResult) -> TaskResult:
 def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     chosen_by_accuracy: TaskResult, best_of_job: Path
 ) -> None:
-    folder = export_best(chosen_by_accuracy, best_of_job, model="m", dataset="d", method="dpo")
+    folder = export_best(chosen_by_accuracy, best_of_job, base_model_of, model="m", dataset="d", method="dpo")
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["metric"] == "reward_accuracy"
     assert metrics["metrics"] == {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": "nan"}
@@ -122,7 +127,7 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
 
 
 def test_exporting_again_replaces(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, model="m", dataset="d", method="sft")
+    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
-    export_best(result, best_of_job, model="m", dataset="d", method="sft")
+    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 
 from alto.export.figures import VALIDATION_LOSS, choose_view, curve_figure, occupancy_figure
 from alto.export.tables import job_table
@@ -90,7 +91,7 @@ def test_a_view_is_a_range_that_holds_the_lowest_loss(curves):
 
 
 def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
-    history = RunHistory.of(small_run)
+    history = RunHistory.of(entries(small_run))
     figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
     roles = [trace["meta"]["role"] for trace in figure.traces]
     assert roles == ["rung", "underperforming", "diverging", "overfitting", "best"]
@@ -102,7 +103,7 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
 
 
 def test_an_open_stay_lasts_until_now(small_run):
-    history = RunHistory.of(small_run[:4])
+    history = RunHistory.of(entries(small_run[:4]))
     figure = occupancy_figure(history, job_table(history).rows)
     assert (figure.unit, figure.gaps) == ("seconds", [])
     assert [bar["y"] for bar in figure.traces] == [["slot 0", "slot 1"]]
@@ -111,7 +112,7 @@ def test_an_open_stay_lasts_until_now(small_run):
 
 
 def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
-    history = RunHistory.of(interrupted_run)
+    history = RunHistory.of(entries(interrupted_run))
     figure = occupancy_figure(history, job_table(history).rows)
     assert figure.unit == "seconds"
     assert figure.gaps == [(8.0, "interrupted for 1 h 00 min")]
@@ -127,7 +128,7 @@ def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
 def test_a_clock_set_back_makes_no_negative_bar(small_run):
     for event in small_run[9:]:
         event["time"] -= 7200
-    history = RunHistory.of(small_run)
+    history = RunHistory.of(entries(small_run))
     figure = occupancy_figure(history, job_table(history).rows)
     numbers = [number for bar in figure.traces for number in (*bar["x"], *bar["base"])]
     assert len(numbers) == 8
@@ -135,7 +136,7 @@ def test_a_clock_set_back_makes_no_negative_bar(small_run):
 
 
 def test_lanes_are_named_by_rank_where_there_are_several(ranked_run):
-    history = RunHistory.of(ranked_run)
+    history = RunHistory.of(entries(ranked_run))
     figure = occupancy_figure(history, job_table(history).rows)
     assert figure.lanes == ["rank 0, slot 0", "rank 0, slot 1", "rank 1, slot 0", "rank 1, slot 1"]
     of_job: dict[str, list[str]] = {}

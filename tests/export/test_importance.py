@@ -4,7 +4,7 @@ import math
 from itertools import product
 
 import pytest
-from journals import Journal, config
+from journals import Journal, config, entries
 
 from alto.export.importance import importance_of_settings
 from alto.runs import RunHistory
@@ -23,7 +23,7 @@ def history_of(loss_of, configs, *, stop_at_rung=(), rungs=((0.1, 0.5),)) -> Run
             journal.end("job_exited", job, 10, best=(10, 1.0), reason="underperforming", evidence={})
         else:
             journal.train_to(job, 100, since=10, validation=0.5)
-    return RunHistory.of(journal.events)
+    return RunHistory.of(entries(journal.events))
 
 
 def shares(history) -> dict[str, float]:
@@ -113,6 +113,6 @@ def test_jobs_are_ranked_by_what_the_task_chooses_by():
     journal.start(jobs, method="dpo", metric="reward_accuracy")
     for job, (rate, rank) in zip(jobs, GRID, strict=True):
         journal.train_to(job, 10, since=0, validation=rate, metrics={"reward_accuracy": rank / 64})
-    found = importance_of_settings(RunHistory.of(journal.events))
+    found = importance_of_settings(RunHistory.of(entries(journal.events)))
     assert found.settings[0].key == "r"
     assert (found.settings[0].best, found.settings[0].worst) == ("32", "4")

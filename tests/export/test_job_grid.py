@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from journals import entries
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from alto.runs import RunHistory
 
 
 def lines_of(events, *, width, max_rows=None) -> list[str]:
-    table = job_table(RunHistory.of(events))
+    table = job_table(RunHistory.of(entries(events)))
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(
         JobGrid(

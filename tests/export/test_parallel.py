@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from journals import entries
 
 from alto.export.parallel import parallel_figure, result_axis, setting_axis
 from alto.runs import RunHistory
@@ -62,7 +63,7 @@ def test_an_axis_of_results_is_always_a_range(losses):
 
 
 def test_the_best_job_is_drawn_last_and_constant_settings_are_no_axis(small_run):
-    figure = parallel_figure(RunHistory.of(small_run))
+    figure = parallel_figure(RunHistory.of(entries(small_run)))
     assert [axis["name"] for axis in figure["axes"]] == ["lr", "r", "best validation loss"]
     assert [trace["meta"]["role"] for trace in figure["traces"]] == ["not-finite", "fifth-3", "fifth-1", "best"]
     assert "best validation loss 1.9000" in figure["traces"][-1]["text"]
@@ -70,22 +71,22 @@ def test_the_best_job_is_drawn_last_and_constant_settings_are_no_axis(small_run)
 
 
 def test_sixty_jobs_make_five_groups_with_one_legend_entry_each(sweep):
-    traces = parallel_figure(RunHistory.of(sweep))["traces"]
+    traces = parallel_figure(RunHistory.of(entries(sweep)))["traces"]
     assert len(traces) == 60
     shown = [trace["name"] for trace in traces if trace["showlegend"]]
     assert shown == ["last fifth", "fourth fifth", "third fifth", "second fifth", "best fifth", "best: job-59"]
 
 
 def test_nothing_to_compare_no_figure(small_run):
-    assert parallel_figure(RunHistory.of([])) is None
-    assert parallel_figure(RunHistory.of(small_run[:6])) is None
+    assert parallel_figure(RunHistory.of(entries([]))) is None
+    assert parallel_figure(RunHistory.of(entries(small_run[:6]))) is None
 
 
 def test_the_last_axis_is_what_the_task_chooses_by(preference_run):
-    figure = parallel_figure(RunHistory.of(preference_run))
+    figure = parallel_figure(RunHistory.of(entries(preference_run)))
     assert [axis["name"] for axis in figure["axes"]] == ["lr", "best reward accuracy"]
     heights = {trace["text"][3]: trace["y"][-1] for trace in figure["traces"]}
     assert heights == {"a": 0.0, "b": 1.0, "c": 1.0}
     assert "<br>reward accuracy 75 %<br>reward margin 0.4000" in figure["traces"][-1]["text"]
     preference_run[0]["metric"] = "loss"
-    assert parallel_figure(RunHistory.of(preference_run))["axes"][-1]["name"] == "best validation loss"
+    assert parallel_figure(RunHistory.of(entries(preference_run)))["axes"][-1]["name"] == "best validation loss"

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 import alto
 from alto.engine import runner
-from alto.evaluation.adapter import read_saved_adapter
 from alto.export import PlainView, final_summary
+from alto.lora import read_saved_adapter
 from alto.records import AdapterCheck
 from alto.runs import read_history
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+from journals import entry
+
 from alto.export.plain import PlainView
 
 
@@ -9,7 +11,7 @@ def lines_of(events) -> list[str]:
     stream = io.StringIO()
     with PlainView(stream) as view:
         for event in events:
-            view.observe(event)
+            view.observe(entry(event))
     return stream.getvalue().splitlines()
 
 
@@ -110,7 +112,7 @@ def test_a_narrow_encoding_does_not_stop_the_run(small_run):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     view = PlainView(stream)
     for event in small_run:
-        view.observe(event)
+        view.observe(entry(event))
     stream.flush()
     assert b"d (lr 2e-4 ? r 8) completed" in stream.buffer.getvalue()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
+from journals import entry
 from rich.console import Console
 
-from alto.export import QueueProgress, queue_summary
+from alto.export import queue_summary
+from alto.runs import QueueProgress
 
 NAMES = ("qwen-maths-sweep", "llama-short")
 
@@ -32,11 +34,18 @@ def resumed() -> QueueProgress:
             {"event": "executor_started", "time": 101.0, "task": name, "attempt": 2, "gpus": [["n", 0]]}
             for name in NAMES
         ),
-        {"event": "executor_ended", "time": 300.0, "task": NAMES[1], "outcome": "failed", "reason": "killed " * 20},
+        {
+            "event": "executor_ended",
+            "time": 300.0,
+            "task": NAMES[1],
+            "attempt": 2,
+            "outcome": "failed",
+            "reason": "killed " * 20,
+        },
         {"event": "task_given_up", "time": 301.0, "task": NAMES[1], "reason": "killed " * 20},
     ]
     for event in told:
-        progress.apply(event)
+        progress.apply(entry(event))
     return progress
 
 

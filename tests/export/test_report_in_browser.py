@@ -10,7 +10,10 @@ from alto.export.report import write_report
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+pytestmark = [
+    pytest.mark.slow("browser"),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
+]
 
 CURVES = "#{} .scatterlayer .trace .js-line"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"

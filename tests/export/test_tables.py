@@ -3,15 +3,17 @@ from __future__ import annotations
 import math
 
 import pytest
+from journals import entries
 
 from alto.early_exit.divergence import Divergence
 from alto.early_exit.gap import OverfittingGap
 from alto.early_exit.nonfinite import judge_step_loss
 from alto.early_exit.underperformance import select
 from alto.early_exit.upturn import OverfittingUpturn
-from alto.export.tables import exit_totals, explain_exit, job_table
+from alto.export.tables import explain_exit, job_table
 from alto.records import LossPoint, Standing
 from alto.runs import JobHistory, RunHistory, Stage
+from alto.runs.progress import exit_totals
 
 
 def exited(reason, evidence, **fields) -> JobHistory:
@@ -26,7 +28,7 @@ def points(train, validation) -> list[LossPoint]:
 
 
 def test_columns_are_the_keys_that_vary(small_run):
-    table = job_table(RunHistory.of(small_run))
+    table = job_table(RunHistory.of(entries(small_run)))
     assert table.columns == ("lr", "r")
     assert [(row.job, row.settings) for row in table.rows] == [
         ("d", ("2e-4", "8")), ("c", ("2e-4", "4")), ("b", ("1e-5", "4")), ("a", ("0.01", "4")),
@@ -36,7 +38,7 @@ def test_columns_are_the_keys_that_vary(small_run):
 
 
 def test_columns_of_metrics_are_those_of_preferences_at_the_best_of_every_job(preference_run):
-    table = job_table(RunHistory.of(preference_run))
+    table = job_table(RunHistory.of(entries(preference_run)))
     assert table.metrics == ("reward_accuracy", "reward_margin")
     assert [(row.job, row.metrics) for row in table.rows] == [
         ("c", (0.75, 0.4)), ("b", (0.75, 0.38)), ("a", (0.61, 0.6)),
@@ -48,15 +50,15 @@ def test_a_metric_of_a_package_s_method_has_a_column_where_the_task_chooses_by_i
     for event in preference_run:
         if "metrics" in event:
             event["metrics"] = {"win_rate": 0.5, "entropy": 1.0}
-    assert job_table(RunHistory.of(preference_run)).metrics == ("win_rate",)
+    assert job_table(RunHistory.of(entries(preference_run))).metrics == ("win_rate",)
 
 
 def test_there_are_no_such_columns_where_nothing_was_measured(small_run):
-    assert job_table(RunHistory.of(small_run)).metrics == ()
+    assert job_table(RunHistory.of(entries(small_run))).metrics == ()
 
 
 def test_rows_explain_exits(small_run):
-    reasons = {row.job: row.explanation for row in job_table(RunHistory.of(small_run)).rows}
+    reasons = {row.job: row.explanation for row in job_table(RunHistory.of(entries(small_run))).rows}
     assert reasons == {
         "a": "smoothed training loss became infinite",
         "b": "rank 3 of 3 at 10 %: 2 kept",
@@ -66,7 +68,7 @@ def test_rows_explain_exits(small_run):
 
 
 def test_totals_add_up(small_run):
-    history = RunHistory.of(small_run)
+    history = RunHistory.of(entries(small_run))
     totals = exit_totals(history)
     assert {total.outcome: total.samples_saved for total in totals} == {
         "diverging": 900, "underperforming": 900, "overfitting": 500, "completed": 0,

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from journals import entries, entry
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -22,7 +23,7 @@ def screen(events, *, width=140, height=30) -> list[str]:
     """The lines of the live view after ``events``, as a terminal of that size would show them."""
     view = LiveView(console(width=width, height=height), clock=lambda: NOW)
     for event in events:
-        view.observe(event)
+        view.observe(entry(event))
     target = console(width=width, height=height)
     target.print(view._live.get_renderable())
     return target.file.getvalue().splitlines()
@@ -32,7 +33,7 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
     target = console()
     with LiveView(target, clock=lambda: NOW) as view:
         for event in small_run[:-1]:
-            view.observe(event)
+            view.observe(entry(event))
         target.print("a line of another writer")
     drawn = target.file.getvalue()
     assert "maths" in drawn
@@ -50,7 +51,7 @@ def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run
     assert "accuracy  margin" in found
     preference_run[0]["metric"] = "loss"
     target = console()
-    target.print(final_summary(RunHistory.of(preference_run[:-4])))
+    target.print(final_summary(RunHistory.of(entries(preference_run[:-4]))))
     assert "best so far: a with validation loss 0.4000, reward accuracy 61 %" in target.file.getvalue()
 
 
@@ -90,7 +91,7 @@ def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
     resumed = interrupted_run[-1]["time"]
     view = LiveView(console(), clock=lambda: resumed)
     for event in interrupted_run:
-        view.observe(event)
+        view.observe(entry(event))
     # 400 samples in 6 seconds; b has 500 to go, the clone 1,000, and a, reopened, 900.
     target = console()
     target.print(view._live.get_renderable())
@@ -99,8 +100,8 @@ def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
 
 def test_a_run_read_anew_is_measured_between_two_readings(small_run):
     view = LiveView(console(), clock=lambda: small_run[12]["time"])
-    view.show(RunHistory.of(small_run[:8]))
-    view.show(RunHistory.of(small_run[:13]))
+    view.show(RunHistory.of(entries(small_run[:8])))
+    view.show(RunHistory.of(entries(small_run[:13])))
     target = console()
     target.print(view._live.get_renderable())
     # From 200 samples to 300 in five seconds; b and c wait for the rung, d is to do it all, two go on: 1,900 to go.
@@ -112,7 +113,7 @@ def test_notes_on_the_data_stay_above_the_table(interrupted_run):
     interrupted_run[9]["notes"] = ["step 11 was lost\x1b[2J"]
     with LiveView(target, clock=lambda: NOW) as view:
         for event in interrupted_run:
-            view.observe(event)
+            view.observe(entry(event))
     assert target.file.getvalue().count("note: 3 of 500 rows were cut") == 1
     assert "note: step 11 was lost[2J\n" in target.file.getvalue().replace("\r", "")
 
@@ -157,7 +158,7 @@ def test_a_screen_that_cannot_show_the_signs_gets_plain_lines():
 
 def test_without_colours_nothing_is_coloured(small_run):
     target = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={"NO_COLOR": "1", "TERM": "xterm"})
-    target.print(final_summary(RunHistory.of(small_run)))
+    target.print(final_summary(RunHistory.of(entries(small_run))))
     assert "★ d" in target.file.getvalue()
     assert not re.search(r"\x1b\[[0-9;]*[349][0-7]m", target.file.getvalue())
 
@@ -190,7 +191,7 @@ def test_before_the_first_event():
 @pytest.mark.parametrize("finished", [True, False])
 def test_summary_says_where_the_adapter_lies(small_run, finished):
     target = console()
-    target.print(final_summary(RunHistory.of(small_run if finished else small_run[:-1]), "runs/maths-1"))
+    target.print(final_summary(RunHistory.of(entries(small_run if finished else small_run[:-1])), "runs/maths-1"))
     text = target.file.getvalue()
     assert ("adapter: runs/maths-1/best" in text) is finished
     assert ("best checkpoints so far: runs/maths-1/jobs" in text) is not finished
@@ -200,7 +201,7 @@ def test_summary_says_where_the_adapter_lies(small_run, finished):
 def test_summary_rows_can_be_limited(sweep):
     def num_rows(**options) -> int:
         target = console()
-        target.print(final_summary(RunHistory.of(sweep), **options))
+        target.print(final_summary(RunHistory.of(entries(sweep)), **options))
         return sum("job-" in line and "best:" not in line for line in target.file.getvalue().splitlines())
 
     assert (num_rows(), num_rows(max_rows=5), num_rows(max_rows=None)) == (20, 5, 60)

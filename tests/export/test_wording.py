@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entry
 
 from alto.export.wording import (
     clean,
@@ -19,6 +20,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.records import Rung
+from alto.runs.events import TaskStarted
 
 
 @given(st.text())
@@ -119,6 +121,12 @@ def test_alpha_tied_to_the_rank_is_no_second_key():
     assert describe_config(free[1], varying_keys(free)) == "alpha/r 2"
 
 
+def started(num_ranks: int) -> TaskStarted:
+    event = entry({"event": "task_started", "method": "sft", "num_ranks": num_ranks, "jobs": []}).event
+    assert isinstance(event, TaskStarted)
+    return event
+
+
 def test_ranks_are_told_where_there_are_several():
-    assert describe_task({"method": "sft", "num_ranks": 4}) == ["sft", "4 ranks"]
-    assert describe_task({"method": "sft", "num_ranks": 1}) == ["sft"]
+    assert describe_task(started(num_ranks=4)) == ["sft", "4 ranks"]
+    assert describe_task(started(num_ranks=1)) == ["sft"]

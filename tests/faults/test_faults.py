@@ -10,19 +10,21 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_task, read_journal, save_model
+from forks import run_code
+from journals import entries, event
+from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import executor
-from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
+from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
+from alto.runs.events import CheckpointSaved, JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 ROOT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ def told(root: Path) -> tuple[Any, Any, Any]:
     events = read_journal(root)
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
     exits = {event["job"]: (event["reason"], event["step"]) for event in events if event["event"] == "job_exited"}
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     return curves, exits, events[-1]["best_job"]
 
 
@@ -179,8 +181,8 @@ def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, t
     """The task died after it had committed a clone, and before it could take the command out of the mailbox."""
     sent: dict[Path, bytes] = {}
 
-    def send(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not sent:
+    def send(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not sent:
             (root,) = (tmp_path / "runs").iterdir()
             Mailbox(RunDir(root)).send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3})
             sent.update({path: path.read_bytes() for path in (root / "control").iterdir()})
@@ -223,7 +225,7 @@ def test_other_jobs_or_rules_are_not_gone_on_with(changes: dict[str, Any], what:
 def test_a_run_may_go_on_with_fewer_slots(stopped: Path) -> None:
     change_task(stopped, max_slots=1)
     result = alto.Engine().resume(stopped)
-    assert audit(read_journal(stopped)) == ()
+    assert audit(entries(read_journal(stopped))) == ()
     assert all(job.exit_reason or job.steps == job.total_steps for job in result.jobs)
 
 
@@ -244,8 +246,8 @@ def test_no_run_is_no_run(tmp_path: Path) -> None:
 def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None:
     errors = []
 
-    def resume_it(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval" and not errors:
+    def resume_it(entry: JournalEntry) -> None:
+        if isinstance(entry.event, JobEvaluated) and not errors:
             (root,) = (tmp_path / "runs").iterdir()
             with pytest.raises(RunBusyError, match=r"another process does .*alto show --watch") as caught:
                 alto.Engine().resume(root)
@@ -254,7 +256,7 @@ def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None
 
     result = alto.Engine(output_dir=tmp_path / "runs", observers=[resume_it]).tune(task_in(tmp_path, model))
     assert errors
-    assert audit(read_journal(result.run_dir)) == ()
+    assert audit(entries(read_journal(result.run_dir))) == ()
     assert not RunDir.open(result.run_dir).is_locked()
 
 
@@ -270,21 +272,21 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
         import os, signal, sys
         signal.signal({int(number)}, signal.SIG_DFL)  # where the tests run in the background, it is ignored
         from alto.runs import journal
+        from alto.runs.events import JobEvaluated
         seen = []
         append = journal.Journal.append
-        def watched(self, event, **facts):
-            append(self, event, **facts)
-            seen.append(event)
-            if event == "eval" and seen.count("eval") == 4:
+        def watched(self, event):
+            entry = append(self, event)
+            seen.append(type(event))
+            if seen[-1] is JobEvaluated and seen.count(JobEvaluated) == 4:
                 os.kill(os.getpid(), {int(number)})
+            return entry
         journal.Journal.append = watched
         sys.argv = ["alto", "tune", {str(file)!r}, "--output-dir", {str(tmp_path / "runs")!r}]
         from alto.cli import main
         main()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_code(textwrap.dedent(code), cwd=ROOT)
     (root,) = (tmp_path / "runs").iterdir()
     assert done.returncode == 128 + number, done.stderr
     assert f"go on with: alto resume {root}" in done.stderr
@@ -309,15 +311,11 @@ FILL_THE_DISK = """
 """
 
 
-def fill_the_disk(task: alto.Task, folder: Path, before: str, *wrapper: str) -> str:
-    """Train in a process whose disk ends early; returns what it printed."""
+def fill_the_disk(task: alto.Task, folder: Path, before: str) -> str:
+    """A program that trains where the disk ends early."""
     (folder / "task.yaml").write_text(task.to_yaml())
     code = FILL_THE_DISK.format(before=before, runs=str(folder / "runs"), file=str(folder / "task.yaml"))
-    done = subprocess.run(
-        [*wrapper, sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return textwrap.dedent(code)
 
 
 @pytest.mark.parametrize("limit", [6_000, 20_000])
@@ -326,7 +324,9 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
 ) -> None:
     """The limit is that of one file: it stops the journal, or the weights of a checkpoint."""
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
-    said = fill_the_disk(task_in(tmp_path, model), tmp_path, before)
+    done = run_code(fill_the_disk(task_in(tmp_path, model), tmp_path, before))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
     assert said.startswith("DiskFullError")
     assert f"go on with: alto resume {root}" in said
@@ -334,6 +334,7 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
     assert told(root) == undisturbed
 
 
+@pytest.mark.slow("campaigns")
 def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]) -> None:
     disk = tmp_path / "disk"
     (disk / "runs").mkdir(parents=True)
@@ -347,7 +348,11 @@ def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, und
     saved = tmp_path / "saved"
     # The disk is gone with the process, so what is on it is copied out first.
     copy = f"import atexit, shutil; atexit.register(shutil.copytree, {str(disk / 'runs')!r}, {str(saved)!r})"
-    said = fill_the_disk(task, disk, copy, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    code = fill_the_disk(task, disk, copy)
+    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert said.startswith("DiskFullError")
     assert "No space left on device" in said
     (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]
@@ -367,12 +372,12 @@ def test_the_journal_s_time_does_not_follow_a_clock_that_jumps(tmp_path: Path, m
     path = tmp_path / "journal.jsonl"
     now = time.time()
     with Journal(path) as journal:
-        journal.append("task_started", jobs=[])
+        journal.append(event("task_started", jobs=[]))
         monkeypatch.setattr(time, "time", lambda: now - 86_400)
-        journal.append("checkpoint", jobs={})
-    past = read_events(path)
+        journal.append(CheckpointSaved(jobs={}))
+    past = read_entries(path)
     with Journal(path, past=past) as journal:
-        journal.append("task_resumed")
+        journal.append(event("task_resumed"))
     times = [event["time"] for event in read_events(path)]
     assert times == sorted(times)
     assert times[-1] - times[0] < 60
@@ -383,8 +388,8 @@ def test_a_clock_that_jumps_does_not_bend_a_run(
 ) -> None:
     real = time.time
 
-    def jump(event: Mapping[str, Any]) -> None:
-        monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if event["seq"] % 2 else 86_400))
+    def jump(entry: JournalEntry) -> None:
+        monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if entry.seq % 2 else 86_400))
 
     result = alto.Engine(output_dir=tmp_path / "runs", observers=[jump]).tune(task_in(tmp_path, model))
     assert told(Path(result.run_dir)) == undisturbed

@@ -13,8 +13,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_trials.py"
 NUM_KILLS = 52
-SEEDS = (1, 2) if os.environ.get("ALTO_TEST_LONG") else (1,)
-"""Of which instants; `make test-long` tries more of them."""
+SEEDS = (1, 2)
+"""Of which instants."""
 
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_jobs_that_ran_ahead_of_a_rung_go_on_from_where_they_were(tmp_path: Path
     assert outcome["counts"]["seen"]["ahead"] >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow("campaigns")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
     outcome = outcome_of_trials(tmp_path, seed, NUM_KILLS)

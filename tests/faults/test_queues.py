@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entries
+from queues import tiny_tasks
 from tiny import save_model
 
 import alto
@@ -21,7 +23,7 @@ from alto.early_exit import audit
 from alto.runs import QueueDir, RunDir, TaskStage, read_events, read_history, read_queue_history
 
 PROGRAM = Path(__file__).parents[1] / "support" / "run_queue.py"
-NAMES = ("one", "two")
+NAMES = ("one", "two", "three")
 EPOCHS = 5
 LIMIT_S = 240.0
 INTERRUPTED = 75
@@ -33,11 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def queue_of(folder: Path, model: Path, num_gpus: int = 1) -> Iterator[subprocess.Popen[bytes]]:
-    """The queue as a process in a session of its own; whatever is left of it is killed."""
-    process = subprocess.Popen(
-        [sys.executable, PROGRAM, folder, model, str(num_gpus), str(EPOCHS), *NAMES], start_new_session=True
-    )
+def program(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """``run_queue.py`` as a process in a session of its own; whatever is left of it is killed."""
+    process = subprocess.Popen([sys.executable, PROGRAM, *map(str, arguments)], start_new_session=True)
     try:
         yield process
     finally:
@@ -78,83 +78,47 @@ def executor_of(run: RunDir) -> int:
     raise AssertionError(f"no executor of {run.root}")
 
 
-def losses_of(queue: QueueDir) -> dict[str, dict[str, float]]:
-    return {
-        name: {job.job: job.best_validation_loss for job in read_history(queue.run_of(name).root).jobs.values()}
-        for name in NAMES
-    }
+def losses_of(root: Path) -> dict[str, float]:
+    return {job.job: job.best_validation_loss for job in read_history(root).jobs.values()}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with queue_of(folder, model) as process:
-        assert process.wait(LIMIT_S) == 0
-    queue = queue_in(folder)
-    assert queue is not None
-    return losses_of(queue)
-
-
-def assert_whole(queue: QueueDir, undisturbed: dict[str, dict[str, float]]) -> None:
-    """Every task has its result, the one it has where nobody is killed, and every step was taken once."""
-    history = read_queue_history(queue.root)
-    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
-    assert losses_of(queue) == undisturbed
-    for name in NAMES:
-        events = read_events(queue.run_of(name).journal_file)
-        assert audit(events) == ()
-        assert Counter(event["event"] for event in events)["task_completed"] == 1
-        assert (queue.run_of(name).best / "adapter_model.safetensors").is_file()
-
-
-def test_a_killed_executor_goes_on_from_its_checkpoint(
-    model: Path, tmp_path: Path, undisturbed: dict[str, dict[str, float]]
+@pytest.mark.slow("campaigns")
+def test_a_queue_whose_executor_and_controller_are_killed_and_that_is_stopped_loses_nothing(
+    model: Path, tmp_path: Path
 ) -> None:
-    with queue_of(tmp_path, model) as process:
+    """Of three tasks that are one but for their names, each meets one of these half-way; a fourth run meets none."""
+    with program(tmp_path, model, 1, EPOCHS, *NAMES) as controller:
         wait_for(lambda: is_half_way(tmp_path, "one"))
         queue = queue_in(tmp_path)
         assert queue is not None
         os.kill(executor_of(queue.run_of("one")), signal.SIGKILL)
-        assert process.wait(LIMIT_S) == 0
-    assert_whole(queue, undisturbed)
-    attempts = read_queue_history(queue.root).tasks["one"].attempts
-    assert [attempt.outcome for attempt in attempts] == ["lost", "finished"]
-    assert len(read_queue_history(queue.root).tasks["two"].attempts) == 1
-    kinds = [event["event"] for event in read_events(queue.run_of("one").journal_file)]
-    assert "task_resumed" in kinds
-
-
-def test_a_killed_controller_leaves_nobody_behind_and_its_queue_goes_on(
-    model: Path, tmp_path: Path, undisturbed: dict[str, dict[str, float]]
-) -> None:
-    with queue_of(tmp_path, model) as process:
         wait_for(lambda: is_half_way(tmp_path, "two"))
-        queue = queue_in(tmp_path)
-        assert queue is not None
-        first = executor_of(queue.run_of("two"))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        wait_for(lambda: not Path(f"/proc/{first}").exists())
+        executor = executor_of(queue.run_of("two"))
+        os.kill(controller.pid, signal.SIGKILL)
+        controller.wait()
+        wait_for(lambda: not Path(f"/proc/{executor}").exists())
+    with program(tmp_path, "resume") as controller:
+        wait_for(lambda: is_half_way(tmp_path, "three"))
+        os.kill(controller.pid, signal.SIGTERM)
+        assert controller.wait(LIMIT_S) == INTERRUPTED
+    assert read_events(queue.run.journal_file)[-1]["event"] == "queue_interrupted"
     results = alto.Engine(output_dir=tmp_path / "runs").resume_queue(queue.root)
+
     assert [result.task for result in results] == list(NAMES)
-    assert_whole(queue, undisturbed)
-    # What was finished is not run again.
-    assert len(read_queue_history(queue.root).tasks["one"].attempts) == 1
-    assert len(read_queue_history(queue.root).tasks["two"].attempts) == 2
-
-
-def test_a_queue_that_is_asked_to_stop_saves_and_goes_on(
-    model: Path, tmp_path: Path, undisturbed: dict[str, dict[str, float]]
-) -> None:
-    with queue_of(tmp_path, model, num_gpus=2) as process:
-        wait_for(lambda: is_half_way(tmp_path, "one") or is_half_way(tmp_path, "two"))
-        queue = queue_in(tmp_path)
-        assert queue is not None
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(LIMIT_S) == INTERRUPTED
-    kinds = [event["event"] for event in read_events(queue.run.journal_file)]
-    assert kinds[-1] == "queue_interrupted"
-    ends = [event for event in read_events(queue.run.journal_file) if event["event"] == "executor_ended"]
-    assert {event["outcome"] for event in ends} <= {"interrupted", "finished"}
-    alto.Engine(output_dir=tmp_path / "runs").resume_queue(queue.root)
-    assert_whole(queue, undisturbed)
+    history = read_queue_history(queue.root)
+    assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
+    outcomes = {name: [attempt.outcome for attempt in task.attempts] for name, task in history.tasks.items()}
+    assert outcomes["one"] == ["lost", "finished"], "what was finished is not run again"
+    assert len(outcomes["two"]) == 2
+    assert outcomes["two"][-1] == "finished"
+    assert outcomes["three"] == ["interrupted", "finished"]
+    (undisturbed,) = tiny_tasks(tmp_path, model, ["undisturbed"], num_train_epochs=EPOCHS)
+    expected = losses_of(Path(alto.Engine(output_dir=tmp_path / "undisturbed").tune(undisturbed).run_dir))
+    for name in NAMES:
+        run = queue.run_of(name)
+        assert losses_of(run.root) == expected
+        events = read_events(run.journal_file)
+        assert audit(entries(events)) == ()
+        kinds = Counter(event["event"] for event in events)
+        assert (kinds["task_resumed"], kinds["task_completed"]) == (1, 1)
+        assert (run.best / "adapter_model.safetensors").is_file()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from dying_ranks import DEATHS_FILE
-from tiny import make_task, read_journal, save_model
+from journals import entries
+from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Outcome
 from alto.cluster.local import LocalCluster
 from alto.early_exit import audit
-from alto.early_exit.journal import curves_of
 from alto.errors import TaskInterruptedError
 
 HEARTBEAT_S = 8.0
@@ -65,7 +65,7 @@ def alone(task: alto.Task, tmp_path_factory: pytest.TempPathFactory) -> alto.Tas
 def facts(run_dir: str | Path) -> object:
     """Curves, exits and winner; the journal is whole."""
     events = read_journal(run_dir)
-    assert audit(events) == ()
+    assert audit(entries(events)) == ()
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
     exits = [(event["job"], event["reason"], event["step"]) for event in events if event["event"] == "job_exited"]
     return curves, exits, events[-1]["best_job"], events[-1]["samples_trained"]
@@ -92,7 +92,7 @@ def test_observers_see_the_journal(undisturbed: tuple[alto.TaskResult, list[Mapp
     assert seen == read_journal(result.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("campaigns")
 def test_ranks_that_die_cost_nothing_but_time(
     task: alto.Task,
     undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]],
@@ -168,5 +168,5 @@ def test_a_run_goes_on_with_fewer_gpus(task: alto.Task, alone: alto.TaskResult, 
     assert stops.seen[len(replayed)]["num_ranks"] == 2
 
     result = alto.Engine(output_dir=tmp_path).resume(root, num_gpus=1)
-    assert audit(read_journal(root)) == ()
+    assert audit(entries(read_journal(root))) == ()
     assert losses(result) == pytest.approx(losses(alone), rel=1e-4)

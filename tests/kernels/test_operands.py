@@ -38,7 +38,7 @@ def seat_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], sta
     """Seat ``A`` and then every ``B`` from ``start`` without gaps; the end."""
     sizes = [K * sum(ranks), *(rank * n for rank, n in zip(ranks, operands.out_features, strict=True))]
     a_start, *b_starts, end = accumulate(sizes, initial=start)
-    operands.seat(slot, ranks, a_start, b_starts)
+    operands.assign(slot, ranks, a_start, b_starts)
     return end
 
 

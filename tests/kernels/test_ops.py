@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 from adapter_groups import Group
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_backends import BACKENDS
@@ -24,7 +25,7 @@ from torch.nn.functional import one_hot
 from alto.kernels import DropoutKey, LoraOperands, TokenSchedule
 from alto.kernels.dropout import dropout_factor
 
-MANY = settings(max_examples=40, deadline=None)  # interpreted kernels take their time
+MANY = settings(max_examples=examples(40))  # interpreted kernels take their time
 TOLERANCE = 1e-11
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -265,7 +266,7 @@ class Found(NamedTuple):
 def run(ops: ModuleType, case: Case, *, base: torch.dtype = torch.float64, bank: torch.dtype = torch.float64) -> Found:
     """All ops of a group, on copies; ``base`` is the dtype of the tokens."""
     params_ZP, grads_ZP = (rows_ZP.to(bank, copy=True) for rows_ZP in (case.operands.params_ZP, case.operands.grads_ZP))
-    operands = case.group.seated(params_ZP, grads_ZP)
+    operands = case.group.operands_with_adapters(params_ZP, grads_ZP)
     x_TK, dx_TK = (case.given(tensor.to(base)) for tensor in (case.x_TK, case.dx_TK))
     ys, dys = ([case.given(tensor.to(base)) for tensor in tensors] for tensors in (case.ys, case.dys))
     s_TQ = ops.grouped_shrink(x_TK, operands, case.schedule)

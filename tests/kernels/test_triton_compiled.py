@@ -35,14 +35,14 @@ def compile_kernels(cache: Path, *options: str, arch: str = "90") -> subprocess.
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kernels")
 def test_kernels_compile_to_what_the_page_says(compiled_here: Path) -> None:
     done = compile_kernels(compiled_here, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("12 builds, 0 problems")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kernels")
 def test_a_page_that_says_otherwise_is_noticed(compiled_here: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "page.md"
     assert compile_kernels(compiled_here, "--page", str(wrong)).returncode == 0

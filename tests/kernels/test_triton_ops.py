@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_groups import Group
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_backends import TRITON
@@ -59,7 +60,7 @@ class Pass:
     ) -> dict[str, Tensor]:
         """What the ops leave behind, of narrow tensors only what they define; ``base`` is the dtype of tokens."""
         rows = (self.group.operands.params_ZP, self.group.operands.grads_ZP)
-        operands = self.group.seated(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
+        operands = self.group.operands_with_adapters(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
         x_TK, dx_TK = self.x_TK.to(base, copy=True), self.dx_TK.to(base, copy=True)
         ys, dys = ([tensor.to(base, copy=True) for tensor in tensors] for tensors in (self.ys, self.dys))
         s_TQ = ops.grouped_shrink(x_TK, operands, self.schedule)
@@ -127,7 +128,7 @@ def micro_batches(draw: st.DrawFn) -> Pass:
 
 
 @TRITON
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(drawn=micro_batches())
 def test_any_lengths_ranks_and_members(ops: ModuleType, drawn: Pass) -> None:
     assert_close(drawn.run(ops), drawn.run(REFERENCE))
@@ -168,7 +169,7 @@ def test_adapters_that_lie_where_vectors_may_begin(ops: ModuleType) -> None:
         for slot, ranks in enumerate(ranks_ZM):
             sizes = [64 * sum(ranks), *(rank * n for rank, n in zip(ranks, ns, strict=True))]
             a_start, *b_starts, _ = accumulate(sizes, initial=0)
-            operands.seat(slot, ranks, a_start, b_starts)
+            operands.assign(slot, ranks, a_start, b_starts)
         assert operands.alignment == 8
         dx_TK, ys = torch.zeros_like(x_TK), [torch.zeros_like(dy_TN) for dy_TN in dys]
         s_TQ = backend.grouped_shrink(x_TK, operands, schedule)
@@ -186,16 +187,16 @@ def test_alignment_is_that_of_the_least_aligned_of_all_that_were_seated() -> Non
         number=0, in_features=8, out_features=[16], params_ZP=rows_ZP, grads_ZP=rows_ZP, max_rank=16
     )
     assert operands.alignment == 8, "nobody there"
-    operands.seat(0, [16], 0, [128])
+    operands.assign(0, [16], 0, [128])
     assert operands.alignment == 8
-    operands.seat(1, [4], 0, [32])
+    operands.assign(1, [4], 0, [32])
     assert operands.alignment == 4
-    operands.seat(2, [8], 0, [66])
+    operands.assign(2, [8], 0, [66])
     assert operands.alignment == 2
     operands.clear(2)
     operands.clear(1)
     assert operands.alignment == 2, "kernels stay compiled"
-    operands.seat(1, [16], 8, [137])
+    operands.assign(1, [16], 8, [137])
     assert operands.alignment == 1
 
 

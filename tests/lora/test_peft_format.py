@@ -11,7 +11,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from alto.lora import AdapterWeights, ModuleNames, TargetModule, find_targets, read_adapter, write_adapter
+from alto.lora import (
+    AdapterWeights,
+    ModuleNames,
+    TargetModule,
+    adapter_scale,
+    find_targets,
+    read_adapter,
+    write_adapter,
+)
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -48,7 +56,7 @@ def test_peft_loads_it_and_computes_the_same(tiny_model: ModelFactory, tmp_path:
     weights = written(model, tmp_path, names)
     expected = tiny_model("llama")
     for name, (a, b) in weights.items():
-        expected.get_submodule(name).weight += CONFIG.scale * (a @ b).T
+        expected.get_submodule(name).weight += adapter_scale(CONFIG) * (a @ b).T
     before = model(input_ids=IDS).logits
     peft = PeftModel.from_pretrained(model, tmp_path)
     found = peft(input_ids=IDS).logits
@@ -104,7 +112,7 @@ def test_options_go_through_peft(
     write_adapter(tmp_path, weights, config, "some/base", ModuleNames.of(model))
     expected = tiny_model(architecture)
     for name, (a, b) in weights.items():
-        expected.get_submodule(name).weight += config.scale * (a @ b).T
+        expected.get_submodule(name).weight += adapter_scale(config) * (a @ b).T
     peft = PeftModel.from_pretrained(model, tmp_path)
     wrapped = [name.removeprefix("base_model.model.") for name, m in peft.named_modules() if hasattr(m, "lora_A")]
     assert wrapped == list(weights)
@@ -134,3 +142,8 @@ def test_what_peft_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> N
         wrapped = peft.get_submodule(f"base_model.model.{name}")
         assert torch.equal(a, wrapped.lora_A["default"].weight.T)
         assert torch.equal(b, wrapped.lora_B["default"].weight.T)
+
+
+def test_the_scale_is_pefts() -> None:
+    assert adapter_scale(JobConfig(r=8, lora_alpha=12)) == 1.5
+    assert adapter_scale(JobConfig(r=8, lora_alpha=12, use_rslora=True)) == pytest.approx(12 / 8**0.5, rel=1e-15)

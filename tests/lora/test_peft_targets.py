@@ -12,7 +12,7 @@ from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from alto.lora import AdapterWeights, ModuleNames, find_targets, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, adapter_scale, find_targets, write_adapter
 from alto.lora.peft_targets import PeftTargets, expert_names, peft_targets
 from alto.spec import JobConfig
 
@@ -51,7 +51,7 @@ def test_peft_reads_back_what_was_trained_on_a_mixture_of_experts(name: str, use
     expected = build_mixture(name)
     before = expected(input_ids=IDS).logits
     for module, (a_KR, b_RN) in weights.items():
-        expected.get_submodule(module).weight += config.scale * (a_KR @ b_RN).T
+        expected.get_submodule(module).weight += adapter_scale(config) * (a_KR @ b_RN).T
     after = expected(input_ids=IDS).logits
     assert (after - before).norm() / before.norm() > 0.1
 

@@ -21,7 +21,8 @@ from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
 from alto.objectives import Objective, Terms, find_objective, job_losses, micro_batch_terms, reference_log_probs
 from alto.spec import JobConfig
-from alto.spec.method import LOSS_TYPES
+from alto.spec.method import find_method
+from alto.spec.objectives import LOSS_TYPES, DpoSettings, OrpoSettings
 
 PAIRS = make_pairs(40, seed=0, vocabulary=97)
 DATA = replace(
@@ -32,8 +33,10 @@ JOBS = [JobRows(2, (0, 3, 9)), JobRows(0, (1,)), JobRows(1, tuple(range(10, 38))
 
 
 def config(loss_type: str | None = None, **values: Any) -> JobConfig:
-    defaults = {"beta": 0.1, "loss_type": loss_type, "label_smoothing": 0.0}
-    return JobConfig(**(defaults | values))
+    """Of DPO with a form of its loss, of ORPO without."""
+    if loss_type is None:
+        return JobConfig.of(find_method("orpo"), values)
+    return JobConfig.of(find_method("dpo"), {"loss_type": loss_type, **values})
 
 
 class GivenLosses:
@@ -57,8 +60,10 @@ def log_sigmoid(x: Tensor) -> Tensor:
     return (1 / (1 + (-x).exp())).log()
 
 
-def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings: JobConfig) -> Tensor:
+def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: JobConfig) -> Tensor:
     """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it."""
+    settings = job.objective
+    assert isinstance(settings, DpoSettings)
     beta, noise = settings.beta, settings.label_smoothing
     scores = chosen.sum() - references[0], rejected.sum() - references[1]
     per_token = scores[0] / len(chosen) - scores[1] / len(rejected)
@@ -74,10 +79,11 @@ def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings:
     }[settings.loss_type]()
 
 
-def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, settings: JobConfig) -> Tensor:
+def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: JobConfig) -> Tensor:
     p = [side.mean().exp() for side in (chosen, rejected)]
     odds = [x / (1 - x) for x in p]
-    return -p[0].log() - settings.beta * log_sigmoid((odds[0] / odds[1]).log())
+    assert isinstance(job.objective, OrpoSettings)
+    return -p[0].log() - job.objective.beta * log_sigmoid((odds[0] / odds[1]).log())
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,7 @@ def test_rows_with_one_reply_are_refused(method: str) -> None:
     )
     with pytest.raises(DataError, match=f"method {method}: expected preference pairs"):
         find_objective(method).check(conversation, [])
-    with pytest.raises(DataError, match="method sft: expected rows of talk"):
+    with pytest.raises(DataError, match="method sft: expected rows that are conversations"):
         find_objective("sft").check(DATA, [])
 
 

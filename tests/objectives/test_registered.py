@@ -2,70 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import packages
 import pytest
 import torch
 from preference_pairs import make_pairs
 from resident_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_task
+from typer.testing import CliRunner
 
+import alto
 from alto.backbone import Backbone
+from alto.cli import app
 from alto.data import JobRows, TaskData, collate
-from alto.errors import DataError, ShapeError, SpecError, UnsupportedError
+from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
 from alto.executor import Executor, RunStart, TaskContext
-from alto.objectives import check_rows, find_objective, job_losses, micro_batch_terms, registry
-from alto.runs import Action, Journal, Mailbox, RunDir, read_events
-from alto.spec import Task
+from alto.export.importance import importance_of_settings
+from alto.objectives import find_objective, job_losses, micro_batch_terms
+from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
+from alto.spec import Task, load_task
 
-PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+FILES = packages.files_of("objectives.md")
+ENTRY, TERMS = "simpo/__init__.py", "simpo/objective.py"
 CONFIGS: list[dict[str, object]] = [
     {"beta": 2.0, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
-    {"beta": 0.5, "lr": 5e-4, "r": 16, "batch_size": 4, "seed": 2},
+    {"beta": 0.5, "lr": 5e-4, "r": 16, "batch_size": 4, "seed": 2, "target_margin": 0.5},
     {"beta": 1.0, "lr": 5e-4, "r": 8, "batch_size": 8, "seed": 3},
 ]
 
-Install = Callable[[str], None]
-
-OBJECTIVE = """
-class SimPO:
-    metrics, scores, needs_reference = {metrics}, {gains}, True
-    def check(self, dataset, configs): ...
-    def terms(self, losses_S, batch, configs): ...
-"""
-
-
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    assert found is not None
-    return found[1]
+Install = Callable[..., None]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a package with the given source on the path, registered as the page says."""
+    """``install(entry=(old, new), terms=(old, new))``: the page's package, changed in one place of a module."""
 
-    def installed(source: str) -> None:
-        section, entry = block("toml").replace('"', "").splitlines()
-        assert section == "[project.entry-points.alto.objectives]"
-        module = entry.partition("= ")[2].partition(":")[0]
-        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
-        info = tmp_path / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(f"[alto.objectives]\n{entry}\n", encoding="utf-8")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    def installed(entry: tuple[str, str] = ("", ""), terms: tuple[str, str] = ("", "")) -> None:
+        files = dict(FILES)
+        for name, (old, new) in ((ENTRY, entry), (TERMS, terms)):
+            assert old in files[name]
+            files[name] = files[name].replace(old, new) if old else new or files[name]
+        packages.install(tmp_path / "package", files, monkeypatch)
 
     return installed
 
 
 @pytest.fixture
 def task(install: Install) -> Task:
-    install(block("python"))
+    install()
     return make_task(CONFIGS, method="simpo")
 
 
@@ -77,7 +67,7 @@ def test_its_loss_is_that_of_the_paper(task: Task) -> None:
         expected = []
         for row in (3, 1, 8):
             chosen, rejected = replies_of(backbone, row)
-            expected.append(-float(torch.log(torch.sigmoid(0.5 * chosen.mean() - 0.5 * rejected.mean() - 1.0))))
+            expected.append(-float(torch.log(torch.sigmoid(0.5 * chosen.mean() - 0.5 * rejected.mean() - 0.5))))
     assert found == pytest.approx(sum(expected) / 3, rel=1e-5)
 
 
@@ -114,32 +104,84 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     assert any("metrics" in event for event in events)
 
 
-def test_it_refuses_rows_of_talk(task: Task) -> None:
+def test_it_refuses_conversations(task: Task) -> None:
     with pytest.raises(DataError, match="method simpo: expected preference pairs"):
         find_objective(task.method).check(DATA.train, [])
 
 
 def test_a_method_that_nobody_brings_is_unknown() -> None:
-    with pytest.raises(SpecError, match="should be one of sft, dpo, orpo, found 'simpo'"):
-        make_task(CONFIGS, method="simpo")
-    with pytest.raises(UnsupportedError, match="install that package here"):
-        find_objective("simpo")
+    for ask in (lambda: make_task(CONFIGS, method="simpo"), lambda: find_objective("simpo")):
+        with pytest.raises(
+            SpecError, match=r"method should be one of sft, dpo, orpo, found 'simpo'\..* or install the"
+        ):
+            ask()
+
+
+def test_its_settings_are_checked_where_the_task_is_read(task: Task) -> None:
+    assert [job.config.objective.to_dict() for job in task.jobs] == [
+        {"beta": 2.0, "target_margin": 1.0},
+        {"beta": 0.5, "target_margin": 0.5},
+        {"beta": 1.0, "target_margin": 1.0},
+    ]
+    with pytest.raises(
+        UnknownKeyError, match=r"the task has the unknown key 'target_margn'\. Did you mean 'target_margin'"
+    ):
+        task.replace(target_margn=1.0)
+    with pytest.raises(
+        SpecError, match=r"^In search_space.target_margin\[1\]: target_margin \(lead .* <= 100, found 200"
+    ):
+        task.replace(search_space={"target_margin": [1.0, 200.0]})
+    with pytest.raises(UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, found with method 'simpo'"):
+        task.replace(loss_type="ipo")
+    with pytest.raises(
+        SpecError, match=r"metric should be loss or reward_accuracy or reward_margin with method 'simpo'"
+    ):
+        task.replace(metric="kl")
+    sampled = task.replace(search_space={"target_margin": {"min": 0.5, "max": 2.0, "num": 3}})
+    margins = [job.config.to_dict()["target_margin"] for job in sampled.jobs]
+    assert len(set(margins)) == 3
+    assert all(0.5 <= margin <= 2.0 for margin in margins)
+
+
+@pytest.mark.usefixtures("task")
+def test_reading_a_task_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
+    code = "import sys; from alto.spec import load_task; load_task('task.yaml'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("entry", "terms", "message"),
     [
-        ("import nothing_like_it", "cannot be loaded .*nothing_like_it"),
-        ("class SimPO:\n    metrics = gains = ()\n    needs_reference = False", "found it without check, terms"),
-        ("SimPO = 3", "cannot be loaded .*not callable"),
-        (OBJECTIVE.format(metrics=("wins",), scores=("win_rate",)), "found metrics .*wins.* and gains .*win_rate"),
-        (OBJECTIVE.format(metrics=("loss",), scores=()), "none of them 'loss'"),
+        (("", "import nothing_like_it"), ("", ""), "simpo:SIMPO .*cannot be used .*nothing_like_it"),
+        (("", "SIMPO = 3"), ("", ""), "simpo:SIMPO .*expected an alto.spec.ObjectiveEntry, found int"),
+        (
+            ("scores=PREFERENCE_SCORES", 'scores=("win_rate",)'),
+            ("", ""),
+            "simpo:SIMPO .*metrics .* and scores .*win_rate",
+        ),
+        (("metrics=PREFERENCE_METRICS", 'metrics=("loss",)'), ("", ""), "simpo:SIMPO .*no metric called 'loss'"),
+        (("", ""), ("", "import nothing_like_it"), "simpo.objective:SimPO, .*cannot be loaded .*nothing_like_it"),
+        (("", ""), ("", "SimPO = 3"), "simpo.objective:SimPO, .*cannot be loaded .*not callable"),
+        (("", ""), ("", "class SimPO:\n    pass"), "simpo.objective:SimPO, .*found it without check, terms"),
     ],
 )
-def test_a_package_that_brings_no_objective_is_named(install: Install, source: str, message: str) -> None:
-    install(source)
-    with pytest.raises(UnsupportedError, match=f"simpo_objective:SimPO.*{message}"):
+def test_a_package_that_brings_no_objective_is_named(
+    install: Install, entry: tuple[str, str], terms: tuple[str, str], message: str
+) -> None:
+    install(entry, terms)
+    with pytest.raises(UnsupportedError, match=message):
         find_objective("simpo")
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lr", "metric", "objective", "paired"])
+def test_a_setting_with_the_name_of_another_key_is_refused(install: Install, name: str) -> None:
+    install(entry=("target_margin: float", f"{name}: float"))
+    with pytest.raises(
+        UnsupportedError, match=f"method 'simpo': expected settings with names of their own, found '{name}'"
+    ):
+        make_task([{"seed": 1}], method="simpo")
 
 
 @pytest.mark.parametrize(
@@ -150,42 +192,80 @@ def test_a_package_that_brings_no_objective_is_named(install: Install, source: s
     ],
 )
 def test_terms_that_are_not_one_per_job_are_refused(install: Install, line: str, wrong: str, found: str) -> None:
-    install("from alto.objectives import Terms\n" + block("python").replace(line, wrong))
+    source = FILES[TERMS].replace("import Pairs", "import Pairs, Terms")
+    install(terms=("", source.replace(line, wrong)))
     task, backbone = make_task(CONFIGS[:2], method="simpo"), Backbone(make_model("llama"), None, "unused")
     batch = collate(PAIRS.train, [JobRows(0, (3, 1)), JobRows(1, (8,))])
     with pytest.raises(ShapeError, match=f"SimPO.terms: expected numbers per job .* found {re.escape(found)}"):
         micro_batch_terms(find_objective("simpo"), backbone, batch, [job.config for job in task.jobs])
 
 
-def test_one_that_asks_the_base_about_rows_of_talk_is_refused(install: Install) -> None:
-    install(OBJECTIVE.format(metrics=(), scores=()))
-    check_rows(find_objective("simpo"), PAIRS.train, [])
-    with pytest.raises(DataError, match=r"SimPO asks the base .* expected preference pairs, found rows with one reply"):
-        check_rows(find_objective("simpo"), DATA.train, [])
+def test_one_that_needs_the_reference_takes_pairs_alone(install: Install) -> None:
+    install(entry=("is_paired=True", "needs_reference=True"))
+    find_objective("simpo").check(PAIRS.train, [])
+    with pytest.raises(DataError, match=r"method simpo: expected preference pairs .*found rows with one reply"):
+        find_objective("simpo").check(DATA.train, [])
 
 
 def test_two_packages_with_one_method_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [EntryPoint(name="simpo", value=f"{package}:SimPO", group="alto.objectives") for package in ("b", "a")]
-    monkeypatch.setattr(registry, "entry_points", lambda **_: both)
-    with pytest.raises(UnsupportedError, match=r"registers 'simpo', found 2 \(a:SimPO, b:SimPO\); remove all but one"):
+    both = [EntryPoint(name="simpo", value=f"{package}:SIMPO", group="alto.objectives") for package in ("b", "a")]
+    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
+    with pytest.raises(UnsupportedError, match=r"registers 'simpo', found 2 \(a:SIMPO, b:SIMPO\); remove all but one"):
         find_objective("simpo")
 
 
 def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
-    refusing = block("python").replace(
-        'check_pairs(dataset, "simpo")',
-        'check_pairs(dataset, "simpo")\n        if any(config.beta > 10 for config in configs):\n'
-        '            from alto.errors import SpecError\n            raise SpecError("beta is too large")',
+    check = "        if any(job.beta > 10 for job in settings):\n            raise SpecError('beta is too large')\n"
+    source = FILES[TERMS].replace("        pass", check + "        pass")
+    install(
+        terms=("", source.replace("from alto.objectives", "from alto.errors import SpecError\nfrom alto.objectives"))
     )
-    install(refusing)
     task = make_task(CONFIGS, method="simpo")
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     mailbox = Mailbox(run_dir)
-    command = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
+    refused = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
+    cloned = mailbox.send(Action.CLONE, "job-000", changes={"target_margin": 0.25})
     with Journal(run_dir.journal_file) as journal:
         Executor.build(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)).run()
     events = read_events(run_dir.journal_file)
-    refused = next(event for event in events if event["event"] == "command_refused")
-    assert (refused["command"], refused["why"]) == (command, "beta is too large")
+    refusal = next(event for event in events if event["event"] == "command_refused")
+    assert (refusal["command"], refusal["why"]) == (refused, "beta is too large")
+    added = next(event for event in events if event["event"] == "job_added")
+    assert added["command"] == cloned
+    assert added["config"] == {**task.jobs[0].config.to_dict(), "target_margin": 0.25}
     assert events[-1]["event"] == "task_completed"
+
+
+def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Install, tmp_path: Path) -> None:
+    """The page's task file with eight jobs, so that settings can be compared."""
+    install()
+    rows = [{"prompt": f"{n} plus 1?", "chosen": f" It is {n + 1}.", "rejected": " No."} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
+    assert len(load_task(tmp_path / "task.yaml").jobs) == 4
+    changes = ["search_space.seed=[1, 2]", "num_train_epochs=1", "early_exit=false", "max_length=32", "r=2"]
+    task = load_task(tmp_path / "task.yaml", changes)
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    history = read_history(result.run_dir)
+    margins = {job.config["target_margin"] for job in history.jobs.values()}
+    assert (margins, {job.config["beta"] for job in history.jobs.values()}) == ({0.5, 1.5}, {2.5})
+    best = json.loads((Path(result.adapter_dir) / "metrics.json").read_text(encoding="utf-8"))
+    assert best["config"] == json.loads(json.dumps(task.jobs[int(result.best_job[-1])].config.to_dict()))
+    assert set(best["metrics"]) == set(alto.spec.PREFERENCE_METRICS)
+    found = importance_of_settings(history)
+    assert found is not None
+    assert {setting.key for setting in found.settings} == {"learning_rate", "target_margin", "seed"}
+    assert "target_margin" in (Path(result.run_dir) / "report.html").read_text(encoding="utf-8")
+    notes = read_events(Path(result.run_dir) / "journal.jsonl")[0]["notes"]
+    assert not any("Jobs differ in" in note for note in notes), "the accuracy does not depend on the margin"
+
+    def clone(change: str) -> str:
+        asked = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
+        return f"{type(asked.exception).__name__}: {asked.exception}"
+
+    assert "UnknownKeyError: the job has the unknown key 'target_margn'. Did you mean 'target_margin'" in clone(
+        "target_margn=1.0"
+    )
+    assert "SpecError: target_margin (lead that the chosen reply is to have) should be" in clone("target_margin=-1")
+    assert "JobCommandError: expected a run that is not finished" in clone("target_margin=1.0")

@@ -1,9 +1,8 @@
-"""The project as a whole: its version, what its import costs, what it ships, and doors that really close."""
+"""The project as a whole: its version, what its import costs, what it ships, what it reads."""
 
 from __future__ import annotations
 
 import ast
-import configparser
 import json
 import re
 import subprocess
@@ -12,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from budgets import SLOW_KINDS
 
 import alto
 from alto import errors
@@ -26,69 +26,6 @@ HEAVY_EXTRAS = (
     *("trl", "peft", "datasets", "accelerate"),
     *("tensorboard", "mlflow", "wandb", "trackio", "vllm"),
 )
-
-SEAMS = {
-    "data/arrow": "datasets",
-    "backbone/quantised": "bitsandbytes",
-    "lora/eight_bit": "bitsandbytes",
-    "evaluation/vllm": "vllm",
-    "evaluation/peft_check": "peft",
-    "scheduler/inter_task/cp_sat": "ortools",
-    "scheduler/inter_task/milp": "ortools",
-    "cluster/ray": "ray",
-    **{f"trackers/{tool}": tool for tool in ("tensorboard", "mlflow", "wandb", "trackio")},
-    "cli/simulate": "alto.scheduler.simulate",
-    "export/importance": "alto.early_exit",
-}
-"""The modules that may import a heavy extra, or go through a door that is closed to the rest of their room."""
-
-OPEN_DOORS = {
-    "spec": ("errors", "records"),
-    "lora": ("kernels",),
-    "objectives": ("backbone", "data"),
-    "executor": ("early_exit", "scheduler", "data", "backbone", "lora", "objectives", "kernels"),
-    "evaluation": ("data", "backbone", "lora", "objectives", "runs"),
-    "engine": (
-        *("early_exit", "scheduler", "kernels", "lora", "data", "backbone", "objectives", "executor", "export"),
-        *("trackers", "cluster"),
-    ),
-    "cluster": ("scheduler", "runs"),
-    "trackers": ("runs", "spec", "errors"),
-    "cli": ("engine", "spec", "runs", "export"),
-    "export": ("errors", "records", "spec", "runs"),
-}
-
-BREACHES = [
-    ("pure", "spec", "import torch"),
-    ("pure", "early_exit", "from transformers import set_seed"),
-    ("pure", "scheduler", "def plan():\n    import peft"),
-    ("pure", "records", "import alto.kernels"),
-    ("light", "executor", "def save():\n    import peft"),
-    ("light", "engine", "import ray"),
-    ("light", "engine", "import wandb"),
-    ("light", "evaluation", "import vllm"),
-    ("kernels", "data", "import alto.kernels"),
-    ("inputs", "lora", "from alto import data"),
-    ("inputs", "backbone", "import alto.data"),
-    ("inputs", "data", "import alto.backbone"),
-    ("steps", "kernels", "import alto.lora"),
-    ("steps", "data", "import alto.objectives"),
-    ("decisions", "early_exit", "import alto.scheduler"),
-    ("decisions", "cli", "from alto import early_exit"),
-    ("decisions", "evaluation", "import alto.early_exit"),
-    ("runs", "data", "import alto.runs"),
-    ("pure", "runs", "import torch"),
-    ("ends", "export", "import alto.executor"),
-    ("trackers", "executor", "import alto.trackers"),
-    ("trackers", "cli", "from alto import trackers"),
-    ("trackers", "cli", "import alto.cluster"),
-    ("ends", "executor", "import alto.export"),
-    ("ends", "executor", "import alto.evaluation"),
-    ("engine", "executor", "import alto.engine"),
-    ("cli", "engine", "import alto.cli"),
-    ("front", "data", "import alto"),
-    ("circles", "records", "import alto.spec"),
-]
 
 
 def run_python(code: str) -> str:
@@ -117,8 +54,8 @@ def test_versions_are_known_where_alto_is_not_installed() -> None:
             "    return found(name)",
             "metadata.version = version",
             "import alto",
-            "from alto.executor import cache, task_run",
-            "print(alto.__version__, cache.versions()['alto-lora'], task_run._versions()['alto-lora'])",
+            "from alto.executor import cache, beginning",
+            "print(alto.__version__, cache.versions()['alto-lora'], beginning._versions()['alto-lora'])",
         ]
     )
     assert run_python(code).split() == [alto.__version__] * 3
@@ -186,55 +123,6 @@ def test_shipped_model_is_whole_and_small() -> None:
     assert sum(files.values()) <= 8 * 2**20
 
 
-def check_doors(house: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the project's own contracts on another package named alto, in ``house``."""
-    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as run; run()"
-    command = [sys.executable, "-c", code, "--no-cache", "--no-logo", "--config", str(ROOT / ".importlinter"), *options]
-    return subprocess.run(command, cwd=house, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Path:
-    """The rooms of this package, empty but for imports through every open door; ``kernels`` uses torch."""
-    for path in [PACKAGE, *PACKAGE.iterdir()]:
-        if path.suffix == ".py" or (path / "__init__.py").is_file():
-            room = tmp_path / path.relative_to(PACKAGE.parent).with_suffix("")
-            room.mkdir(exist_ok=True)
-            (room / "__init__.py").touch()
-    for room, others in {**OPEN_DOORS, "kernels": ()}.items():
-        lines = [f"import alto.{other}" for other in others] or ["import torch"]
-        (tmp_path / "alto" / room / "__init__.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (tmp_path / "alto" / "scheduler" / "simulate.py").touch()
-    for seam, extra in SEAMS.items():
-        path = (tmp_path / "alto" / seam).with_suffix(".py")
-        path.parent.mkdir(exist_ok=True)
-        (path.parent / "__init__.py").touch()
-        path.write_text(f"import {extra}\n", encoding="utf-8")
-    return tmp_path
-
-
-def test_every_contract_has_a_breach_that_shows_it_bites() -> None:
-    contracts = configparser.ConfigParser()
-    contracts.read(ROOT / ".importlinter", encoding="utf-8")
-    named = {section.rpartition(":")[2] for section in contracts.sections() if ":contract:" in section}
-    assert named == {contract for contract, _, _ in BREACHES}
-
-
-def test_open_doors_are_open(house: Path) -> None:
-    done = check_doors(house)
-    assert done.returncode == 0, done.stdout
-    assert " 0 broken" in done.stdout
-
-
-@pytest.mark.parametrize(("contract", "room", "breach"), BREACHES)
-def test_door_is_closed_to(house: Path, contract: str, room: str, breach: str) -> None:
-    with (house / "alto" / room / "__init__.py").open("a", encoding="utf-8") as source:
-        source.write(f"{breach}\n")
-    done = check_doors(house, "--contract", contract)
-    assert done.returncode == 1
-    assert "0 kept, 1 broken" in done.stdout, done.stdout + done.stderr
-
-
 CODE_IN_DATA = {
     *("pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"),
     *("torch.load", "torch.save", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
@@ -262,3 +150,8 @@ def test_nothing_reads_data_that_could_run_code() -> None:
                     continue
             found |= {(str(path.relative_to(PACKAGE)), name) for name in names if name in CODE_IN_DATA}
     assert found == ALLOWED_CODE_IN_DATA
+
+
+def test_contributors_read_what_only_the_full_run_tests() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("\n## Tests\n")[2], re.M)) == SLOW_KINDS

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from journals import entries, entry
 
 from alto.errors import RunError, RunNotFoundError
 from alto.records import Rung
@@ -11,7 +12,7 @@ from alto.runs import RunDir, RunHistory, Stage, read_events, read_history, task
 
 
 def test_fold_tells_every_job(small_run):
-    history = RunHistory.of(small_run)
+    history = RunHistory.of(entries(small_run))
     a, b, c, d = (history.jobs[job] for job in "abcd")
 
     assert [job.outcome for job in (a, b, c, d)] == ["diverging", "underperforming", "overfitting", "completed"]
@@ -23,7 +24,7 @@ def test_fold_tells_every_job(small_run):
 
 
 def test_fold_tells_what_was_measured_beside_the_loss(preference_run):
-    history = RunHistory.of(preference_run)
+    history = RunHistory.of(entries(preference_run))
     b = history.jobs["b"]
     assert history.metric == "reward_accuracy"
     assert [metrics["reward_accuracy"] for metrics in b.metrics] == [0.75, 0.7]
@@ -33,43 +34,45 @@ def test_fold_tells_what_was_measured_beside_the_loss(preference_run):
 
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_jobs_are_ranked_by_the_metric_of_their_task(preference_run, is_finished):
-    history = RunHistory.of(preference_run if is_finished else preference_run[:-1])
+    history = RunHistory.of(entries(preference_run if is_finished else preference_run[:-1]))
     assert [job.job for job in history.ranked()] == ["c", "b", "a"]
     assert history.best is history.jobs["c"]
 
 
 def test_without_a_metric_the_loss_ranks(preference_run):
     del preference_run[0]["metric"]
-    history = RunHistory.of(event for event in preference_run if event["event"] == "task_started" or "metrics" in event)
+    history = RunHistory.of(
+        entries(event for event in preference_run if event["event"] == "task_started" or "metrics" in event)
+    )
     assert history.metric == "loss"
     assert [job.job for job in history.ranked()] == ["a", "c", "b"]
     assert history.jobs["b"].best_metrics["reward_accuracy"] == 0.7
 
 
 def test_the_result_holds_what_was_measured_of_the_winner(preference_run, tmp_path):
-    result = task_result(RunHistory.of(preference_run), RunDir(tmp_path))
+    result = task_result(RunHistory.of(entries(preference_run)), RunDir(tmp_path))
     assert (result.best_job, result.metric, result.best_validation_loss) == ("c", "reward_accuracy", 0.6)
     assert result.best_metrics["reward_accuracy"] == 0.75
     assert {job.job: job.best_metrics["reward_accuracy"] for job in result.jobs} == {"a": 0.61, "b": 0.75, "c": 0.75}
 
 
 def test_jobs_of_a_method_that_measures_nothing_else_have_no_metrics(small_run):
-    assert all(not job.best_metrics for job in RunHistory.of(small_run).jobs.values())
+    assert all(not job.best_metrics for job in RunHistory.of(entries(small_run)).jobs.values())
 
 
 def test_fold_tells_the_run(small_run):
-    history = RunHistory.of(small_run)
+    history = RunHistory.of(entries(small_run))
     assert (history.name, history.num_slots, history.duration_s) == ("maths", 2, 24.0)
     assert history.rung_settings == (Rung(progress=0.1, keep=0.5),)
     assert (history.rungs[0].kept, history.rungs[0].dropped) == (("d", "c"), ("b",))
     assert (history.samples_trained, history.samples_saved, history.samples_budgeted) == (1700, 2300, 4000)
     assert history.saved_share == pytest.approx(0.575)
     assert history.settled_share == 1.0
-    assert "jobs" not in history.settings
+    assert "jobs" not in history.settings()
 
 
 def test_occupancy_has_a_closed_stay_per_admission(small_run):
-    stays = RunHistory.of(small_run).occupancy
+    stays = RunHistory.of(entries(small_run)).occupancy
     assert [(stay.job, stay.slot) for stay in stays] == [("a", 0), ("b", 1), ("c", 0), ("d", 1)]
     assert all(stay.end is not None and stay.end > stay.start for stay in stays)
     by_job = {stay.job: stay for stay in stays}
@@ -79,7 +82,7 @@ def test_occupancy_has_a_closed_stay_per_admission(small_run):
 
 def test_state_in_the_middle_of_a_run(small_run):
     until_parked = next(index for index, event in enumerate(small_run) if event["event"] == "job_parked")
-    history = RunHistory.of(small_run[: until_parked + 1])
+    history = RunHistory.of(entries(small_run[: until_parked + 1]))
     assert [job.stage for job in history.jobs.values()] == [Stage.EXITED, Stage.PARKED, Stage.TRAINING, Stage.PENDING]
     assert history.jobs["b"].samples_trained == 100
     assert history.jobs["b"].samples_saved == 0
@@ -89,21 +92,21 @@ def test_state_in_the_middle_of_a_run(small_run):
 
 def test_best_ignores_losses_that_are_not_finite(small_run):
     until_exit = next(index for index, event in enumerate(small_run) if event["event"] == "job_exited")
-    assert RunHistory.of(small_run[: until_exit + 1]).best is None
+    assert RunHistory.of(entries(small_run[: until_exit + 1])).best is None
 
 
 def test_a_gap_in_the_losses_is_not_a_number(small_run):
-    history = RunHistory.of(small_run[:3])
-    history.apply({"event": "train", "time": 1.0, "job": "a", "first_step": 1, "losses": [5.0, 4.0]})
-    history.apply({"event": "train", "time": 3.0, "job": "a", "first_step": 4, "losses": [2.0]})
+    history = RunHistory.of(entries(small_run[:3]))
+    history.apply(entry({"event": "train", "time": 1.0, "job": "a", "first_step": 1, "losses": [5.0, 4.0]}))
+    history.apply(entry({"event": "train", "time": 3.0, "job": "a", "first_step": 4, "losses": [2.0]}))
     assert math.isnan(history.jobs["a"].train_losses[2])
     assert history.jobs["a"].train_losses[3] == 2.0
 
 
 def test_a_resumed_run_ends_the_stays_that_were_cut_off(small_run):
-    history = RunHistory.of(small_run[:4])
+    history = RunHistory.of(entries(small_run[:4]))
     last_seen, worked_s = history.last_seen_at, history.duration_s
-    history.apply({"event": "task_resumed", "time": last_seen + 3600})
+    history.apply(entry({"event": "task_resumed", "time": last_seen + 3600}))
     assert [stay.end for stay in history.occupancy] == [last_seen, last_seen]
     assert [job.stage for job in history.jobs.values()][:2] == [Stage.PARKED, Stage.PENDING]
     assert len(history.jobs["a"].train_losses) == 10
@@ -112,19 +115,19 @@ def test_a_resumed_run_ends_the_stays_that_were_cut_off(small_run):
 
 
 def test_a_reopened_job_is_open_again(small_run):
-    history = RunHistory.of(small_run[:6])
+    history = RunHistory.of(entries(small_run[:6]))
     assert history.jobs["a"].has_ended
-    history.apply({"event": "job_reopened", "time": history.last_seen_at + 1, "job": "a", "step": 10})
+    history.apply(entry({"event": "job_reopened", "time": history.last_seen_at + 1, "job": "a", "step": 10}))
     assert not history.jobs["a"].has_ended
     assert history.jobs["a"].exit_reason is None
     assert history.jobs["a"].samples_saved == 0
 
 
 def test_a_clone_counts_from_when_it_came(small_run):
-    history = RunHistory.of(small_run[:6])
+    history = RunHistory.of(entries(small_run[:6]))
     budgeted = history.samples_budgeted
     clone = {"job": "e", "origin": "d", "config": {"r": 2}, "total_steps": 50, "samples_budgeted": 500}
-    history.apply({"event": "job_added", "time": history.last_seen_at + 1, **clone})
+    history.apply(entry({"event": "job_added", "time": history.last_seen_at + 1, **clone}))
     assert (history.jobs["e"].origin, history.jobs["e"].total_steps) == ("d", 50)
     assert history.samples_budgeted == budgeted + 500
 
@@ -183,8 +186,8 @@ def test_an_event_that_no_alto_writes_is_named(write_run, small_run, event):
 
 
 def test_slots_are_told_by_rank_and_a_spread_job_has_one_on_each(ranked_run):
-    history = RunHistory.of(ranked_run)
-    stays = [(stay.job, stay.slot, stay.rank, stay.place) for stay in history.occupancy]
+    history = RunHistory.of(entries(ranked_run))
+    stays = [(stay.job, stay.slot, stay.rank, stay.local_slot) for stay in history.occupancy]
     assert stays == [
         ("a", 0, 0, 0), ("b", 1, 0, 1), ("c", 2, 1, 0), ("b", 3, 1, 1), ("c", 0, 0, 0), ("c", 2, 1, 0),
     ]  # fmt: skip
@@ -193,10 +196,10 @@ def test_slots_are_told_by_rank_and_a_spread_job_has_one_on_each(ranked_run):
 
 
 def test_a_job_that_is_spread_is_trained_by_all_ranks(ranked_run):
-    spread = RunHistory.of(ranked_run[:-2]).jobs
+    spread = RunHistory.of(entries(ranked_run[:-2])).jobs
     assert (spread["c"].slot, spread["c"].ranks) == (0, (0, 1))
     assert (spread["a"].slot, spread["a"].ranks) == (None, ())
-    assert RunHistory.of(ranked_run[:4]).jobs["c"].ranks == (1,)
+    assert RunHistory.of(entries(ranked_run[:4])).jobs["c"].ranks == (1,)
 
 
 def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
@@ -204,6 +207,6 @@ def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
     time = cut[-1]["time"]
     resumed = {"seq": 4, "time": time + 1, "event": "task_resumed", "notes": [], "max_slots": 3, "num_ranks": 1}
     seated = {"seq": 5, "time": time + 2, "event": "job_resumed", "job": "c", "slot": 2, "step": 10}
-    history = RunHistory.of([*cut, resumed, seated])
+    history = RunHistory.of(entries([*cut, resumed, seated]))
     assert (history.num_ranks, history.num_slots) == (1, 3)
-    assert [(stay.rank, stay.place) for stay in history.occupancy if stay.job == "c"] == [(1, 0), (0, 2)]
+    assert [(stay.rank, stay.local_slot) for stay in history.occupancy if stay.job == "c"] == [(1, 0), (0, 2)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from alto.errors import RunBusyError
-from alto.runs import Answer, Journal, Mailbox, RunDir, read_events
+from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
+from alto.runs.events import CheckpointSaved
 from alto.runs.lock import LockFile
 
 
@@ -49,13 +50,13 @@ def _replace(path: Path) -> None:
 @pytest.mark.parametrize("change", [_remove, _replace])
 def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: object) -> None:
     with run.locked(), Journal(run.journal_file, check=run.check_lock) as journal:
-        journal.append("train")
+        journal.append(CheckpointSaved(jobs={}))
         change(run.root / "run.lock")  # type: ignore[operator]
         other = RunDir(run.root)
         with other.locked():  # another process can have it, and this one must not write any more
             other.check_lock()
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
-                journal.append("train")
+                journal.append(CheckpointSaved(jobs={}))
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
                 Mailbox(run).answer("x", Answer(done=True, message=""))
     assert len(read_events(run.journal_file)) == 1
@@ -64,27 +65,27 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
 
 def test_a_journal_is_cut_by_nobody_who_has_lost_the_lock(run: RunDir) -> None:
     with Journal(run.journal_file) as journal:
-        journal.append("task_started")
+        journal.append(CheckpointSaved(jobs={}))
     with run.locked():
         _remove(run.root / "run.lock")
         other = RunDir(run.root)
         with other.locked(), Journal(run.journal_file, check=other.check_lock) as journal:
-            journal.append("checkpoint")
+            journal.append(CheckpointSaved(jobs={}))
             written = run.journal_file.read_bytes()
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
-                Journal(run.journal_file, past=read_events(run.journal_file)[:1], check=run.check_lock)
+                Journal(run.journal_file, past=read_entries(run.journal_file)[:1], check=run.check_lock)
             assert run.journal_file.read_bytes() == written
-            journal.append("train")
+            journal.append(CheckpointSaved(jobs={}))
     assert len(read_events(run.journal_file)) == 3
 
 
 @pytest.mark.parametrize("change", [_remove, _replace])
 def test_events_go_into_no_file_but_the_journal(run: RunDir, change: object) -> None:
     with Journal(run.journal_file) as journal:
-        journal.append("train")
+        journal.append(CheckpointSaved(jobs={}))
         change(run.journal_file)  # type: ignore[operator]
         with pytest.raises(RunBusyError, match=r"journal\.jsonl as this process opened it, found it removed or replac"):
-            journal.append("train")
+            journal.append(CheckpointSaved(jobs={}))
 
 
 def test_a_file_removed_between_opening_and_locking_is_not_taken_for_the_lock(

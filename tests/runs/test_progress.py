@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from journals import entries
 
 from alto.records import Rung
 from alto.runs import RunHistory
@@ -35,7 +36,7 @@ def test_pace(points, now, expected):
 
 
 def test_rungs_ahead_shorten_what_is_left(small_run):
-    before = RunHistory.of(small_run[:1])
+    before = RunHistory.of(entries(small_run[:1]))
     assert before.rung_settings == (Rung(progress=0.1, keep=0.5),)
     # Every job trains a tenth, then half of them the rest.
     assert expected_samples_left(before) == pytest.approx(4 * 1000 * (0.1 + 0.5 * 0.9))
@@ -44,10 +45,10 @@ def test_rungs_ahead_shorten_what_is_left(small_run):
 
 def test_after_the_last_rung_every_job_goes_to_its_end(small_run):
     held = next(index for index, event in enumerate(small_run) if event["event"] == "warmup_ended") + 1
-    after = RunHistory.of(small_run[:held])
+    after = RunHistory.of(entries(small_run[:held]))
     assert expected_samples_left(after) == pytest.approx(2 * 900)
     assert next_stop(after, after.jobs["d"]) == ("end", 90)
 
 
 def test_nothing_is_left_when_all_have_ended(small_run):
-    assert expected_samples_left(RunHistory.of(small_run)) == 0
+    assert expected_samples_left(RunHistory.of(entries(small_run))) == 0

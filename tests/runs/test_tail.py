@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+from journals import entry
 
 from alto.runs import Journal, JournalTail, cut_journal
+from alto.runs.events import UnknownEvent
 
 
 @pytest.fixture
@@ -14,13 +17,17 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, *steps: int, past: int = 0) -> None:
-    with Journal(path, past=[{"time": 0.0}] * past) as journal:
+    with Journal(path, past=[entry({"event": "step"})] * past) as journal:
         for step in steps:
-            journal.append("train", step=step)
+            journal.append(UnknownEvent(name="step", fields={"step": step}))
+
+
+def line(step: int) -> bytes:
+    return json.dumps({"seq": step, "time": 0.0, "event": "step", "step": step}).encode() + b"\n"
 
 
 def steps(tail: JournalTail) -> list[int]:
-    return [event["step"] for event in tail.read()]
+    return [entry.event.fields["step"] for entry in tail.read() if isinstance(entry.event, UnknownEvent)]
 
 
 def test_every_line_is_given_once(path: Path) -> None:
@@ -36,16 +43,16 @@ def test_every_line_is_given_once(path: Path) -> None:
 def test_a_torn_line_is_given_when_it_is_whole(path: Path) -> None:
     write(path, 1)
     tail = JournalTail(path)
-    with path.open("a") as file:
-        file.write('{"step": ')
+    with path.open("ab") as file:
+        file.write(line(2)[:30])
         file.flush()
         assert steps(tail) == [1]
-        file.write("2}\n")
+        file.write(line(2)[30:])
     assert steps(tail) == [2]
 
 
 def test_a_damaged_line_is_left_out(path: Path) -> None:
-    path.write_bytes(b'{"step": 1}\n\x00\xff not json\n[2]\n\n{"step": 3}\n')
+    path.write_bytes(line(1) + b"\x00\xff not json\n[2]\n\n" + line(3))
     assert steps(JournalTail(path)) == [1, 3]
 
 
@@ -76,5 +83,5 @@ def test_a_file_that_became_shorter_in_place_was_cut_too(path: Path) -> None:
     os.truncate(path, len(path.read_bytes().splitlines(keepends=True)[0]) + 5)
     assert steps(tail) == []
     with path.open("ab") as file:
-        file.write(b'\n{"step": 7}\n')
+        file.write(b"\n" + line(7))
     assert steps(tail) == [7]

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.errors import RunError, RunWriteError
-from alto.runs import Journal, cut_journal, read_events, read_intact_events
+from alto.runs import Journal, cut_journal, read_entries, read_events, read_intact_events
+from alto.runs.events import ExecutorStarted, QueueCompleted, QueueInterrupted, QueueResumed
 
 # As a queue of two tasks wrote it until its disk was full.
 EVENTS: list[dict[str, Any]] = [
@@ -41,7 +43,7 @@ EVENTS: list[dict[str, Any]] = [
 def path(tmp_path: Path) -> Path:
     with Journal(tmp_path / "journal.jsonl") as journal:
         for event in EVENTS:
-            journal.append(**event)
+            journal.append(entry(event).event)
     return tmp_path / "journal.jsonl"
 
 
@@ -64,8 +66,8 @@ def test_a_journal_torn_at_any_byte_is_appended_to(path: Path) -> None:
         is_whole = len(torn) >= len(tears[-1]) - 1  # the line end may be what is missing
         with Journal(path) as journal:
             assert len(journal.past) == (4 if is_whole else 3)
-            journal.append("queue_resumed", done=[])
-            journal.append("queue_completed")
+            journal.append(QueueResumed(done=(), notes=()))
+            journal.append(QueueCompleted())
         events = read_events(path)
         assert [event["event"] for event in events[-2:]] == ["queue_resumed", "queue_completed"]
         assert [event["seq"] for event in events] == list(range(len(journal.past) + 2))
@@ -86,7 +88,7 @@ def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Pa
         assert read_events(path)[first:] == after
         assert read_intact_events(path) == read_events(path)
         with Journal(path) as journal:
-            journal.append("queue_resumed", done=[])
+            journal.append(QueueResumed(done=(), notes=()))
         lines = [json.loads(line) for line in path.read_bytes().splitlines()]
         assert [line["seq"] for line in lines] == list(range(first + 3))
 
@@ -98,21 +100,21 @@ def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> Non
         read_events(path)
     with Journal(path) as journal:  # what resuming does
         assert journal.num_lines_cut == 2
-        journal.append("queue_resumed", done=[])
+        journal.append(QueueResumed(done=(), notes=()))
     assert kinds(path) == ["queue_started", "planned", "queue_resumed"]
 
 
 def test_opening_a_whole_journal_changes_nothing(path: Path) -> None:
     before, inode = path.read_bytes(), path.stat().st_ino
     with Journal(path) as journal:
-        assert [event["event"] for event in journal.past] == kinds(path)
+        assert [past.name for past in journal.past] == kinds(path)
     assert (path.read_bytes(), path.stat().st_ino) == (before, inode)
 
 
 def test_a_run_goes_back_behind_what_it_wrote(path: Path) -> None:
-    with Journal(path, past=read_events(path)[:2]) as journal:
-        journal.append("task_resumed")
-    assert kinds(path) == ["queue_started", "planned", "task_resumed"]
+    with Journal(path, past=read_entries(path)[:2]) as journal:
+        journal.append(QueueCompleted())
+    assert kinds(path) == ["queue_started", "planned", "queue_completed"]
 
 
 class FullFile:
@@ -144,12 +146,12 @@ def test_an_event_that_could_not_be_written_leaves_nothing_behind(
         disk.truncate = lambda size: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))  # type: ignore[attr-defined]
     monkeypatch.setattr(journal, "_file", disk)
     with pytest.raises(RunWriteError, match="No space left"):
-        journal.append("executor_started", task="one", attempt=2)
+        journal.append(ExecutorStarted(task="one", attempt=2, gpus=()))
     assert (path.read_bytes() == before) is can_truncate
     disk.room = 10_000
     if not can_truncate:
         del disk.truncate  # type: ignore[attr-defined]
-    journal.append("queue_interrupted", open=["one"])
+    journal.append(QueueInterrupted(open=("one",)))
     journal.__exit__()
     assert kinds(path) == [*(event["event"] for event in EVENTS), "queue_interrupted"]
     assert [event["seq"] for event in read_events(path)] == list(range(5))

@@ -61,7 +61,7 @@ def step_by_step(jobs: list[JobWork], limits: ResidentLimits, validation_tokens:
             for job in jobs
             if left[job.job]
         ]
-        seats |= {seating.job: seating.slot for seating in plan_residents(demands, limits).seat}
+        seats |= {seating.job: seating.slot for seating in plan_residents(demands, limits).admit}
         residents = [job for job in jobs if job.job in seats]
         duration_s += 0.1 + 0.01 * len(residents) + 0.001 * sum(job.num_tokens for job in residents)
         for job in residents:
@@ -144,7 +144,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
         plan = plan_residents(demands, ResidentLimits(num_slots=num_slots))
         for parking in plan.park:
             del seats[parking.job]
-        seats |= {seating.job: seating.slot for seating in plan.seat}
+        seats |= {seating.job: seating.slot for seating in plan.admit}
         train = [job for job in seats if not selection.is_waiting(job) or job in plan.ahead]
         # Until somebody is evaluated or ends, the residents stay.
         count = min(

@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from budgets import examples
+from hypothesis import given, settings
 from schedules import least, nodes_of, paper_case, problems, random_problem, tasks_of
 
 from alto.errors import UnsupportedError
@@ -47,7 +48,7 @@ def test_priorities_are_solved_as_by_trying_everything_one_after_the_other() -> 
         assert costs(schedule) == pytest.approx((makespan_s, sum_s + sum(ends))), seed
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25))
 @given(problems(max_tasks=12))
 def test_any_schedule_is_valid(problem: SchedulingProblem) -> None:
     schedule = schedule_tasks(problem, method="cp-sat", time_limit_s=0.2)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from counting import num_calls
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def seats_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
     seats = {demand.job: demand.slot for demand in demands if demand.slot is not None}
     for parking in plan.park:
         del seats[parking.job]
-    return seats | {seating.job: seating.slot for seating in plan.seat}
+    return seats | {seating.job: seating.slot for seating in plan.admit}
 
 
 def train_after(demands: list[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
@@ -63,7 +63,7 @@ def test_a_slot_holds_one_job_and_a_job_one_slot(situation: Situation) -> None:
     assert len(set(seats.values())) == len(seats)
     assert set(seats.values()) <= set(range(limits.num_slots))
     assert len({parking.job for parking in plan.park}) == len(plan.park)
-    assert {s.job for s in plan.seat}.isdisjoint(demand.job for demand in demands if demand.slot is not None)
+    assert {s.job for s in plan.admit}.isdisjoint(demand.job for demand in demands if demand.slot is not None)
     assert plan.ahead <= seats.keys() & {demand.job for demand in demands if demand.may_run_ahead}
 
 
@@ -114,9 +114,9 @@ def test_a_waiting_job_is_parked_only_for_a_slot_that_is_wanted(situation: Situa
     by_id = {demand.job: demand for demand in demands}
     assert all(by_id[p.job].is_waiting == (p.reason == "slot_wanted") for p in plan.park)
     num_free = limits.num_slots - sum(demand.slot is not None for demand in demands)
-    assert len(plan.park) >= len(plan.seat) - num_free
+    assert len(plan.park) >= len(plan.admit) - num_free
     num_wanted = sum(parking.reason == "slot_wanted" for parking in plan.park)
-    assert num_wanted == max(0, len(plan.seat) - num_free - (len(plan.park) - num_wanted))
+    assert num_wanted == max(0, len(plan.admit) - num_free - (len(plan.park) - num_wanted))
 
 
 @given(situations(), st.randoms(use_true_random=False))
@@ -135,7 +135,7 @@ def test_planning_again_changes_nothing(situation: Situation) -> None:
     seats = seats_after(demands, plan)
     settled = [replace(d, slot=seats.get(d.job), has_started=d.has_started or d.job in seats) for d in demands]
     again = plan_residents(settled, limits)
-    assert (again.park, again.seat, again.ahead) == ((), (), plan.ahead)
+    assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
 
 
 @given(situations())
@@ -145,7 +145,7 @@ def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situati
     by_id = {demand.job: demand for demand in demands}
     sizes = Counter(demand.batch_size for demand in demands if demand.slot is not None and not demand.is_waiting)
     unseated = {demand.job for demand in demands if demand.slot is None and not demand.is_waiting}
-    for seating in plan_residents(demands, limits).seat:
+    for seating in plan_residents(demands, limits).admit:
         if seating.reason == "runs_ahead":
             assert not unseated
             continue
@@ -158,13 +158,12 @@ def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situati
         unseated.remove(seating.job)
 
 
-def test_ten_thousand_jobs_are_planned_well_within_a_second() -> None:
+def test_the_work_of_a_plan_grows_with_the_jobs_and_not_with_their_square() -> None:
     jobs = [job(f"job-{index:05d}", 2 ** (index % 6)) for index in range(10_000)]
     limits = ResidentLimits(num_slots=32, max_tokens=32 * 200)
-    began = time.perf_counter()
-    plan = plan_residents(jobs, limits)
-    assert time.perf_counter() - began < 1.0
-    assert plan.seat
+    count, plan = num_calls(plan_residents, jobs, limits)
+    assert count < 20 * len(jobs)
+    assert plan.admit
 
 
 def job(name: str, batch_size: int, **state: object) -> JobDemand:
@@ -226,7 +225,7 @@ def test_preferences_and_their_reasons(
 ) -> None:
     plan = plan_residents(demands, ResidentLimits(num_slots=num_slots, max_tokens=max_tokens))
     assert [(parking.job, parking.reason) for parking in plan.park] == park
-    assert [(seating.job, seating.slot, seating.reason) for seating in plan.seat] == seat
+    assert [(seating.job, seating.slot, seating.reason) for seating in plan.admit] == seat
 
 
 def test_a_certain_job_without_tokens_keeps_its_slot_and_pauses() -> None:

@@ -58,7 +58,7 @@ def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDeman
     for parking in plan.park:
         assert after[parking.job].slot is not None
         after[parking.job] = replace(after[parking.job], slot=None, is_data_parallel=False)
-    for seating in plan.seat:
+    for seating in plan.admit:
         assert after[seating.job].slot is None
         after[seating.job] = replace(
             after[seating.job], slot=seating.slot, is_data_parallel=seating.is_data_parallel, has_started=True
@@ -94,8 +94,8 @@ def test_who_has_a_slot_and_who_trains_is_as_on_one_rank(situation: Situation) -
     on_ranks, on_one = carry_out(demands, plan), carry_out(demands, alone)
     assert {d.job for d in on_ranks if d.slot is not None} == {d.job for d in on_one if d.slot is not None}
     assert {d.job for d in train(on_ranks, plan)} == {d.job for d in train(on_one, alone)}
-    reasons = {seating.job: seating.reason for seating in plan.seat}
-    assert all(reasons[seating.job] == seating.reason for seating in alone.seat)
+    reasons = {seating.job: seating.reason for seating in plan.admit}
+    assert all(reasons[seating.job] == seating.reason for seating in alone.admit)
     assert plan.park[: len(alone.park)] == alone.park
 
 
@@ -106,8 +106,8 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
     before = {demand.job: demand for demand in demands}
     plan = plan_residents(demands, limits)
     moved = {parking.job for parking in plan.park if parking.reason == "rebalanced"}
-    assert moved == {seating.job for seating in plan.seat if before[seating.job].slot is not None}
-    for seating in plan.seat:
+    assert moved == {seating.job for seating in plan.admit if before[seating.job].slot is not None}
+    for seating in plan.admit:
         was = before[seating.job]
         assert (seating.reason in ("balances", "spreads")) == (was.slot is not None)
         if was.slot is not None:
@@ -159,7 +159,7 @@ def test_planning_again_changes_nothing(situation: Situation) -> None:
     demands, limits = situation
     plan = plan_residents(demands, limits)
     again = plan_residents(carry_out(demands, plan), limits)
-    assert (again.park, again.seat, again.ahead) == ((), (), plan.ahead)
+    assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
 
 
 @given(situations())
@@ -187,7 +187,7 @@ FOUR = ResidentLimits(num_slots=8, num_ranks=4)
 def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
     return (
         [(parking.job, parking.reason) for parking in plan.park],
-        [(seating.job, seating.slot, seating.reason, seating.is_data_parallel) for seating in plan.seat],
+        [(seating.job, seating.slot, seating.reason, seating.is_data_parallel) for seating in plan.admit],
     )
 
 

@@ -1,17 +1,60 @@
-"""The names that the spec lists without torch are those of the objectives, which need it."""
+"""Methods by name: what each knows of its settings and rows without torch."""
 
 from __future__ import annotations
 
-from alto.objectives import find_objective
-from alto.objectives.dpo import _LOSSES
-from alto.spec.method import LOSS_TYPES, OWN_METHODS, learns_from_pairs
+import pytest
+
+from alto.errors import SpecError, UnknownKeyError
+from alto.spec.method import OWN_METHODS, find_method, learns_from_pairs
+from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
 
 
-def test_every_method_has_an_objective_and_every_form_of_the_loss_a_formula():
-    for method in OWN_METHODS:
-        assert find_objective(method).needs_reference == (method == "dpo")
-    assert tuple(_LOSSES) == LOSS_TYPES
+def test_alto_has_three_methods() -> None:
+    assert OWN_METHODS == ("sft", "dpo", "orpo")
+    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False]
+    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True]
 
 
-def test_whose_rows_are_pairs():
-    assert [learns_from_pairs(method) for method in ("sft", "dpo", "orpo", "simpo")] == [False, True, True, None]
+def test_a_form_of_a_loss_is_no_method() -> None:
+    with pytest.raises(
+        SpecError, match=r"^method should be one of sft, dpo, orpo, found 'ipo'\. Write method: dpo and"
+    ):
+        find_method("ipo")
+    with pytest.raises(SpecError, match=r"^method should be one of .*found 'dppo'\. .*did you mean 'dpo'\?"):
+        find_method("dppo")
+
+
+def test_settings_of_other_methods_may_be_there_if_they_are_null() -> None:
+    orpo = find_method("orpo")
+    assert orpo.without_others({"beta": 0.2, "loss_type": None, "seed": 3}) == {"beta": 0.2, "seed": 3}
+    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, found with method 'orpo'"):
+        orpo.without_others({"loss_type": "ipo"})
+
+
+def test_null_is_the_default_and_other_spellings_are_known() -> None:
+    assert find_method("dpo").settings({"beta": None, "seed": 3}) == DpoSettings()
+    assert OrpoSettings(rl_beta=0.3) == OrpoSettings(beta=0.3)
+    with pytest.raises(UnknownKeyError, match=r"DpoSettings has the unknown key 'betta'\. Did you mean 'beta'"):
+        DpoSettings(betta=1.0)
+
+
+def test_one_setting_is_judged_whatever_the_others_are() -> None:
+    dpo = find_method("dpo")
+    dpo.check_setting("label_smoothing", 0.1)
+    dpo.check_setting("loss_type", "ipo")
+    dpo.check_setting("beta", None)
+    with pytest.raises(SpecError, match=r"^beta \(how dearly"):
+        dpo.check_setting("beta", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"metrics": ("wins",), "scores": ("win_rate",)}, "metrics .*wins.* and scores .*win_rate"),
+        ({"metrics": ("loss",)}, "no metric called 'loss'"),
+        ({"settings": dict}, "a subclass of ObjectiveSettings, found <class 'dict'>"),
+    ],
+)
+def test_an_entry_checks_what_it_says(changes: dict[str, object], found: str) -> None:
+    with pytest.raises(SpecError, match=found):
+        ObjectiveEntry(**{"implementation": "mine:Mine", "settings": ObjectiveSettings, **changes})

@@ -7,10 +7,8 @@ import math
 import pytest
 
 from alto.errors import SpecError
-from alto.objectives import find_objective
 from alto.spec import Task
-from alto.spec.method import OWN_METHODS
-from alto.spec.metric import LOSS, OWN_SCORES, check_metric, metric_notes, score_of
+from alto.spec.metric import LOSS, check_metric, loss_scale, metric_notes, score_of
 
 ROWS = {"model": "alto-tiny", "dataset": "pairs.jsonl"}
 
@@ -48,14 +46,7 @@ def test_a_metric_that_the_method_does_not_measure_is_refused(settings: dict[str
         Task(**ROWS, **settings)
 
 
-@pytest.mark.parametrize("method", OWN_METHODS)
-def test_the_gains_of_our_methods_are_those_of_their_objectives(method: str) -> None:
-    objective = find_objective(method)
-    assert OWN_SCORES[method] == objective.scores
-    assert set(objective.scores) <= set(objective.metrics)
-
-
-def test_a_method_of_a_package_has_gains_of_its_own() -> None:
+def test_a_method_of_a_package_has_scores_of_its_own() -> None:
     check_metric("win_rate", "my_method", ("win_rate",))
     with pytest.raises(SpecError, match="loss or win_rate with method 'my_method', found 'reward_accuracy'"):
         check_metric("reward_accuracy", "my_method", ("win_rate",))
@@ -65,14 +56,14 @@ def test_a_method_of_a_package_has_gains_of_its_own() -> None:
     ("metric", "space", "said"),
     [
         (LOSS, {"beta": [0.1, 0.2]}, "Jobs differ in beta, "),
-        (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in loss_type and beta, "),
+        (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in beta and loss_type, "),
         (
             LOSS,
             {"label_smoothing": [0.0, 0.2]},
             "Jobs differ in label_smoothing, ",
         ),
         (LOSS, {"lr": [1e-4, 2e-4]}, ""),
-        ("reward_margin", {"beta": [0.1, 0.2]}, "Jobs differ in beta, and with that in the scale of the margins"),
+        ("reward_margin", {"beta": [0.1, 0.2]}, "Jobs differ in beta, and with that in the scale of the reward margin"),
         ("reward_margin", {"label_smoothing": [0.0, 0.2]}, ""),
         ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
     ],
@@ -96,3 +87,11 @@ def test_a_value_that_is_not_finite_is_worth_the_least_and_can_be_compared(value
     score = score_of("reward_margin", {"reward_margin": value})
     assert math.isfinite(score)
     assert score < -1e300
+
+
+def test_settings_of_the_method_decide_the_scale_of_a_loss_and_no_others() -> None:
+    task = Task(**ROWS, method="dpo", search_space={"beta": [0.1, 0.2], "lr": [1e-4, 2e-4]})
+    scales = [loss_scale(job.config.to_dict()) for job in task.jobs]
+    assert scales[0] == scales[1] != scales[2] == scales[3]
+    # As version 0.1 wrote the configuration of a job of orpo.
+    assert loss_scale({"r": 8, "beta": 0.1, "loss_type": None}) == loss_scale({"r": 16, "beta": 0.1})

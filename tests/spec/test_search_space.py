@@ -4,10 +4,12 @@ import itertools
 import math
 
 import pytest
+from budgets import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.spec.method import find_method
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 
 
@@ -80,7 +82,7 @@ def test_log_draws_are_uniform_in_the_logarithm():
     assert sum(rate > 5e-3 for rate in linear) > 70
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     low=st.integers(1, 300),
     span=st.integers(1, 300),
@@ -97,7 +99,7 @@ def test_sampled_integers_are_distinct_integers_within_their_ends(low, span, sha
     assert max(values) <= low + span
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     ends=st.tuples(st.floats(1e-9, 1.0), st.floats(1e-9, 1.0)).filter(lambda ends: ends[0] < ends[1]),
     log=st.booleans(),
@@ -182,14 +184,24 @@ def test_refused(given, error, reason):
         ("r", {"min": 1.5, "max": 4}, r"whole number"),
         ("lr_scheduler_type", {}, r"cannot be sampled"),
         ("target_modules", {}, r"cannot be sampled"),
-        ("loss_type", {}, r"cannot be sampled"),
-        ("beta", {"min": 0}, r"^In search_space.beta.min"),
-        ("label_smoothing", {"max": 0.5}, r"^In search_space.label_smoothing.max"),
     ],
 )
 def test_sampling_refused(field, change, reason):
     with pytest.raises(SpecError, match=reason):
         SearchSpace.parse({field: SAMPLED_LR | change})
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "reason"),
+    [
+        ("loss_type", {}, r"cannot be sampled"),
+        ("beta", {"min": 0}, r"^In search_space.beta.min: beta .*>= 1e-06"),
+        ("label_smoothing", {"max": 0.5}, r"^In search_space.label_smoothing.max"),
+    ],
+)
+def test_sampling_a_setting_of_the_method_refused(field, change, reason):
+    with pytest.raises(SpecError, match=reason):
+        SearchSpace.parse({field: SAMPLED_LR | change}, find_method("dpo"))
 
 
 def test_sampling_with_missing_or_unknown_words():
@@ -209,7 +221,7 @@ def test_too_many_jobs_are_counted_not_made():
     assert len(at_the_limit) == MAX_JOBS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.fixed_dictionaries(
         {},

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from pydantic import ValidationError
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import EarlyExit, Job, JobConfig, Task
-from alto.spec.method import ENTRY_POINT_GROUP
 
 
 def task(**changes):
@@ -283,13 +281,13 @@ def preferring(**changes):
 
 
 def settings_of(tuned):
-    return [(job.config.beta, job.config.loss_type, job.config.label_smoothing) for job in tuned.jobs]
+    return [tuple(job.config.objective.to_dict().values()) for job in tuned.jobs]
 
 
 def test_a_method_fills_in_its_own_settings_and_no_others():
-    assert settings_of(task()) == [(None, None, None)]
+    assert settings_of(task()) == [()]
     assert settings_of(preferring()) == [(0.1, "sigmoid", 0.0)]
-    assert settings_of(task(method="orpo")) == [(0.1, None, None)]
+    assert settings_of(task(method="orpo")) == [(0.1,)]
     assert preferring().fixed == {}
 
 
@@ -312,27 +310,22 @@ def test_a_default_written_out_is_not_another_job():
 def test_the_method_can_be_replaced_with_its_settings():
     original = preferring(beta=0.3)
     assert settings_of(original.replace(loss_type="ipo")) == [(0.3, "ipo", 0.0)]
-    assert settings_of(original.replace(method="orpo")) == [(0.3, None, None)]
+    assert settings_of(original.replace(method="orpo")) == [(0.3,)]
     with pytest.raises(UnknownKeyError, match="found with method 'sft'"):
         original.replace(method="sft")
     assert original.replace(method="sft", beta=None).jobs == task().jobs
 
 
-@pytest.fixture
-def simpo(monkeypatch):
-    """A method that a package brings; found only where it is asked for."""
-    found = [EntryPoint(name="simpo", value="simpo:SimPO", group=ENTRY_POINT_GROUP)]
-    monkeypatch.setattr("alto.spec.method.entry_points", lambda *, group: found if group == ENTRY_POINT_GROUP else [])
-
-
-@pytest.mark.usefixtures("simpo")
-def test_methods_of_packages_are_known_and_check_their_settings_themselves():
-    tuned = task(method="simpo", beta=2.0, loss_type="gamma", search_space={"label_smoothing": [0.0, 0.1]})
-    assert settings_of(tuned) == [(2.0, "gamma", 0.0), (2.0, "gamma", 0.1)]
-    with pytest.raises(SpecError, match=r"^method should be one of sft, dpo, orpo, simpo, found 'smipo'"):
-        task(method="smipo")
+def test_configurations_as_version_0_1_wrote_them_are_read():
+    written = {"learning_rate": 1e-3, "beta": None, "loss_type": None, "label_smoothing": None}
+    assert task().job_config(written) == JobConfig(learning_rate=1e-3)
+    orpo = task(method="orpo", beta=0.3, lr=1e-3)
+    assert orpo.job_config({**written, "beta": 0.3}) == orpo.jobs[0].config
+    dpo = preferring(loss_type="ipo", lr=1e-3)
+    assert dpo.job_config({**dpo.jobs[0].config.to_dict()}) == dpo.jobs[0].config
+    assert list(dpo.jobs[0].config.to_dict())[-3:] == ["beta", "loss_type", "label_smoothing"]
 
 
 def test_own_methods_ask_no_packages(monkeypatch):
-    monkeypatch.setattr("alto.spec.method.entry_points", lambda **_: pytest.fail("looked at every package"))
+    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: pytest.fail("looked at every package"))
     assert [preferring().method, task().method] == ["dpo", "sft"]

@@ -55,9 +55,11 @@ class Group:
             self.own_ZP[slots, part[part >= 0]] = True
         generator = torch.Generator().manual_seed(seed)
         params_ZP, grads_ZP = (torch.randint(-8, 9, self.own_ZP.shape, generator=generator) / 8.0 for _ in range(2))
-        self.operands = self.seated(params_ZP.double().masked_fill(~self.own_ZP, float("nan")), grads_ZP.double())
+        self.operands = self.operands_with_adapters(
+            params_ZP.double().masked_fill(~self.own_ZP, float("nan")), grads_ZP.double()
+        )
 
-    def seated(self, params_ZP: Tensor, grads_ZP: Tensor) -> LoraOperands:
+    def operands_with_adapters(self, params_ZP: Tensor, grads_ZP: Tensor) -> LoraOperands:
         """The group on another bank, with every slot seated where it is in ``operands``."""
         operands = LoraOperands(
             number=self._number,
@@ -68,7 +70,7 @@ class Group:
             max_rank=self._max_rank,
         )
         for slot, (ranks, (a_start, b_starts)) in enumerate(zip(self.ranks_ZM, self._seats, strict=True)):
-            operands.seat(slot, ranks, a_start, b_starts)
+            operands.assign(slot, ranks, a_start, b_starts)
         return operands
 
     def dense(self, rows_ZP: Tensor) -> tuple[Tensor, list[Tensor]]:

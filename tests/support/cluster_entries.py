@@ -16,7 +16,8 @@ from typing import Any
 
 from alto import errors
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, RunDir, cut_journal, read_events, replace_file
+from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events, replace_file
+from alto.runs.events import decode
 
 IsInterrupted = Callable[[], bool]
 
@@ -25,9 +26,9 @@ SLEEPER = (sys.executable, "-c", "import time\nwhile True: time.sleep(1)")
 
 def tell(run_dir: str, event: str, **facts: Any) -> None:
     path = RunDir(Path(run_dir)).journal_file
-    past = read_events(path) if path.exists() else ()
+    past = read_entries(path) if path.exists() else ()
     with Journal(path, past=past) as journal:
-        journal.append(event, **facts)
+        journal.append(decode({"time": 0.0, "event": event, **facts}).event)
 
 
 def works(run_dir: str, is_interrupted: IsInterrupted) -> None:

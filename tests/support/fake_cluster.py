@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from journals import event
+
 from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
 from alto.records import Node
 from alto.runs import Journal, RunDir
@@ -78,5 +80,5 @@ def leave_result(run_dir: Path, **facts: Any) -> None:
     """Make a run one that has its result."""
     run = RunDir(run_dir)
     with Journal(run.journal_file) as journal:
-        journal.append("task_completed", best_job="job-000", samples_trained=1, samples_budgeted=1, **facts)
+        journal.append(event("task_completed", best_job="job-000", samples_trained=1, samples_budgeted=1, **facts))
     run.best.mkdir()

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from alto.runs.events import Event as TypedEvent
+from alto.runs.events import JournalEntry, decode
+
 Event = dict[str, Any]
 START = 1_763_635_000.0
 SAMPLES = 1000
+
+
+def entry(event: Event) -> JournalEntry:
+    """The entry that a line stands for; a line of a fixture may lack its number and its time."""
+    return decode({"seq": 0, "time": 0.0, **event})
+
+
+def event(name: str, **facts: Any) -> TypedEvent:
+    """The event of that name; it may lack what version 0.1 did not write."""
+    return entry({"event": name, **facts}).event
+
+
+def entries(events: Iterable[Event]) -> list[JournalEntry]:
+    """The entries that lines stand for."""
+    return [entry(event) for event in events]
 
 
 class Journal:

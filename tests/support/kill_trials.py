@@ -26,6 +26,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers
+from journals import entries
 from tiny import make_task, save_model
 
 import alto
@@ -76,10 +77,10 @@ class Instants:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._file, name)
 
-        def append(journal: Any, event: str, **facts: Any) -> None:
+        def append(journal: Any, event: Any) -> Any:
             if not isinstance(journal._file, TornFile):
                 journal._file = TornFile(journal._file)
-            write_bytes(journal, event, **facts)
+            return write_bytes(journal, event)
 
         journal_module.Journal.append = append  # type: ignore[method-assign]
         save_file = checkpoint.save_file
@@ -189,7 +190,13 @@ def facts(root: Path) -> dict[str, Any]:
         for path in sorted(root.rglob("*.safetensors"))
         if path.parent.suffix != ".previous"
     }
-    return {"curves": curves, "lives": lives, "last": last, "files": files, "audit": list(map(str, audit(events)))}
+    return {
+        "curves": curves,
+        "lives": lives,
+        "last": last,
+        "files": files,
+        "audit": list(map(str, audit(entries(events)))),
+    }
 
 
 def compare(root: Path, expected: dict[str, Any]) -> list[str]:
@@ -242,7 +249,7 @@ def commanded_trial(folder: Path, model: Path, rng: random.Random, kills: Counte
     added = [e["job"] for e in events if e["event"] == "job_added"]
     problems = [] if stopped == ["job-001"] else [f"stopped {stopped}"]
     problems += [] if added == ["job-008"] else [f"added {added}"]
-    return problems + list(map(str, audit(events))) + [c.id for c in mailbox.pending()]
+    return problems + list(map(str, audit(entries(events)))) + [c.id for c in mailbox.pending()]
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, get_scheduler
 from alto.data import DataOrder, EncodedDataset
 from alto.lora import AdapterWeights, OptimizerState
 from alto.spec import JobConfig
+from alto.spec.objectives import DpoSettings
 
 PREFIX = "base_model.model."
 
@@ -191,9 +192,10 @@ class SoloPairs(SoloJob):
         return {"loss": float(loss)} | {name: values[-1] for name, values in self._trl._metrics["eval"].items()}
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        trl = self._trl
-        trl.ref_model, trl.beta, trl.label_smoothing = self._reference, self.config.beta, self.config.label_smoothing
-        trl.loss_types, trl.loss_weights = [self.config.loss_type], [1.0]
+        trl, settings = self._trl, self.config.objective
+        assert isinstance(settings, DpoSettings)
+        trl.ref_model, trl.beta, trl.label_smoothing = self._reference, settings.beta, settings.label_smoothing
+        trl.loss_types, trl.loss_weights = [settings.loss_type], [1.0]
         loss: Tensor = trl._compute_loss(self.model, as_trl_has_it(batch), return_outputs=False)
         return loss
 

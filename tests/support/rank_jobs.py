@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from alto.jobs import Journal, RunDir, SilentJournal
 from oracle import SoloJob, StepFacts, flat
 from resident_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task, make_trainer
 from transformers import PreTrainedModel
@@ -33,6 +32,7 @@ from alto.executor import (
     recover,
     with_references,
 )
+from alto.runs import Journal, RunDir, SilentJournal
 from alto.spec import Task, load_task
 
 CPU = torch.device("cpu")

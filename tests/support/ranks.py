@@ -1,8 +1,8 @@
-"""Several processes, a rank each, that do the same: a start takes seconds, so one serves many checks."""
+"""Several processes, a rank each, that do the same checks one after the other."""
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from forks import forks
 
 __all__ = ["NOT_REACHED", "failures_on_ranks"]
 
@@ -36,10 +37,12 @@ def failures_on_ranks(
         What went wrong, by the name of the check; those that are missing passed on all ranks.
     """
     checks = list(checks)
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     queue = context.Queue()
     processes = [
-        context.Process(target=_serve, args=(rank, num_ranks, checks, str(folder / "store"), queue), daemon=True)
+        context.Process(
+            target=_serve, args=(rank, num_ranks, checks, str(folder / "store"), queue, dict(os.environ)), daemon=True
+        )
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -60,7 +63,15 @@ def failures_on_ranks(
     return failures
 
 
-def _serve(rank: int, num_ranks: int, checks: list[tuple[str, Check, tuple[Any, ...]]], store: str, queue: Any) -> None:
+def _serve(
+    rank: int,
+    num_ranks: int,
+    checks: list[tuple[str, Check, tuple[Any, ...]]],
+    store: str,
+    queue: Any,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     passed: list[str] = []
     failed, reason = None, ""
     dist.init_process_group(

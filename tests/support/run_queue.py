@@ -1,6 +1,7 @@
-"""Runs a queue of tiny tasks; a program of its own, so that it may be killed.
+"""Runs a queue of tiny tasks, or goes on with one; a program of its own, so that it may be killed.
 
 python run_queue.py FOLDER MODEL NUM_GPUS EPOCHS NAME…
+python run_queue.py FOLDER resume
 """
 
 from __future__ import annotations
@@ -17,15 +18,26 @@ from queues import one_by_one, tiny_tasks
 import alto
 from alto.errors import TaskInterruptedError
 
-if __name__ == "__main__":
-    folder, model, num_gpus, epochs, *names = sys.argv[1:]
-    tasks = tiny_tasks(Path(folder), Path(model), names, num_train_epochs=int(epochs))
+
+def main(folder: Path, model: str, *settings: str) -> None:
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     engine = alto.Engine(
-        total_gpus=int(num_gpus), output_dir=Path(folder) / "runs", is_interrupted=lambda: bool(signals)
+        total_gpus=1 if model == "resume" else int(settings[0]),
+        output_dir=folder / "runs",
+        is_interrupted=lambda: bool(signals),
     )
     try:
-        engine.batched_execution(tasks, one_by_one(tasks, names, num_gpus=int(num_gpus)))
+        if model == "resume":
+            (queue,) = (folder / "runs").glob("queue-*")
+            engine.resume_queue(queue)
+        else:
+            num_gpus, epochs, *names = settings
+            tasks = tiny_tasks(folder, Path(model), names, num_train_epochs=int(epochs))
+            engine.batched_execution(tasks, one_by_one(tasks, names, num_gpus=int(num_gpus)))
     except TaskInterruptedError:
         sys.exit(75)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

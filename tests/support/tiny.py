@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from alto.backbone import Backbone, resolve_model
 from alto.data import TaskData, read_task_rows
+from alto.early_exit import journal as loss_records
+from alto.early_exit.journal import Curves
 from alto.executor import Executor, RunStart, TaskContext
 from alto.records import TaskResult
 from alto.runs import Journal, Observer, RunDir, read_history, task_result
+from alto.runs.events import decode
 from alto.spec import Task
 
 NUM_ROWS = 24
@@ -88,3 +91,8 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
 def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = (Path(run_dir) / "journal.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def curves_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """The loss curves of all jobs, of a journal's lines."""
+    return loss_records.curves_of([decode(event) for event in events])

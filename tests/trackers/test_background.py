@@ -8,16 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from journals import entry
 
+from alto.runs import background
 from alto.trackers.background import BackgroundTracker, tracking
 from alto.trackers.base import JobOutcome, Point, TrackedRun
 
 Event = dict[str, Any]
 
 CALLS = ("start", "log", "end_job", "finish")
+
+LIMIT_S = 120.0
+"""For what takes milliseconds where the machine is not busy."""
 
 
 class Tracker:
@@ -27,22 +33,22 @@ class Tracker:
         self.calls: list[str] = []
         self._when, self._mischief = when, mischief
 
-    def _hear(self, call: str) -> None:
+    def _note(self, call: str) -> None:
         self.calls.append(call)
         if call == self._when:
             self._mischief()
 
     def start(self, run: TrackedRun) -> None:
-        self._hear("start")
+        self._note("start")
 
     def log(self, job: str, points: Sequence[Point]) -> None:
-        self._hear("log")
+        self._note("log")
 
     def end_job(self, job: str, outcome: JobOutcome) -> None:
-        self._hear("end_job")
+        self._note("end_job")
 
     def finish(self, best_job: str | None) -> None:
-        self._hear("finish")
+        self._note("finish")
 
 
 class UnspeakableError(Exception):
@@ -61,14 +67,11 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def show(events: Sequence[Event], trackers: dict[str, Tracker], run_dir: Path, **settings: Any) -> float:
-    """Show ``events`` to ``trackers``; returns the seconds that took."""
-    started = time.monotonic()
+def show(events: Sequence[Event], trackers: dict[str, Tracker], run_dir: Path, **settings: Any) -> None:
     with tracking(trackers, run_dir, **settings) as observers:
         for event in events:
             for observe in observers:
-                observe(event)
-    return time.monotonic() - started
+                observe(entry(event))
 
 
 def test_slow_tracker_hears_everything_before_the_end(
@@ -103,11 +106,30 @@ def test_tracker_that_raises_is_told_nothing_more(
 
 @pytest.mark.parametrize("when", CALLS)
 def test_tracker_that_hangs_delays_the_end_by_the_timeout_and_no_other_tracker(
-    small_run: list[Event], tmp_path: Path, caplog: pytest.LogCaptureFixture, gate: threading.Event, when: str
+    small_run: list[Event],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    gate: threading.Event,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By a clock that stands still but while somebody waits for the tracker that hangs."""
+    now_s, waits_s = 100.0, []
+    join = threading.Thread.join
+
+    def waits(thread: threading.Thread, timeout_s: float) -> None:
+        nonlocal now_s
+        waits_s.append(timeout_s)
+        if thread.name.endswith("hanging"):
+            now_s += timeout_s
+        else:
+            join(thread, LIMIT_S)
+
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(threading.Thread, "join", waits)
     hanging, good = Tracker(when, gate.wait), Tracker()
-    took_s = show(small_run, {"hanging": hanging, "good": good}, tmp_path, flush_timeout_s=0.2)
-    assert 0.2 <= took_s < 2
+    show(small_run, {"hanging": hanging, "good": good}, tmp_path, flush_timeout_s=30.0)
+    assert waits_s == [30.0, 0.0]
     assert good.calls[-1] == "finish"
     (message,) = caplog.messages
     assert message.startswith("tracker hanging did not finish in time")
@@ -123,11 +145,11 @@ def test_tracker_that_is_given_up_warns_once(
     tracker = Tracker("log", hang_then_fail)
     worker = BackgroundTracker("late", tracker, tmp_path)
     for event in small_run:
-        worker.observe(event)
+        worker.observe(entry(event))
     worker.end()
     worker.join(0.05)
     gate.set()
-    worker.join(5)
+    worker.join(LIMIT_S)
     assert tracker.calls == ["start", "log"]
     assert len(caplog.messages) == 1
 
@@ -143,14 +165,14 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
 
     tracker = Tracker("start", hang)
     worker = BackgroundTracker("lagging", tracker, tmp_path, max_waiting=10)
-    worker.observe(small_run[0])
-    assert started.wait(5)
+    worker.observe(entry(small_run[0]))
+    assert started.wait(LIMIT_S)
     losses = next(event for event in small_run if event["event"] == "eval")
     for _ in range(1000):
-        worker.observe(losses)
+        worker.observe(entry(losses))
     gate.set()
     worker.end()
-    worker.join(5)
+    worker.join(LIMIT_S)
     assert tracker.calls == ["start", *["log"] * 10, "finish"]
     (message,) = caplog.messages
     assert message.startswith("tracker lagging could not keep up and was not told of 990 events")
@@ -159,7 +181,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
 def test_error_of_the_training_passes_through_and_trackers_are_finished(small_run: list[Event], tmp_path: Path) -> None:
     def train() -> None:
         with tracking({"good": tracker}, tmp_path) as (observe,):
-            observe(small_run[0])
+            observe(entry(small_run[0]))
             raise OSError("disk full")
 
     tracker = Tracker()
@@ -172,6 +194,7 @@ def test_hanging_tracker_does_not_keep_the_process_alive(tmp_path: Path) -> None
     code = f"""
 import threading
 from pathlib import Path
+from alto.runs.events import decode
 from alto.trackers.background import tracking
 
 class Hanging:
@@ -179,9 +202,9 @@ class Hanging:
         threading.Event().wait()
 
 with tracking({{"hanging": Hanging()}}, Path({str(tmp_path)!r}), flush_timeout_s=0.1) as (observe,):
-    observe({{"event": "task_started", "jobs": []}})
+    observe(decode({{"seq": 0, "time": 0.0, "event": "task_started", "jobs": []}}))
 print("trained")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout == "trained\n"
     assert done.stderr.startswith("tracker hanging did not finish in time")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.trackers.base import JobOutcome, Point, TrackedRun
 from alto.trackers.feed import Feed
@@ -45,7 +46,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> Recorder:
     recorder = Recorder()
     feed = Feed(recorder, Path("runs/maths-1"))
     for event in events:
-        feed.apply(event)
+        feed.apply(entry(event))
     feed.finish()
     return recorder
 
@@ -118,7 +119,7 @@ def test_run_that_never_started_is_not_finished() -> None:
     assert told([]).finished == []
 
 
-@pytest.mark.parametrize("event", ["task_resumed", "profile", "of_a_later_version"])
+@pytest.mark.parametrize("event", ["task_resumed", "task_interrupted", "of_a_later_version"])
 def test_other_events_are_passed_over(small_run: list[Event], event: str) -> None:
     recorder = told([small_run[0], {"event": event, "time": 1.0}])
     assert recorder.points == {}

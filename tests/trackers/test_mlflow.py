@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.trackers import tracking
 from alto.trackers.mlflow import MlflowTracker
@@ -40,7 +41,7 @@ def client(store: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def show(events: list[Event], run_dir: Path) -> None:
     with tracking({"mlflow": MlflowTracker()}, run_dir) as (observe,):
         for event in events:
-            observe(event)
+            observe(entry(event))
 
 
 def runs(client: Any, request: pytest.FixtureRequest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entry
 from tiny import make_task, read_journal, save_model
 
 import alto
@@ -24,7 +25,7 @@ Event = dict[str, Any]
 def show(events: list[Event], run_dir: Path) -> None:
     with tracking({"tensorboard": TensorBoardTracker()}, run_dir) as (observe,):
         for event in events:
-            observe(event)
+            observe(entry(event))
 
 
 def read(run_dir: Path, job: str) -> Any:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is
 SHOW_AND_READ = """
 import json, sys
 from pathlib import Path
+from alto.runs.events import decode
 from alto.trackers import tracking
 from alto.trackers.trackio import TrackioTracker
 
@@ -35,7 +36,7 @@ trackio.run.Run.finish = count_and_finish
 for events in json.loads(sys.argv[2]):
     with tracking({"trackio": TrackioTracker()}, Path(sys.argv[1])) as (observe,):
         for event in events:
-            observe(event)
+            observe(decode(event))
 
 assert len(finished) == len(set(finished)), finished
 from trackio.sqlite_storage import SQLiteStorage

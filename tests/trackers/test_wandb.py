@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from journals import entry
 
 from alto.trackers import tracking
 from alto.trackers.wandb import WandbTracker
@@ -28,7 +29,7 @@ def _no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def show(events: list[Event], run_dir: Path) -> None:
     with tracking({"wandb": WandbTracker()}, run_dir) as (observe,):
         for event in events:
-            observe(event)
+            observe(entry(event))
 
 
 class TestOffline:

@@ -10,7 +10,6 @@ from types import FrameType
 import typer
 
 from alto.runs import JournalEntry, events
-from alto.runs.events import as_entry
 
 __all__ = ["Interrupt", "catching_signals"]
 
@@ -37,7 +36,7 @@ class Interrupt:
     def observe(self, entry: JournalEntry) -> None:
         """Find out from what happens whether there is nothing left to stop cleanly. That there is, training says by
         asking: events are seen a moment later, on another thread."""
-        match as_entry(entry).event:
+        match entry.event:
             case events.TaskCompleted() | events.TaskInterrupted():
                 self._has_ended = True
             case events.QueueCompleted() | events.QueueInterrupted():

@@ -12,6 +12,7 @@ from alto.cli.paths import Run
 from alto.errors import JobCommandError
 from alto.runs import Action, Mailbox, RunDir, read_history
 from alto.spec import JobConfig, parse_override
+from alto.spec.method import find_method
 
 __all__ = ["app"]
 
@@ -47,7 +48,9 @@ def clone(
 ) -> None:
     """Add a job with the configuration of JOB and some settings changed."""
     changed = dict(map(parse_override, changes or ()))
-    JobConfig(**changed)  # what no job can have is said here, whether or not the task runs
+    started = read_history(RunDir.open(run).root).started
+    method = find_method("sft" if started is None else started.method)
+    JobConfig.of(method, changed)  # what no job can have is said here, whether or not the task runs
     _ask(run, Action.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
 
 

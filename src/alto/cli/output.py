@@ -18,7 +18,6 @@ from rich.text import Text
 from alto.errors import AltoError
 from alto.records import TaskResult
 from alto.runs import JournalEntry, Observer, QueueProgress
-from alto.runs.events import as_entry
 
 __all__ = ["print_error", "print_json", "print_notices", "progress", "queue_progress", "result_facts"]
 
@@ -42,7 +41,7 @@ def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueuePro
 
     if silent:
         known = QueueProgress()
-        yield known, [lambda entry: known.apply(as_entry(entry))]
+        yield known, [known.apply]
         return
     with open_queue_view(console) as view:
         yield view.progress, [_until_nobody_reads(view.observe)]

@@ -1,8 +1,9 @@
 """Decides from loss records which jobs end early, and replays those decisions on recordings. Pure; no torch.
 
 The way of the data: `Selection` follows the jobs of a task; it asks its `Policy`, whose rules (`Divergence`,
-`OverfittingGap`, `OverfittingUpturn`) judge one job and whose rungs rank all. `Recording` holds what happened when
-nothing was stopped, `replay` what a policy would have made of it, `audit` whether a live run kept to its policy.
+`OverfittingGap`, `OverfittingUpturn`, or a user's `Rule`) judge one job and whose rungs rank all. `Recording` holds
+what happened when nothing was stopped, `replay` what a policy would have made of it, `audit` whether a live run kept to
+its policy.
 """
 
 from alto.early_exit.audit import Disagreement, audit, selection_of
@@ -14,29 +15,38 @@ from alto.early_exit.policy import Policy, policy_from
 from alto.early_exit.progress import evaluation_steps, point_at_share, rung_notes
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
+from alto.early_exit.rule import Evidence, magnitude, verdict_in_a_row
 from alto.early_exit.selection import Selection
 from alto.early_exit.smoothing import Ema, ema_of
 from alto.early_exit.upturn import OverfittingUpturn
+from alto.records import ExitDecision, LossPoint
+from alto.spec.rules import Rule
 
 __all__ = [
     "Disagreement",
     "Divergence",
     "Ema",
+    "Evidence",
+    "ExitDecision",
+    "LossPoint",
     "OverfittingGap",
     "OverfittingUpturn",
     "Policy",
     "RecordedJob",
     "Recording",
     "ReplayResult",
+    "Rule",
     "Selection",
     "audit",
     "ema_of",
     "evaluation_steps",
     "exits_of",
     "judge_step_loss",
+    "magnitude",
     "point_at_share",
     "policy_from",
     "replay",
     "rung_notes",
     "selection_of",
+    "verdict_in_a_row",
 ]

@@ -9,7 +9,7 @@ from alto.early_exit.journal import exits_of, start_of, start_values
 from alto.early_exit.policy import policy_from
 from alto.early_exit.selection import Selection
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason
+from alto.records import ExitDecision, ExitReason, exit_reason
 from alto.runs.events import (
     BaseEvaluated,
     Event,
@@ -20,7 +20,6 @@ from alto.runs.events import (
     JournalEntry,
     TrainSteps,
     WarmupEnded,
-    as_entry,
 )
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import loss_scale, score_of
@@ -35,8 +34,8 @@ class Disagreement:
     """A job whose exit in the journal is not the one its losses lead to; each a reason and step, None for no exit."""
 
     job: str
-    journalled: tuple[ExitReason, int] | None
-    derived: tuple[ExitReason, int] | None
+    journalled: tuple[str, int] | None
+    derived: tuple[str, int] | None
 
 
 def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
@@ -45,7 +44,7 @@ def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
     Raises:
         RunError: As `selection_of`.
     """
-    entries = [as_entry(entry) for entry in entries]
+    entries = list(entries)
     journalled = exits_of(entries)
     selection = selection_of(entries)
     decisions = {job: selection.decision_on(job) for job in selection.jobs}
@@ -67,7 +66,7 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
         RunError: No task was started, or the order of entries is none that the selection allows: steps missing, a job
             trained past its rung, a rung held before every job was there.
     """
-    entries = [as_entry(entry) for entry in entries]
+    entries = list(entries)
     started = start_of(entries)
     settings = EarlyExit.of_run(started.early_exit)
     total_steps = {description.job: description.total_steps for description in started.jobs}
@@ -98,8 +97,10 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
                 selection.observe_base(job, start)
         case WarmupEnded():
             selection.select()
-        case JobExited(job=job, reason=reason) if selection.is_training(job) and reason in EXITS_FROM_OUTSIDE:
-            selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=event.evidence))
+        case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
+            evidence = {key: float(value) for key, value in event.evidence.items()}
+            reason = exit_reason(event.reason)
+            selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
         case JobAdded(job=job):
             selection.add(job, event.total_steps, loss_scale(event.config))
         case JobReopened(job=job):

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
-from alto.early_exit.rule import Evidence, check_at_least, check_positive, verdict_in_a_row
+from alto.early_exit.rule import Evidence, verdict_in_a_row
 from alto.records import ExitDecision, ExitReason, LossPoint
+from alto.spec.rules import DivergenceSettings, Rule
 
 __all__ = ["Divergence", "slope"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Divergence(DivergenceSettings, Rule):
     """End a job whose smoothed training loss and validation loss rise together (Algorithm 1, pattern 1).
 
     The condition: the least-squares slopes of the last ``window`` smoothed training losses and of the last ``window``
-    validation losses, both sampled at evaluations, are at least ``tau_slope``. It must hold at ``patience`` evaluations
-    in a row. Before ``window`` evaluations there is no slope and the condition does not hold.
-
-    Attributes:
-        window: Evaluations a slope is fitted over, at least 2.
-        patience: Evaluations in a row, at least 1.
-        tau_slope: Of the loss, in its own unit, per evaluation; above 0.
+    validation losses, both sampled at evaluations, are at least ``tau_slope`` (of the loss, in its own unit, per
+    evaluation). It must hold at ``divergence_patience`` evaluations in a row. Before ``window`` evaluations there is no
+    slope and the condition does not hold.
     """
 
-    window: int = 2
-    patience: int = 2
-    tau_slope: float = 0.001
-
-    def __post_init__(self) -> None:
-        check_at_least("window", self.window, 2)
-        check_at_least("divergence_patience", self.patience, 1)
-        check_positive("tau_slope", self.tau_slope)
+    reason: ClassVar[str] = ExitReason.DIVERGING
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
         """The verdict for the last point of ``history``."""
-        return verdict_in_a_row(history, self._rises, patience=self.patience, reason=ExitReason.DIVERGING)
+        return verdict_in_a_row(history, self._rises, patience=self.divergence_patience, reason=self.reason)
 
     def _rises(self, history: Sequence[LossPoint]) -> Evidence | None:
         if len(history) < self.window:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from alto.errors import RunError
-from alto.records import ExitReason, StartValue
+from alto.records import StartValue, exit_reason
 from alto.runs.events import (
     WIRE_NAMES,
     BaseEvaluated,
@@ -18,7 +18,6 @@ from alto.runs.events import (
     JournalEntry,
     TaskStarted,
     TrainSteps,
-    as_entry,
 )
 from alto.spec.metric import score_of
 
@@ -81,13 +80,13 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
     return curves
 
 
-def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[ExitReason, int]]:
+def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
     """Reason and step of every job that, by the journal, ended early and was not reopened, by job id."""
-    exits: dict[str, tuple[ExitReason, int]] = {}
-    for entry in map(as_entry, entries):
+    exits: dict[str, tuple[str, int]] = {}
+    for entry in entries:
         match entry.event:
             case JobExited(job=job, reason=reason, step=step):
-                exits[job] = (reason, step or 0)
+                exits[job] = (exit_reason(reason), step or 0)
             case JobReopened(job=job):
                 exits.pop(job, None)
     return exits

@@ -6,12 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from alto.early_exit import nonfinite, underperformance
-from alto.early_exit.divergence import Divergence
-from alto.early_exit.gap import OverfittingGap
-from alto.early_exit.rule import Rule
-from alto.early_exit.upturn import OverfittingUpturn
+from alto.errors import UnsupportedError
 from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
+from alto.spec.rules import Rule
 from alto.spec.rungs import places_at
 
 __all__ = ["Policy", "policy_from"]
@@ -35,13 +33,17 @@ class Policy:
     equal_shares: bool = True
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict on one job at the last point of ``history`` (oldest first), or None to train on."""
+        """The verdict on one job at the last point of ``history`` (oldest first), or None to train on.
+
+        Raises:
+            UnsupportedError: A rule's verdict is not on that job and step, or has another reason than the rule's.
+        """
         if not history:
             return None
         verdict = nonfinite.judge_point(history[-1])
         if verdict is not None:
             return verdict
-        verdicts = (rule.judge(history) for rule in self.rules)
+        verdicts = (_verdict(rule, history) for rule in self.rules)
         return next((verdict for verdict in verdicts if verdict is not None), None)
 
     def select(self, rung_index: int, standings: Collection[Standing], num_entered: int | None = None) -> RungResult:
@@ -61,23 +63,18 @@ def policy_from(settings: EarlyExit) -> Policy:
     """The policy that ``settings`` ask for; divergence is looked at before overfitting, as in Algorithm 1."""
     if not settings.enabled:
         return Policy()
-    rules: list[Rule] = []
-    if settings.detect_divergence:
-        rules.append(
-            Divergence(window=settings.window, patience=settings.divergence_patience, tau_slope=settings.tau_slope)
-        )
-    if settings.detect_overfitting:
-        rules.append(_overfitting_rule(settings))
     return Policy(
-        rules=tuple(rules),
+        rules=settings.active_rules,
         rungs=settings.selection_rungs if settings.select else (),
         equal_shares=settings.compares_equal_shares,
     )
 
 
-def _overfitting_rule(settings: EarlyExit) -> Rule:
-    if settings.policy == "paper":
-        return OverfittingGap(patience=settings.overfitting_patience, tau_gap=settings.tau_gap)
-    return OverfittingUpturn(
-        patience=settings.overfitting_patience, tau_upturn=settings.tau_upturn, tau_noise=settings.tau_noise
+def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
+    verdict, last = rule.judge(history), history[-1]
+    if verdict is None or (verdict.job, verdict.step, verdict.reason) == (last.job, last.step, rule.reason):
+        return verdict
+    raise UnsupportedError(
+        f"{type(rule).__name__}.judge: expected a verdict on {last.job} at step {last.step} with reason "
+        f"{rule.reason!r}, found one on {verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
     )

@@ -15,8 +15,8 @@ from typing import Any
 from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
 from alto.records import StartValue
-from alto.runs.events import JobDescription, JournalEntry, as_entry
-from alto.spec.job_config import JobConfig
+from alto.runs.events import JobDescription, JournalEntry
+from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.outside import read_bytes, strict_json
 
 __all__ = ["RecordedJob", "Recording"]
@@ -104,7 +104,7 @@ class Recording:
     @property
     def lr_warmup(self) -> float:
         """The largest share of its steps for which a job's learning rate rises; see :meth:`EarlyExit.resolved`."""
-        return max(JobConfig(**job.config).lr_warmup_share(job.total_steps) for job in self.jobs)
+        return max(_common_config(job).lr_warmup_share(job.total_steps) for job in self.jobs)
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Training rows ``job`` has seen after ``step`` steps; the last step of an epoch may be short."""
@@ -119,7 +119,7 @@ class Recording:
         Raises:
             RunError: No task was started, a job was not trained to its end, or a job's budget disagrees with its steps.
         """
-        entries = [as_entry(entry) for entry in entries]
+        entries = list(entries)
         started, curves = start_of(entries), curves_of(entries)
         recording = cls(
             task={"name": started.task, "num_validation": started.num_validation},
@@ -179,6 +179,11 @@ class Recording:
                 f"{path}: expected a recording of version {VERSION}, found one that lacks or misspells {error}."
                 " Record the run again."
             ) from error
+
+
+def _common_config(job: RecordedJob) -> JobConfig:
+    """What does not depend on the method, which a recording does not name."""
+    return JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS})
 
 
 def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:

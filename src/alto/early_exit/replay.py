@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from alto.early_exit.policy import Policy
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.selection import Selection
-from alto.records import ExitReason, JobResult
+from alto.records import JobResult
 from alto.spec.metric import loss_scale
 
 __all__ = ["ReplayResult", "replay"]
@@ -45,9 +45,9 @@ class ReplayResult:
         return 1.0 - self.samples_trained / self.samples_budgeted
 
     @property
-    def saved_by(self) -> Mapping[ExitReason, float]:
+    def saved_by(self) -> Mapping[str, float]:
         """Share of the budgeted samples not trained, by the pattern that saved them; sums to `samples_saved`."""
-        saved: dict[ExitReason, float] = {}
+        saved: dict[str, float] = {}
         for job in self.jobs:
             if job.exit_reason is not None:
                 share = (job.samples_budgeted - job.samples_trained) / self.samples_budgeted
@@ -55,7 +55,7 @@ class ReplayResult:
         return saved
 
     @property
-    def exits(self) -> Mapping[str, tuple[ExitReason, int]]:
+    def exits(self) -> Mapping[str, tuple[str, int]]:
         """Reason and step of every job that ended early, by job id."""
         return {job.job: (job.exit_reason, job.steps) for job in self.jobs if job.exit_reason is not None}
 

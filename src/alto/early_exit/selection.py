@@ -21,6 +21,9 @@ __all__ = ["Selection"]
 # Above every score.
 UNBEATABLE = sys.float_info.max
 
+_ENDS_COMPETING = (ExitReason.DIVERGING, ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
+"""Who ends for one of these stands at no later rung; by overfitting, or by a rule of a user, with its best."""
+
 
 @dataclass(slots=True)
 class _Runner:
@@ -196,7 +199,7 @@ class Selection:
         _require(runner.trains, f"{decision.job} to train, found that it has ended")
         self._num_changes += 1
         runner.decision = decision
-        runner.competes = decision.reason is ExitReason.OVERFITTING
+        runner.competes = decision.reason not in _ENDS_COMPETING
 
     def add(self, job: str, total_steps: int, loss_scale: str = "") -> None:
         """Let another job in, before its first step; it takes part in every rung that is still to be held."""

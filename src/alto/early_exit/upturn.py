@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
-from alto.early_exit.rule import Evidence, check_at_least, magnitude, verdict_in_a_row
+from alto.early_exit.rule import Evidence, magnitude, verdict_in_a_row
 from alto.records import ExitDecision, ExitReason, LossPoint
+from alto.spec.rules import Rule, UpturnSettings
 
 __all__ = ["OverfittingUpturn", "validation_noise"]
 
@@ -16,8 +17,7 @@ __all__ = ["OverfittingUpturn", "validation_noise"]
 MEDIAN_OF_NORMAL = 0.6745
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverfittingUpturn:
+class OverfittingUpturn(UpturnSettings, Rule):
     """End a job whose validation loss has risen over its best by more than its own noise.
 
     With ``best`` the lowest validation loss and ``noise`` the `validation_noise` of all evaluations before the one
@@ -25,28 +25,19 @@ class OverfittingUpturn:
 
         validation_loss - best > max(tau_upturn * magnitude(best), tau_noise * noise)
 
-    at ``patience`` evaluations in a row. Fewer than three earlier evaluations tell nothing of the noise, so there it
-    does not hold. Training loss plays no part: on small data it runs far below a validation loss that still falls.
+    at ``overfitting_patience`` evaluations in a row. Fewer than three earlier evaluations tell nothing of the noise, so
+    there it does not hold. Training loss plays no part: on small data it runs far below a validation loss that still
+    falls.
 
-    Attributes:
-        patience: Evaluations in a row, at least 1.
-        tau_upturn: Smallest rise that counts, relative to the best; it stands in for the noise of a smooth curve.
-        tau_noise: Smallest rise that counts, in standard deviations of the noise. Of jobs that only jitter around a
-            plateau for twenty evaluations, 3 lets two in three train on, 2 one in three, 0 none.
+    ``tau_upturn`` stands in for the noise of a smooth curve. Of jobs that only jitter around a plateau for twenty
+    evaluations, a ``tau_noise`` of 3 lets two in three train on, 2 one in three, 0 none.
     """
 
-    patience: int = 2
-    tau_upturn: float = 0.001
-    tau_noise: float = 3.0
-
-    def __post_init__(self) -> None:
-        check_at_least("overfitting_patience", self.patience, 1)
-        check_at_least("tau_upturn", self.tau_upturn, 0.0)
-        check_at_least("tau_noise", self.tau_noise, 0.0)
+    reason: ClassVar[str] = ExitReason.OVERFITTING
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
         """The verdict for the last point of ``history``."""
-        return verdict_in_a_row(history, self._turned_up, patience=self.patience, reason=ExitReason.OVERFITTING)
+        return verdict_in_a_row(history, self._turned_up, patience=self.overfitting_patience, reason=self.reason)
 
     def _turned_up(self, history: Sequence[LossPoint]) -> Evidence | None:
         last = history[-1]

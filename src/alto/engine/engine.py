@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -29,8 +30,9 @@ from alto.spec import BaseModelSpec, EarlyExit, Task
 __all__ = ["Engine"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Runs tuning tasks.
+    """Runs tuning tasks. Its settings do not change; what it runs is in run directories.
 
     One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none; one that
     asks for several GPUs runs in as many processes. Many (:meth:`batched_execution`) run side by side on the GPUs of a
@@ -58,26 +60,29 @@ class Engine:
         SpecError: The strategy is unknown, or a count is below 1.
     """
 
-    def __init__(
-        self,
-        *,
-        strategy: str = "adapter_parallel",
-        total_gpus: int | None = None,
-        cluster: str = "local",
-        quotas: Mapping[str, int] | None = None,
-        output_dir: str | Path = "runs",
-        observers: Sequence[Observer] = (),
-        is_interrupted: Callable[[], bool] | None = None,
-    ) -> None:
-        if strategy not in STRATEGIES:
-            raise SpecError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {strategy!r}")
-        if total_gpus is not None and total_gpus < 1:
-            raise SpecError(f"total_gpus: expected at least 1, found {total_gpus}")
-        self._output_dir = Path(output_dir)
-        self._setup = QueueSetup(strategy=strategy, cluster=cluster, total_gpus=total_gpus, quotas=dict(quotas or {}))
-        self._observers = tuple(observers)
-        self._is_interrupted = is_interrupted
-        self._device = TaskRunner().device
+    strategy: str = "adapter_parallel"
+    total_gpus: int | None = None
+    cluster: str = "local"
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    output_dir: str | Path = "runs"
+    observers: Sequence[Observer] = ()
+    is_interrupted: Callable[[], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise SpecError(f"strategy: expected one of {', '.join(STRATEGIES)}, found {self.strategy!r}")
+        if self.total_gpus is not None and self.total_gpus < 1:
+            raise SpecError(f"total_gpus: expected at least 1, found {self.total_gpus}")
+
+    @property
+    def _setup(self) -> QueueSetup:
+        return QueueSetup(
+            strategy=self.strategy, cluster=self.cluster, total_gpus=self.total_gpus, quotas=dict(self.quotas)
+        )
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return TaskRunner().device
 
     def tune(self, task: Task, *, packing_from: str | Path | None = None) -> TaskResult:
         """Run one task and export its best adapter.
@@ -100,7 +105,7 @@ class Engine:
             num_ranks = task.num_gpus if self._is_launched(task) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
         with self._runner_of(task) as runner:
-            return runner.begin(task, self._output_dir)
+            return runner.begin(task, Path(self.output_dir))
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
@@ -135,7 +140,7 @@ class Engine:
         """
         run_dir = RunDir.open(run)
         if _is_finished(run_dir):
-            with in_background(self._observers) as observers:
+            with in_background(self.observers) as observers:
                 return self._here(observers).resume(run_dir, trust_remote_code=trust_remote_code)
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         is_other = num_gpus is not None and num_gpus != task.num_gpus
@@ -274,7 +279,7 @@ class Engine:
         """
         tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
         with self._queues() as queues:
-            return queues.begin(tasks, schedule, self._output_dir)
+            return queues.begin(tasks, schedule, Path(self.output_dir))
 
     @contextlib.contextmanager
     def queue(
@@ -298,7 +303,7 @@ class Engine:
         """
         with (
             self._queues() as queues,
-            queues.opened(tasks, method, self._output_dir, trust_remote_code=trust_remote_code) as queue,
+            queues.opened(tasks, method, Path(self.output_dir), trust_remote_code=trust_remote_code) as queue,
         ):
             yield queue
 
@@ -325,21 +330,21 @@ class Engine:
 
     @contextlib.contextmanager
     def _queues(self) -> Iterator[QueueRunner]:
-        with in_background(self._observers) as observers:
-            yield QueueRunner(self._setup, observers=observers, is_interrupted=self._is_interrupted)
+        with in_background(self.observers) as observers:
+            yield QueueRunner(self._setup, observers=observers, is_interrupted=self.is_interrupted)
 
     @contextlib.contextmanager
     def _runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
         """Whoever trains ``task``: this process, or one for each of its ranks."""
         is_launched = self._is_launched(task)
-        with in_background(self._observers) as observers:
+        with in_background(self.observers) as observers:
             if is_launched:
-                yield LaunchedRunner(observers=observers, is_interrupted=self._is_interrupted)
+                yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:
                 yield self._here(observers)
 
     def _here(self, observers: Sequence[Observer]) -> TaskRunner:
-        return TaskRunner(observers=observers, is_interrupted=self._is_interrupted)
+        return TaskRunner(observers=observers, is_interrupted=self.is_interrupted)
 
     def _is_launched(self, task: Task) -> bool:
         """Whether ``task`` is trained by processes of its own, one for each of its ranks."""

@@ -34,13 +34,13 @@ from alto.executor import (
 )
 from alto.executor.profiling import pack, plan
 from alto.export import export_best, write_report
-from alto.objectives import check_rows, find_objective
+from alto.lora import adapter_base_model
+from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
 from alto.runs.events import BaseDescription
 from alto.spec import Task, read_run_task
 from alto.spec.base_model import quantisation_keys
-from alto.spec.metric import check_metric
 from alto.trackers import Tracker, chosen_trackers, tracking
 
 __all__ = ["TaskRunner", "portable"]
@@ -115,7 +115,6 @@ class TaskRunner:
         """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
-        check_metric(task.metric, task.method, objective.scores)
         rows = read_task_rows(task)  # before a model is downloaded in vain
         backbone = load_base(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
@@ -123,7 +122,7 @@ class TaskRunner:
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in (data.train, data.validation):
-            check_rows(objective, split, [job.config for job in task.jobs])
+            objective.check(split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
         return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
@@ -202,7 +201,12 @@ class TaskRunner:
         run_dir.check_lock()
         if not run_dir.best.is_dir():
             export_best(
-                result, run_dir.job(result.best_job, "best"), model=task.model, dataset=task.dataset, method=task.method
+                result,
+                run_dir.job(result.best_job, "best"),
+                adapter_base_model,
+                model=task.model,
+                dataset=task.dataset,
+                method=task.method,
             )
         return replace(result, notices=_reported(run_dir))
 

@@ -1,97 +1,17 @@
-"""A LoRA adapter in a folder, as a user of that folder gets it; and several of them on one base, unmerged, as PEFT adds
-each."""
+"""Adapters from folders on one base, unmerged, as PEFT adds each."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
-from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.lora import AdapterWeights, ServedAdapters, linear_modules, read_adapter, serving
-from alto.spec.outside import read_json
+from alto.errors import TargetModuleError
+from alto.lora import SavedAdapter, ServedAdapters, linear_modules, serving
 
-__all__ = ["SavedAdapter", "loaded_adapters", "read_saved_adapter"]
-
-_CONFIG_FILE = "adapter_config.json"
-_WEIGHTS_FILE = "adapter_model.safetensors"
-
-_HARMLESS_KEYS = {
-    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
-    "target_parameters",  # compared with the tensors
-    *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-}
-"""Keys that do not change what the two matrices of a module do: they are known here, or say how training began."""
-
-_HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "revision": ("main",),
-    # The others start from a changed base model, which the folder does not hold.
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedAdapter:
-    """An adapter as it was read.
-
-    Attributes:
-        folder: Where it lies.
-        base_model: What its ``adapter_config.json`` names as base.
-        scale: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``.
-        rank: Of all its matrices.
-        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
-    """
-
-    folder: Path
-    base_model: str
-    scale: float
-    rank: int
-    weights: AdapterWeights
-
-
-def read_saved_adapter(folder: Path) -> SavedAdapter:
-    """Read an adapter that ALTO or PEFT wrote.
-
-    Raises:
-        RunNotFoundError: There is no adapter.
-        RunError: A file cannot be read.
-        UnsupportedError: The adapter is more than plain LoRA on linear layers.
-    """
-    for name in (_CONFIG_FILE, _WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise RunNotFoundError(
-                f"expected an adapter in PEFT's format in {folder}, found no {name}; give a run directory, or the "
-                "folder of an adapter"
-            )
-    config = _read_config(folder / _CONFIG_FILE)
-    _check_config(config, folder / _CONFIG_FILE)
-    _check_tensors(folder / _WEIGHTS_FILE)
-    weights = {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read_adapter(folder).items()}
-    _check_parameters(config, weights, folder / _CONFIG_FILE)
-    rank = config["r"]
-    for name, (a_KR, _) in weights.items():
-        if a_KR.shape[1] != rank:
-            raise RunError(
-                f"{folder}: expected matrices of rank {rank}, as its {_CONFIG_FILE} says, found rank "
-                f"{a_KR.shape[1]} on {name}; fetch the adapter again"
-            )
-    return SavedAdapter(
-        folder=folder,
-        base_model=config.get("base_model_name_or_path") or "",
-        scale=config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank),
-        rank=rank,
-        weights=weights,
-    )
+__all__ = ["loaded_adapters"]
 
 
 @contextlib.contextmanager
@@ -110,74 +30,6 @@ def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None],
     weights = [None if adapter is None else (adapter.weights, adapter.scale) for adapter in adapters]
     with serving(backbone.model, weights, backbone.run_once) as served:
         yield served
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = read_json(path)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path}: expected a JSON object, found something else ({error}); fetch it again") from error
-    if not isinstance(config, dict):
-        raise RunError(f"{path}: expected a JSON object, found {type(config).__name__}; fetch it again")
-    return config
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    if config.get("peft_type") != "LORA":
-        raise UnsupportedError(
-            f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
-        )
-    for key, value in config.items():
-        if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
-            raise UnsupportedError(
-                f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version does not know how to "
-                "apply; evaluate it with PEFT itself, or merge it into its base model"
-            )
-    base_model = config.get("base_model_name_or_path")
-    if base_model is not None and not isinstance(base_model, str):
-        raise RunError(
-            f"{path}: expected base_model_name_or_path to be text, found {base_model!r:.60}; fetch the file again, or "
-            "correct it"
-        )
-    for key, kinds in (("r", int), ("lora_alpha", int | float)):
-        value = config.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-            raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; fetch the file again")
-
-
-def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: Path) -> None:
-    """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
-    :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
-    for parameter in config.get("target_parameters") or ():
-        if str(parameter).removesuffix(".weight") not in weights:
-            raise UnsupportedError(
-                f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "
-                "version does not know how to apply; evaluate it with PEFT itself, or merge it into its base model"
-            )
-
-
-def _check_tensors(path: Path) -> None:
-    """Every tensor is one half of a module's pair; read from the file's header."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
-        ) from error
-    halves = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"}
-    for key in sorted(keys):
-        half = next((end for end in halves if key.endswith(end)), None)
-        if half is None:
-            raise UnsupportedError(
-                f"{path}: expected the matrices lora_A and lora_B of linear layers and nothing else, found {key}; "
-                "evaluate it with PEFT itself, or merge it into its base model"
-            )
-        other = key.removesuffix(half) + halves[half]
-        if other not in keys:
-            raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
-    if not keys:
-        raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")
 
 
 def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from alto.backbone import Backbone
 from alto.data import Conversation, Pair
 from alto.errors import DataError
-from alto.evaluation.adapter import loaded_adapters, read_saved_adapter
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers
 from alto.evaluation.exact_match import judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
 from alto.evaluation.settings import EvaluationSettings
+from alto.lora import read_saved_adapter
 from alto.records import FinalistScore
 
 __all__ = ["FinalistJudge"]

@@ -13,7 +13,7 @@ import torch
 from alto.backbone import Backbone, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
 from alto.errors import DataError, DeviceMemoryError, SpecError
-from alto.evaluation.adapter import SavedAdapter, loaded_adapters
+from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers
 from alto.evaluation.exact_match import Question, judge_texts, make_questions
 from alto.evaluation.generate import check_prompts, complete, max_positions
@@ -21,7 +21,7 @@ from alto.evaluation.loss import heldout_losses, reply_log_probs
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import ServedAdapters
+from alto.lora import SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
 from alto.spec import BaseModelSpec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import warnings
@@ -16,14 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, is_out_of_memory
-from alto.evaluation.adapter import SavedAdapter, loaded_adapters, read_saved_adapter
-from alto.lora import eject
+from alto.evaluation.adapter import loaded_adapters
+from alto.lora import SavedAdapter, eject, module_of, read_saved_adapter
 from alto.records import AdapterCheck
 
 __all__ = ["PeftCheck"]
 
 _NUM_TOKENS = 16
-_PREFIX = "base_model.model."
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Of the logits, in norm. Rounding in 16 bits may hide an adapter; its modules and its numbers are compared exactly."""
 
@@ -57,7 +55,7 @@ class PeftCheck:
         try:
             adapter = read_saved_adapter(folder)
             eject(self._backbone.model)
-            if not self._holds_parameters(folder):
+            if not self._holds_parameters(adapter):
                 why = "the base model is quantised, and its layers are held here in another form than PEFT expects"
                 return AdapterCheck(status="unchecked", why=why, peft=version)
             ours_TV = self._own_logits(adapter)
@@ -75,12 +73,11 @@ class PeftCheck:
             status="different" if faults else "equal", why="; ".join(faults), difference=difference, peft=version
         )
 
-    def _holds_parameters(self, folder: Path) -> bool:
+    def _holds_parameters(self, adapter: SavedAdapter) -> bool:
         """Whether all weights that the adapter names as ``target_parameters`` are parameters; those of ALTO's quantised
         layers are made when they are used."""
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         held = {name for name, _ in self._backbone.model.named_parameters()}
-        return held.issuperset(config.get("target_parameters") or ())
+        return held.issuperset(adapter.target_parameters)
 
     @torch.no_grad()
     def _own_logits(self, adapter: SavedAdapter) -> Tensor:
@@ -97,9 +94,7 @@ class PeftCheck:
         """What PEFT has put elsewhere or otherwise, in sentences, and its logits."""
         with self._backbone.own_attention():
             model = load(self._backbone.model, str(adapter.folder), torch_device=str(self._backbone.device)).eval()
-            layers = {
-                name.removeprefix(_PREFIX): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")
-            }
+            layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
             return _faults(adapter, layers), self._logits(model)
 
     def _logits(self, model: Callable[..., Any]) -> Tensor:

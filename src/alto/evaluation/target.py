@@ -8,7 +8,7 @@ from pathlib import Path
 
 from alto.backbone import resolve_model
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation.adapter import SavedAdapter, read_saved_adapter
+from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task
 from alto.spec import BaseModelSpec, Task
 
@@ -132,7 +132,7 @@ def _folder(target: Path) -> Path:
                 f"gave a result; resume it, or name a job with --job (jobs that have one: {_listed(_bests(run))})"
             )
         return run.best
-    if not (target / "adapter_config.json").is_file():
+    if not is_adapter(target):
         raise RunNotFoundError(
             f"expected a run (task.yaml) or an adapter in PEFT's format (adapter_config.json) in {target}, found "
             f"{'neither' if target.is_dir() else 'no such folder'}; check the path"
@@ -172,7 +172,7 @@ def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
     for adapter in adapters.values():
         if not adapter.base_model:
             raise SpecError(
-                f"base: expected {adapter.folder / 'adapter_config.json'} to name the base model, found that it does "
+                f"base: expected {adapter.config_file} to name the base model, found that it does "
                 "not; name it with --base"
             )
         named.setdefault(resolve_model(adapter.base_model), adapter.base_model)

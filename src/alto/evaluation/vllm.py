@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from alto.backbone import resolve_model
 from alto.errors import DataError, UnsupportedError
-from alto.evaluation.adapter import SavedAdapter
+from alto.lora import SavedAdapter
 from alto.spec import BaseModelSpec
 from alto.spec.base_model import QUANTISATION_KEYS
 

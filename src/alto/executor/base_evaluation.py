@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.records import StartValue
-from alto.spec import JobConfig
-from alto.spec.method import METHOD_SETTINGS
+from alto.spec import ObjectiveSettings
 from alto.spec.metric import LOSS, score_of
 
 __all__ = ["evaluate_base", "start_like_others"]
@@ -20,9 +17,9 @@ __all__ = ["evaluate_base", "start_like_others"]
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
     """Find out, once, the start value of every job, and record it. Where a row does not fit into memory, nothing is
     found: jobs that evaluate it will say so."""
-    alike: dict[tuple[Any, ...], list[JobState]] = {}
+    alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss on the frozen base
     for job in state.jobs.values():
-        alike.setdefault(_objective_settings(job.config), []).append(job)
+        alike.setdefault(job.config.objective, []).append(job)
     try:
         found = state.trainer.evaluate_base(state.context, [jobs[0].config for jobs in alike.values()])
     except RowTooLargeError:
@@ -40,17 +37,12 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
 
 def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
     """Give a clone that begins with fresh weights the start value of other jobs that have the same loss."""
-    like, metric = _objective_settings(clone.config), state.context.task.metric
+    metric = state.context.task.metric
     for job in state.jobs.values():
         start = state.selection.start_of(job.id)
-        if start is not None and _objective_settings(job.config) == like:
+        if start is not None and job.config.objective == clone.config.objective:
             state.selection.observe_base(clone.id, start)
             metrics = {} if metric == LOSS else {metric: start.score}
             known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.score_rows)
             recorder.base_evaluated([([clone.id], known)])
             return
-
-
-def _objective_settings(config: JobConfig) -> tuple[Any, ...]:
-    """Jobs that have these in common have the same loss on the frozen base."""
-    return tuple(getattr(config, key) for key in METHOD_SETTINGS)

@@ -10,13 +10,14 @@ from alto.executor.job_state import JobState
 from alto.spec import Job, JobConfig
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, canonical_keys
-from alto.spec.method import method_defaults
+from alto.spec.method import find_method
 
 __all__ = ["clone_job", "describe_changes"]
 
 
 def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, method: str) -> Job:
-    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys).
+    """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys and
+    of the settings of ``method``).
 
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
 
@@ -31,14 +32,16 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
         JobCommandError: Another job has this configuration already.
         SpecError: A change is not valid.
     """
-    changes = canonical_keys(changes, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the clone")
+    of = find_method(method)
+    fields, aliases = (*JOB_FIELDS, *of.known_keys), {**JOB_ALIASES, **of.aliases}
+    changes = canonical_keys(changes, fields=fields, aliases=aliases, where="the clone")
     values = origin.config.to_dict()
     if isinstance(changes.get("r"), int) and "lora_alpha" not in changes:
         values["lora_alpha"] *= changes["r"] / values["r"]
     if "num_train_epochs" in changes:
         values["max_steps"] = None
     values |= changes
-    config = JobConfig(**(values | method_defaults(method, values)))
+    config = JobConfig.of(of, values)
     twin = next((job.id for job in others if job.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(

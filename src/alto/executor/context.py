@@ -11,7 +11,7 @@ from alto.data import TaskData
 from alto.early_exit import Policy, policy_from
 from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs
 from alto.executor.ranks import Ranks
-from alto.objectives import Objective, check_rows, find_objective
+from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
 from alto.spec import BaseModelSpec, Job, Task
 from alto.spec.metric import LOSS
@@ -90,5 +90,5 @@ class TaskContext:
             SpecError, DataError: The objective cannot learn from the task's rows with the job's settings.
             TargetModuleError, UnsupportedError: As :func:`alto.executor.planned_job.plan_job`.
         """
-        check_rows(self.objective, self.data.train, [job.config])
+        self.objective.check(self.data.train, [job.config])
         return plan_job(job, self.task, self.backbone.model, len(self.data.train))

@@ -262,11 +262,14 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
     Raises:
         RunChangedError: ``task.yaml`` says something else now.
     """
-    changed = [job.job for job in started.jobs if configs.get(job.job) != JobConfig(**job.config)]
-    if EarlyExit.of_run(started.early_exit).resolved() != task.early_exit.resolved():
-        changed.append("early_exit")
+    changed = []
     if started.method != task.method:
         changed.append("method")
+    else:
+        began_with = {job.job: task.job_config(job.config) for job in started.jobs}
+        changed += [job for job, config in began_with.items() if configs.get(job) != config]
+    if EarlyExit.of_run(started.early_exit).resolved() != task.early_exit.resolved():
+        changed.append("early_exit")
     if started.metric != task.metric:
         changed.append("metric")
     if started.eval_steps not in (None, task.eval_steps):

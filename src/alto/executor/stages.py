@@ -25,7 +25,7 @@ from alto.executor.slot_manager import SlotManager
 from alto.executor.task_state import TaskState
 from alto.runs import RunDir
 from alto.runs.events import JobAdded, ReferenceFact
-from alto.spec import BaseModelSpec, Job, JobConfig
+from alto.spec import BaseModelSpec, Job
 from alto.spec.base_model import QUANTISATION_KEYS
 from alto.spec.metric import loss_scale
 
@@ -135,7 +135,9 @@ def build_state(
 def _clones(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, bool]]:
     """The jobs that were added while the task ran, and whether they started with the weights of another."""
     added = [entry.event for entry in resume_state.entries if isinstance(entry.event, JobAdded)]
-    return [(context.plan(Job(id=event.job, config=JobConfig(**event.config))), event.warm) for event in added]
+    return [
+        (context.plan(Job(id=event.job, config=context.task.job_config(event.config))), event.warm) for event in added
+    ]
 
 
 def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeState) -> Selection:

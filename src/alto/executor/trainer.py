@@ -22,7 +22,7 @@ from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
 from alto.kernels import DropoutKey, TokenSchedule, upload
-from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
+from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
 from alto.objectives import job_losses, micro_batch_terms, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import JobConfig
@@ -345,7 +345,7 @@ def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training
     return TokenSchedule.build(
         batch.slots,
         batch.job_tokens,
-        scales=[job.config.scale for job in jobs],
+        scales=[adapter_scale(job.config) for job in jobs],
         dropout=dropout if training else None,
     )
 

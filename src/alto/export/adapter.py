@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,21 @@ __all__ = ["export_best"]
 METRICS_NAME = "metrics.json"
 
 
-def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: str, method: str) -> Path:
+def export_best(
+    result: TaskResult,
+    best_of_job: Path,
+    base_model_of: Callable[[Path], str],
+    *,
+    model: str,
+    dataset: str,
+    method: str,
+) -> Path:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
     Args:
+        result: What came of the task.
         best_of_job: The winner's own ``best/`` folder, PEFT format.
+        base_model_of: Reads what an adapter's folder names as its base model.
         model, dataset, method: As the task names them, for the card.
 
     Raises:
@@ -48,7 +58,7 @@ def export_best(result: TaskResult, best_of_job: Path, *, model: str, dataset: s
         with writing(Path(result.run_dir), folder):
             shutil.rmtree(fresh, ignore_errors=True)
             shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
-            base_model = json.loads((fresh / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+            base_model = base_model_of(fresh)
             replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
             replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method))
             shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,6 @@ from alto.export.wording import (
 )
 from alto.records import ExitReason
 from alto.runs import JobHistory, JournalEntry, RunHistory, choice_notes, events
-from alto.runs.events import as_entry
 from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
@@ -66,7 +65,6 @@ class PlainView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal and write what is new."""
-        entry = as_entry(entry)
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
             self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from alto.export.wording import clean, format_duration, format_loss, format_share
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
-from alto.runs.events import as_entry
 
 __all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
 
@@ -70,7 +69,7 @@ class LiveQueueView:
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry; the next redraw shows it."""
         with self._lock:
-            self.progress.apply(as_entry(entry))
+            self.progress.apply(entry)
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -110,7 +109,6 @@ class PlainQueueView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry and write what is new."""
-        entry = as_entry(entry)
         self.progress.apply(entry)
         line = None if entry.is_replayed else _line(self.progress, entry.event)
         if line:

@@ -120,7 +120,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     """
     if job.exit_reason is None:
         return ""
-    numbers = job.exit_evidence
+    numbers = {key: value for key, value in job.exit_evidence.items() if isinstance(value, int | float)}
     sentence: str | None = None
     if job.exit_reason == ExitReason.DIVERGING:
         sentence = _explain_diverging(numbers)
@@ -207,7 +207,7 @@ def _explain_underperforming(evidence: Mapping[str, float], progress: float) -> 
     )
 
 
-def _list_evidence(evidence: Mapping[str, float]) -> str:
+def _list_evidence(evidence: Mapping[str, float | str]) -> str:
     return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
 
 

@@ -42,7 +42,6 @@ from alto.runs.events import (
     TaskResumed,
     TaskStarted,
     WarmupEnded,
-    as_entry,
 )
 from alto.runs.progress import Pace, exit_totals, expected_samples_left, next_stop
 from alto.spec.metric import LOSS
@@ -99,7 +98,6 @@ class LiveView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Fold in one entry of the journal; the next redraw shows it."""
-        entry = as_entry(entry)
         with self._lock:
             self.history.apply(entry)
             match entry.event:

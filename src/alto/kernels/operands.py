@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class SlotMatrices:
         return self.a_KQ.shape[1]
 
 
+@dataclass(kw_only=True, eq=False)
 class LoraOperands:
     """A group's view of the bank; the bank updates it when a slot is assigned or freed.
 
@@ -55,43 +56,36 @@ class LoraOperands:
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous.
         max_rank: The largest rank that a slot may hold.
+        rank_step: What all ranks that a slot may hold are multiples of, as far as is known.
         alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
             compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that who
             comes and goes does not have them compiled again; where every rank is a multiple of ``rank_step`` and lies
             as the bank lays it, it never falls either.
-        max_width: The largest ``Q`` that a slot may have.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 
-    def __init__(
-        self,
-        *,
-        number: int,
-        in_features: int,
-        out_features: Sequence[int],
-        params_ZP: Tensor,
-        grads_ZP: Tensor,
-        max_rank: int,
-        rank_step: int = VECTOR_SIZE,
-    ) -> None:
-        """See the class.
+    number: int
+    in_features: int
+    out_features: Sequence[int]
+    params_ZP: Tensor
+    grads_ZP: Tensor
+    max_rank: int
+    rank_step: int = VECTOR_SIZE
+    slots: dict[int, SlotMatrices] = field(default_factory=dict, init=False)
+    alignment: int = field(init=False)
+    _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
+    _table: Tensor | None = field(default=None, init=False)
 
-        Args:
-            rank_step: What all ranks that a slot may hold are multiples of, as far as is known.
-        """
-        assert params_ZP.is_contiguous()
-        assert grads_ZP.is_contiguous()
-        self.number = number
-        self.in_features = in_features
-        self.out_features = tuple(out_features)
-        self.params_ZP = params_ZP
-        self.grads_ZP = grads_ZP
-        self.max_rank = max_rank
-        self.alignment = math.gcd(VECTOR_SIZE, rank_step, params_ZP.shape[1], *self.out_features)
-        self.max_width = len(self.out_features) * max_rank
-        self.slots: dict[int, SlotMatrices] = {}
-        self._places: dict[int, tuple[int, ...]] = {}
-        self._table: Tensor | None = None
+    def __post_init__(self) -> None:
+        assert self.params_ZP.is_contiguous()
+        assert self.grads_ZP.is_contiguous()
+        self.out_features = tuple(self.out_features)
+        self.alignment = math.gcd(VECTOR_SIZE, self.rank_step, self.params_ZP.shape[1], *self.out_features)
+
+    @property
+    def max_width(self) -> int:
+        """The largest ``Q`` that a slot may have."""
+        return len(self.out_features) * self.max_rank
 
     def assign(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
         """Tell where in its row ``slot``'s adapter lies.

@@ -7,8 +7,9 @@ from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
-from alto.lora.peft_format import read_adapter, write_adapter
+from alto.lora.peft_format import adapter_scale, module_of, read_adapter, write_adapter
 from alto.lora.peft_targets import ModuleNames
+from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
@@ -24,18 +25,24 @@ __all__ = [
     "ModuleNames",
     "MultiLoraLinear",
     "OptimizerState",
+    "SavedAdapter",
     "ServedAdapters",
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
+    "adapter_base_model",
+    "adapter_scale",
     "bank_bytes",
     "check_optimizer",
     "eject",
     "find_shared_inputs",
     "find_targets",
     "inject",
+    "is_adapter",
     "linear_modules",
+    "module_of",
     "read_adapter",
+    "read_saved_adapter",
     "serving",
     "untrained_notes",
     "write_adapter",

@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,27 @@ from alto.lora.bank import AdapterWeights
 from alto.lora.peft_targets import ModuleNames, PeftTargets, peft_targets
 from alto.spec import JobConfig
 
-__all__ = ["read_adapter", "write_adapter"]
+__all__ = ["adapter_scale", "lora_scale", "module_of", "read_adapter", "write_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+A_ENDING, B_ENDING = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
+
+
+def lora_scale(r: int, lora_alpha: float, *, use_rslora: bool) -> float:
+    """What an adapter's output is multiplied by: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
+    return lora_alpha / (math.sqrt(r) if use_rslora else r)
+
+
+def adapter_scale(config: JobConfig) -> float:
+    """:func:`lora_scale` of the adapter that a job trains."""
+    return lora_scale(config.r, config.lora_alpha, use_rslora=config.use_rslora)
+
+
+def module_of(name: str) -> str:
+    """The base model's name of the module that PEFT calls ``name`` on its own model."""
+    return name.removeprefix(_PREFIX)
 
 
 def write_adapter(
@@ -35,8 +52,8 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_KR, b_RN) in weights.items():
-        tensors[f"{_PREFIX}{name}.lora_A.weight"] = a_KR.T.contiguous()
-        tensors[f"{_PREFIX}{name}.lora_B.weight"] = b_RN.T.contiguous()
+        tensors[f"{_PREFIX}{name}{A_ENDING}"] = a_KR.T.contiguous()
+        tensors[f"{_PREFIX}{name}{B_ENDING}"] = b_RN.T.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     description = _adapter_config(config, base_model, peft_targets(weights, model))
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
@@ -47,10 +64,12 @@ def read_adapter(folder: Path) -> AdapterWeights:
     tensors = load_file(folder / WEIGHTS_FILE)
     weights = {}
     for key in sorted(tensors):
-        if key.endswith(".lora_A.weight"):
-            name = key.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
-            b_key = f"{_PREFIX}{name}.lora_B.weight"
-            weights[name] = (tensors[key].T.contiguous(), tensors[b_key].T.contiguous())
+        if key.endswith(A_ENDING):
+            b_key = key.removesuffix(A_ENDING) + B_ENDING
+            weights[module_of(key.removesuffix(A_ENDING))] = (
+                tensors[key].T.contiguous(),
+                tensors[b_key].T.contiguous(),
+            )
     return weights
 
 

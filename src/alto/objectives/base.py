@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
+from alto.errors import DataError
 from alto.spec import JobConfig
+from alto.spec.method import Method
 
-__all__ = ["Objective", "Terms"]
+__all__ = ["Objective", "ObjectiveImplementation", "Terms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,28 +33,22 @@ class Terms:
 
 
 @runtime_checkable
-class Objective(Protocol):
-    """What is learned from a row. The base model has run when it is asked; it sees losses of tokens alone.
+class ObjectiveImplementation(Protocol):
+    """What an objective computes. The base model has run when it is asked; it sees losses of tokens alone.
 
-    An objective of your own: a class with these members whose instances hold no state, named in the entry-point group
-    ``alto.objectives`` of your package (``my_method = "my_package:MyObjective"``); a task asks for it by that name with
-    ``method: my_method``. ``docs/objectives.md`` has one.
+    One of your own: a class with these methods whose instances hold no state, named by an
+    :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has one.
 
-    Every job is to be computed from its own tokens alone, and in an order that its own tokens decide: then nobody in
-    its company changes it by a bit. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
-
-    Attributes:
-        metrics: Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`.
-        scores: Those of them of which more is better; a task may choose its winner by one.
-        needs_reference: Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once.
+    Every job is to be computed from its own tokens alone, and in an order that its own tokens decide: then no
+    neighbour changes it by a bit. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
     """
 
-    metrics: tuple[str, ...]
-    scores: tuple[str, ...]
-    needs_reference: bool
-
-    def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
+    def check(self, dataset: EncodedDataset, settings: Sequence[Any]) -> None:
         """Make sure, before anything is trained, that it can learn from such rows with such settings.
+
+        Args:
+            dataset: Encoded training or validation rows.
+            settings: Of every job, of the class that the entry names.
 
         Raises:
             DataError: The rows are no pairs, or are pairs.
@@ -60,11 +56,73 @@ class Objective(Protocol):
         """
         ...
 
-    def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
+    def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[Any]) -> Terms:
         """Loss and metrics of every job in ``batch``, not yet divided by ``batch.job_weights``.
 
         Args:
             losses_S: Cross-entropy of every trained token under the job's adapter, nats, float32.
-            configs: One per job.
+            batch: Which tokens belong to which row and job.
+            settings: One per job of the batch, of the class that the entry names.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is learned from a row: what is known of it without torch, and what computes it.
+
+    Attributes:
+        method: Its name and entry.
+        implementation: What computes its loss.
+    """
+
+    method: Method
+    implementation: ObjectiveImplementation
+
+    @property
+    def name(self) -> str:
+        """Of the class that computes the loss, for messages."""
+        return type(self.implementation).__name__
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`."""
+        return self.method.entry.metrics
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Those of the metrics of which more is better; a task may choose its winner by one."""
+        return self.method.entry.scores
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once."""
+        return self.method.entry.needs_reference
+
+    def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
+        """Make sure, before anything is trained, that it can learn from such rows with such settings.
+
+        Raises:
+            DataError: The rows are of the other kind.
+            SpecError: A setting is out of its domain.
+        """
+        expects_pairs = self.method.entry.is_paired or (self.needs_reference and not dataset.is_paired)
+        if expects_pairs and not dataset.is_paired:
+            raise DataError(
+                f"method {self.method.name}: expected preference pairs (columns prompt, chosen and rejected), found "
+                "rows with one reply; write method: sft, or name a dataset of pairs"
+            )
+        if self.method.entry.is_paired is False and dataset.is_paired:
+            raise DataError(
+                f"method {self.method.name}: expected rows that are conversations, found preference pairs; write "
+                "method: dpo"
+            )
+        self.implementation.check(dataset, [config.objective for config in configs])
+
+    def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
+        """Loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
+
+        Args:
+            configs: One per job.
+        """
+        return self.implementation.terms(losses_S, batch, [config.objective for config in configs])

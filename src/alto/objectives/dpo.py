@@ -8,8 +8,9 @@ that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` passes over. Sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -17,15 +18,15 @@ from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.pairs import PREFERENCE_METRICS, PREFERENCE_SCORES, Pairs, check_pairs, preference_metrics
-from alto.spec import JobConfig
+from alto.objectives.pairs import Pairs, preference_metrics
+from alto.spec.objectives import DpoSettings, LossType
 
 __all__ = ["Dpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogRatios:
-    """Of all pairs of a pass: what the replies have gained on the base, and the settings of their jobs; all ``[Q]``
+    """Of all pairs of a micro-batch: the replies' log-ratios to the base, and the settings of their jobs; all ``[Q]``
     float64."""
 
     chosen_Q: Tensor
@@ -36,109 +37,74 @@ class _LogRatios:
     smoothing_Q: Tensor
 
     def margin(self) -> Tensor:
-        """How much more the chosen reply has gained."""
+        """The chosen reply's log-ratio less the rejected one's."""
         return self.chosen_Q - self.rejected_Q
 
     def margin_per_token(self) -> Tensor:
         return self.chosen_Q / self.chosen_length_Q - self.rejected_Q / self.rejected_length_Q
 
 
-def _sigmoid(log_ratios: _LogRatios) -> Tensor:
-    logit_Q = log_ratios.beta_Q * log_ratios.margin()
-    return -F.logsigmoid(logit_Q) * (1 - log_ratios.smoothing_Q) - F.logsigmoid(-logit_Q) * log_ratios.smoothing_Q
-
-
-def _sigmoid_norm(log_ratios: _LogRatios) -> Tensor:
-    return -F.logsigmoid(log_ratios.beta_Q * log_ratios.margin_per_token())
-
-
-def _robust(log_ratios: _LogRatios) -> Tensor:
-    logit_Q = log_ratios.beta_Q * log_ratios.margin()
-    right_Q, wrong_Q = -F.logsigmoid(logit_Q), -F.logsigmoid(-logit_Q)
-    return (right_Q * (1 - log_ratios.smoothing_Q) - wrong_Q * log_ratios.smoothing_Q) / (
-        1 - 2 * log_ratios.smoothing_Q
-    )
-
-
-def _ipo(log_ratios: _LogRatios) -> Tensor:
-    return (log_ratios.margin_per_token() - 1 / (2 * log_ratios.beta_Q)) ** 2
-
-
-def _hinge(log_ratios: _LogRatios) -> Tensor:
-    return torch.relu(1 - log_ratios.beta_Q * log_ratios.margin())
-
-
-def _apo_zero(log_ratios: _LogRatios) -> Tensor:
-    return (
-        1
-        - torch.sigmoid(log_ratios.beta_Q * log_ratios.chosen_Q)
-        + torch.sigmoid(log_ratios.beta_Q * log_ratios.rejected_Q)
-    )
-
-
-def _apo_down(log_ratios: _LogRatios) -> Tensor:
-    return (
-        torch.sigmoid(log_ratios.beta_Q * log_ratios.chosen_Q)
-        + 1
-        - torch.sigmoid(log_ratios.beta_Q * log_ratios.margin())
-    )
-
-
-_LOSSES: Mapping[str, Callable[[_LogRatios], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "sigmoid_norm": _sigmoid_norm,
-    "ipo": _ipo,
-    "hinge": _hinge,
-    "robust": _robust,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-}
-"""The names that :data:`alto.spec.method.LOSS_TYPES` lists."""
+def _pair_losses(form: LossType, log_ratios: _LogRatios) -> Tensor:
+    """Loss of every pair in one form, ``[Q]`` float64."""
+    beta_Q, smoothing_Q = log_ratios.beta_Q, log_ratios.smoothing_Q
+    match form:
+        case "sigmoid":
+            logit_Q = beta_Q * log_ratios.margin()
+            return -F.logsigmoid(logit_Q) * (1 - smoothing_Q) - F.logsigmoid(-logit_Q) * smoothing_Q
+        case "sigmoid_norm":
+            return -F.logsigmoid(beta_Q * log_ratios.margin_per_token())
+        case "ipo":
+            return (log_ratios.margin_per_token() - 1 / (2 * beta_Q)) ** 2
+        case "hinge":
+            return torch.relu(1 - beta_Q * log_ratios.margin())
+        case "robust":
+            logit_Q = beta_Q * log_ratios.margin()
+            right_Q, wrong_Q = -F.logsigmoid(logit_Q), -F.logsigmoid(-logit_Q)
+            return (right_Q * (1 - smoothing_Q) - wrong_Q * smoothing_Q) / (1 - 2 * smoothing_Q)
+        case "apo_zero":
+            return 1 - torch.sigmoid(beta_Q * log_ratios.chosen_Q) + torch.sigmoid(beta_Q * log_ratios.rejected_Q)
+        case "apo_down":
+            return torch.sigmoid(beta_Q * log_ratios.chosen_Q) + 1 - torch.sigmoid(beta_Q * log_ratios.margin())
+    assert_never(form)
 
 
 class Dpo:
-    """The mean over pairs; a reward is ``beta`` times what a reply has gained on the base.
+    """The mean over pairs; a reward is ``beta`` times a reply's log-ratio to the base.
 
     ``kl`` is the mean log-ratio of both replies, nats: an estimate of how far the adapter has gone from the base, on
     replies that are the data's, not its own.
     """
 
-    metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "kl")
-    scores: tuple[str, ...] = PREFERENCE_SCORES
-    needs_reference = True
+    def check(self, dataset: EncodedDataset, settings: Sequence[DpoSettings]) -> None:
+        pass  # any pair can be learned
 
-    def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        check_pairs(dataset, "dpo")
-
-    def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-        assert batch.references_Q2 is not None, "the base has been asked"
+    def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[DpoSettings]) -> Terms:
+        assert batch.references_Q2 is not None, "reference log-probs have been computed"
         pairs = Pairs.of(losses_S, batch)
-        log_ratios_Q2 = pairs.gains_on(batch.references_Q2)
+        log_ratios_Q2 = pairs.log_ratios(batch.references_Q2)
         log_ratios = _LogRatios(
             chosen_Q=log_ratios_Q2[:, 0],
             rejected_Q=log_ratios_Q2[:, 1],
             chosen_length_Q=pairs.lengths_Q2[:, 0],
             rejected_length_Q=pairs.lengths_Q2[:, 1],
-            beta_Q=pairs.of_jobs([config.beta for config in configs]),
-            smoothing_Q=pairs.of_jobs([config.label_smoothing for config in configs]),
+            beta_Q=pairs.of_jobs([of.beta for of in settings]),
+            smoothing_Q=pairs.of_jobs([of.label_smoothing for of in settings]),
         )
         rewards_Q2 = log_ratios_Q2.detach() * log_ratios.beta_Q[:, None]
         metrics = {**preference_metrics(rewards_Q2), "kl": log_ratios_Q2.detach().mean(1)}
-        return pairs.terms(_losses(log_ratios, pairs, configs), metrics)
+        return pairs.terms(_losses(log_ratios, pairs, [of.loss_type for of in settings]), metrics)
 
 
-def _losses(log_ratios: _LogRatios, pairs: Pairs, configs: Sequence[JobConfig]) -> Tensor:
+def _losses(log_ratios: _LogRatios, pairs: Pairs, forms: Sequence[LossType]) -> Tensor:
     """Loss of every pair in the form that its job asks for: each form of all pairs, not of some, which would lie
-    elsewhere in a vector."""
-    forms = [_form(config) for config in configs]
+    elsewhere in a vector.
+
+    Args:
+        forms: One per job.
+    """
     first, *others = dict.fromkeys(forms)
-    losses_Q = _LOSSES[first](log_ratios)
+    losses_Q = _pair_losses(first, log_ratios)
     for form in others:
         is_asked_Q = pairs.of_jobs([name == form for name in forms]) > 0
-        losses_Q = torch.where(is_asked_Q, _LOSSES[form](log_ratios), losses_Q)
+        losses_Q = torch.where(is_asked_Q, _pair_losses(form, log_ratios), losses_Q)
     return losses_Q
-
-
-def _form(config: JobConfig) -> str:
-    assert config.loss_type is not None, "the task has filled in what its method needs"
-    return config.loss_type

@@ -1,4 +1,4 @@
-"""One pass through base and objective."""
+"""One micro-batch through base and objective."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
 def micro_batch_terms(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Terms:
-    """What ``batch`` adds to the loss of every job in it; of a batch that is nobody's, one number that counts nowhere.
+    """What ``batch`` adds to the loss of every job in it; of a dummy batch, one number that counts nowhere.
 
     Args:
         configs: One per job.
@@ -48,14 +48,14 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
     if found != wanted:
         raise ShapeError(
-            f"{type(objective).__name__}.terms: expected numbers per job {wanted}, found {found}; correct its terms, "
+            f"{objective.name}.terms: expected numbers per job {wanted}, found {found}; correct its terms, "
             "or the metrics that it names"
         )
     num_rows = (sum(batch.job_rows),)
     for name, values in terms.rows.items():
         if name not in objective.metrics or tuple(values.shape) != num_rows:
             raise ShapeError(
-                f"{type(objective).__name__}.terms: expected rows of its metrics with a number for each of "
+                f"{objective.name}.terms: expected rows of its metrics with a number for each of "
                 f"{num_rows[0]} rows, found {name!r} with {tuple(values.shape)}; correct its rows"
             )
     return terms
@@ -64,13 +64,14 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 def job_losses(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Tensor:
-    """Loss of every job, ``[J]`` float32; of one whose batch is spread over passes, what this pass adds to it."""
+    """Loss of every job, ``[J]`` float32; of one whose batch is spread over micro-batches, what this
+    one adds to it."""
     sums_J = micro_batch_terms(objective, backbone, batch, configs).sums_J
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """What ``backbone`` alone gives the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats; where a
-    batch is nobody's, numbers that are nobody's."""
+    """What ``backbone`` alone gives the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats; of a
+    dummy batch, numbers that count nowhere."""
     sums = -run_sums(token_losses(backbone, batch), batch.sequence_targets)
     return sums.view(-1, 2) if batch.slots else sums.expand(2)[None]

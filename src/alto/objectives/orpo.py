@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
-from alto.objectives.pairs import PREFERENCE_METRICS, PREFERENCE_SCORES, Pairs, check_pairs, preference_metrics
-from alto.spec import JobConfig
+from alto.objectives.pairs import Pairs, preference_metrics
+from alto.spec.objectives import OrpoSettings
 
 __all__ = ["Orpo"]
 
@@ -27,18 +27,14 @@ _CERTAIN = -1e-9
 class Orpo:
     """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
 
-    metrics: tuple[str, ...] = (*PREFERENCE_METRICS, "chosen_loss")
-    scores: tuple[str, ...] = PREFERENCE_SCORES
-    needs_reference = False
+    def check(self, dataset: EncodedDataset, settings: Sequence[OrpoSettings]) -> None:
+        pass  # any pair can be learned
 
-    def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        check_pairs(dataset, "orpo")
-
-    def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
+    def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[OrpoSettings]) -> Terms:
         pairs = Pairs.of(losses_S, batch)
         log_p_Q2 = pairs.log_probs_Q2 / pairs.lengths_Q2
         log_odds_Q2 = log_p_Q2 - torch.log(-torch.expm1(log_p_Q2.clamp(max=_CERTAIN)))
-        beta_Q = pairs.of_jobs([config.beta for config in configs])
+        beta_Q = pairs.of_jobs([of.beta for of in settings])
         odds_Q = -F.logsigmoid(log_odds_Q2[:, 0] - log_odds_Q2[:, 1])
         rewards_Q2 = log_p_Q2.detach() * beta_Q[:, None]
         return pairs.terms(

@@ -12,39 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.errors import DataError
+from alto.data import TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.sums import run_sums, to_device
 
-__all__ = ["PREFERENCE_METRICS", "PREFERENCE_SCORES", "Pairs", "check_pairs", "preference_metrics"]
-
-PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
-PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
-"""What :func:`preference_metrics` gives; of the scores more is better."""
+__all__ = ["Pairs", "preference_metrics"]
 
 _LANES = 16
 """PyTorch's CPU kernels compute whole vectors of so many float64 in one way, and those that are left over in another,
 which rounds a sigmoid differently."""
 
 
-def check_pairs(dataset: EncodedDataset, method: str) -> None:
-    """Make sure that ``dataset`` holds pairs.
-
-    Raises:
-        DataError: It does not.
-    """
-    if not dataset.is_paired:
-        raise DataError(
-            f"method {method}: expected preference pairs (columns prompt, chosen and rejected), found rows with one "
-            "reply; write method: sft, or name a dataset of pairs"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The pairs of one pass, and behind them as many of nobody's as fill a whole number of vectors: so what is computed
-    of a pair, number by number, has the same bits wherever it lies.
+    """The pairs of one micro-batch, and behind them as many dummy pairs as fill a whole number of vectors: so what is
+    computed of a pair, number by number, has the same bits wherever it lies.
 
     Attributes:
         log_probs_Q2: What the adapter gives the chosen and the rejected reply, float64 nats.
@@ -66,15 +48,15 @@ class Pairs:
             counts=batch.job_rows,
         )
 
-    def gains_on(self, references_Q2: Tensor) -> Tensor:
-        """By how much the adapter gives the replies more than ``references_Q2``, of the batch's pairs: ``[Q, 2]``."""
+    def log_ratios(self, references_Q2: Tensor) -> Tensor:
+        """Log-probabilities under the adapter less those under the base, ``references_Q2``, of the batch's pairs:
+        ``[Q, 2]`` float64 nats."""
         return self.log_probs_Q2 - _filled(references_Q2)
 
-    def of_jobs(self, values: Sequence[float | None]) -> Tensor:
-        """One value per job, said of each of its pairs: ``[Q]`` float64."""
+    def of_jobs(self, values: Sequence[float]) -> Tensor:
+        """One value per job, repeated for each of its pairs: ``[Q]`` float64."""
         repeated: list[float] = []
         for value, count in zip(values, self.counts, strict=True):
-            assert value is not None, "the task has filled in what its method needs"
             repeated += [value] * count
         repeated += [1.0] * (len(self.log_probs_Q2) - len(repeated))
         return to_device(repeated, self.log_probs_Q2.device, torch.float64)
@@ -92,7 +74,8 @@ class Pairs:
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
-    """How often, and by how much, the chosen reply earns more than the rejected one; equal rewards are half right."""
+    """How often, and by how much, the chosen reply earns more than the rejected one; equal rewards are half right. The
+    keys are :data:`alto.spec.PREFERENCE_METRICS`."""
     chosen_Q, rejected_Q = rewards_Q2.detach().unbind(1)
     return {
         "reward_accuracy": ((chosen_Q > rejected_Q).double() + (chosen_Q >= rejected_Q).double()) / 2,

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from alto.runs.events import JournalEntry, as_entry
+from alto.runs.events import JournalEntry
 from alto.runs.journal import Observer
 
 __all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_background"]
@@ -58,7 +58,7 @@ class BackgroundObserver:
         if self._has_failed:
             return
         if self._max_waiting is None or self._waiting.qsize() < self._max_waiting:
-            self._waiting.put(as_entry(entry))
+            self._waiting.put(entry)
         else:
             self._num_dropped += 1
 

@@ -44,7 +44,7 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
 
 
 def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
-    evidence = winner.exit_evidence
+    evidence = {key: float(value) for key, value in winner.exit_evidence.items()}
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
     dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
     progress = next(dropped_at, winner.progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from alto.errors import RunError
-from alto.runs.events import Event, JournalEntry, as_entry
+from alto.runs.events import Event, JournalEntry
 from alto.runs.journal import read_entries
 
 __all__ = ["JournalFold"]
@@ -57,7 +57,6 @@ class JournalFold(ABC):
 
     def apply(self, entry: JournalEntry) -> None:
         """Fold in one entry; one whose event this version does not know only moves the clock."""
-        entry = as_entry(entry)
         self._fold(entry.event, entry.time)
         self.started_at = entry.time if self.started_at is None else self.started_at
         self.last_seen_at = entry.time

@@ -77,7 +77,8 @@ class RunHistory(JournalFold):
         """The rungs the task was started with; none where early exit or its selection is switched off."""
         if self.started is None or not self.started.early_exit.get("rungs"):
             return ()
-        early_exit = EarlyExit.of_run(self.started.early_exit)
+        # A package that brings a rule may not be installed here.
+        early_exit = EarlyExit.of_run({**self.started.early_exit, "rules": {}})
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
     @property

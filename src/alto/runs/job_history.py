@@ -118,8 +118,8 @@ class JobHistory:
     best_validation_loss: float = math.inf
     best_score: float = 0.0
     best_metrics: Mapping[str, float] = field(default_factory=dict)
-    exit_reason: ExitReason | None = None
-    exit_evidence: Mapping[str, float] = field(default_factory=dict)
+    exit_reason: ExitReason | str | None = None
+    exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
     start: StartValue | None = None
     samples_at_end: int | None = None
 

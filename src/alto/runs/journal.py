@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from alto.errors import RunBusyError, RunError, RunNotFoundError
-from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode
-from alto.runs.events.codec import event_from
+from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
 from alto.runs.files import replace_file, writing
 from alto.spec.outside import is_number, read_bytes
 
@@ -59,7 +58,7 @@ class Journal:
         check: Called before the file is cut and before every event; what it raises keeps the file as it is.
 
     Attributes:
-        past: They, decoded.
+        past: They.
         num_lines_cut: Lines that were cut off when the journal was opened.
 
     Raises:
@@ -72,14 +71,13 @@ class Journal:
         path: Path,
         observers: Sequence[Observer] = (),
         *,
-        past: Sequence[JournalEntry | Mapping[str, Any]] | None = None,
+        past: Sequence[JournalEntry] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         check()  # the model may have been loading for long since the lock was taken
         self._path = path
         self._check = check
-        held = read_intact_entries(path) if past is None and path.exists() else past or ()
-        self.past = tuple(entry if isinstance(entry, JournalEntry) else decode(entry, path) for entry in held)
+        self.past = tuple(read_intact_entries(path) if past is None and path.exists() else past or ())
         self.num_lines_cut = cut_journal(path, len(self.past)) if path.exists() else 0
         with writing(path.parent, path):
             # Unbuffered, so that a line that could not be written is not tried again when the file is closed.
@@ -96,7 +94,7 @@ class Journal:
         """The file."""
         return self._path
 
-    def append(self, event: Event | str, **facts: Any) -> JournalEntry:
+    def append(self, event: Event) -> JournalEntry:
         """Write an event; the line is with the operating system when this returns.
 
         Raises:
@@ -104,8 +102,6 @@ class Journal:
             RunWriteError: The disk is full or cannot be written.
             TypeError: The event holds what strict JSON cannot.
         """
-        if isinstance(event, str):
-            event = event_from(event, facts)
         self._check()
         self._check_file()
         now = self._started_at + time.monotonic() - self._started_on
@@ -164,9 +160,8 @@ class SilentJournal(Journal):
     def __init__(self) -> None:
         pass
 
-    def append(self, event: Event | str, **facts: Any) -> JournalEntry:
+    def append(self, event: Event) -> JournalEntry:
         """Nothing is written; the entry has no sequence number."""
-        event = event_from(event, facts) if isinstance(event, str) else event
         return JournalEntry(seq=NO_SEQ, time=time.time(), event=event)
 
     def sync(self) -> None:
@@ -258,7 +253,7 @@ def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     entries: list[tuple[bytes, dict[str, Any]]] = []
     for line in _lines(path):
         for data, event in _pieces_of(line):
-            if event is None or event.get("seq") != len(entries) or not _is_told(event):
+            if event is None or event.get("seq") != len(entries) or not is_line(event):
                 return entries
             entries.append((data, event))
     return entries
@@ -294,10 +289,6 @@ def _lines(path: Path) -> list[bytes]:
             f"Expected the journal of a run at {path}, found what cannot be read ({error.strerror}). "
             "Make it readable, or give the folder of another run."
         ) from error
-
-
-def _is_told(event: Mapping[str, Any]) -> bool:
-    return "time" in event and isinstance(event.get("event"), str)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from alto.errors import NoResultError, RunNotFoundError
-from alto.records import JobResult, TaskResult
+from alto.records import JobResult, TaskResult, exit_reason
 from alto.runs.choice import choice_notes
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
@@ -59,8 +59,8 @@ def _job_result(job: JobHistory) -> JobResult:
         config=job.config,
         steps=job.step,
         total_steps=job.total_steps,
-        exit_reason=job.exit_reason,
-        exit_evidence=job.exit_evidence,
+        exit_reason=exit_reason(job.exit_reason) if job.exit_reason else None,
+        exit_evidence={key: float(value) for key, value in job.exit_evidence.items()},
         best_step=job.best_step,
         best_validation_loss=job.best_validation_loss if job.best_step else math.inf,
         samples_trained=job.samples_trained,

@@ -4,6 +4,8 @@ from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
+from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
+from alto.spec.rules import Rule
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
 from alto.spec.task import AdapterDtype, Job, RowFormName, Task
@@ -12,14 +14,19 @@ from alto.spec.trace import ArrivingTask
 __all__ = [
     "ALL_LINEAR",
     "MAX_JOBS",
+    "PREFERENCE_METRICS",
+    "PREFERENCE_SCORES",
     "AdapterDtype",
     "ArrivingTask",
     "BaseModelSpec",
     "EarlyExit",
     "Job",
     "JobConfig",
+    "ObjectiveEntry",
+    "ObjectiveSettings",
     "Quantisation",
     "RowFormName",
+    "Rule",
     "SearchSpace",
     "Simulation",
     "Task",

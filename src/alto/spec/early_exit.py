@@ -8,13 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from alto.errors import ConflictingKeysError
+from alto.errors import ConflictingKeysError, SpecError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
-from alto.spec.validation import SpecModel, plain
+from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec.validation import plain
 
 __all__ = ["LATEST_RUNG", "PRESETS", "EarlyExit", "Preset", "PresetName"]
 
@@ -23,7 +31,6 @@ PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
-_MAX_EVALUATIONS = 10**6
 LATEST_RUNG = 0.9  # a job whose learning rate rises to its end is ranked all the same
 
 PresetName: TypeAlias = Literal["default", "cautious", "greedy"]
@@ -56,8 +63,14 @@ PRESETS: Mapping[PresetName, Preset] = {
 }
 """The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
+_RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
+    "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
+    "paper": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_gap"},
+}
+"""By policy: its rules in the order in which they are asked, each behind the switch that turns it off."""
 
-class EarlyExit(SpecModel):
+
+class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     """Which jobs are stopped early, and on what evidence.
 
     Two policies share these settings. ``paper`` is Algorithm 1 of the ALTO paper to the letter. ``alto`` (the default)
@@ -72,6 +85,8 @@ class EarlyExit(SpecModel):
         policy: ``alto`` or ``paper``.
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
         detect_overfitting: End jobs that overfit; their best adapter is kept and goes on competing.
+        rules: Further rules by name, asked after those of the policy: a mapping of a rule's settings, or true for its
+            defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``.
         select: Rank the jobs at every rung and end those that do not earn a place.
         preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only); None is ``default`` where no rungs are
             given. ``cautious`` keeps more jobs for longer, ``greedy`` fewer.
@@ -102,13 +117,16 @@ class EarlyExit(SpecModel):
         UnknownKeyError: A key that is not one of the above.
         ConflictingKeysError: ``rungs`` together with ``warmup_ratio`` or ``select_ratio``; ``preset`` together with one
             of these three, or with the paper's policy.
-        SpecError: A value out of bounds, or rungs that do not rise.
+        SpecError: A value out of bounds, rungs that do not rise, a rule that nobody has, or one of the policy's own
+            under ``rules``.
+        UnsupportedError: What a package registers as a rule cannot be used.
     """
 
     enabled: bool = Field(default=True, description="whether any job is stopped early")
     policy: Literal["alto", "paper"] = Field(default="alto", description="which rules decide")
     detect_divergence: bool = Field(default=True, description="end diverging jobs")
     detect_overfitting: bool = Field(default=True, description="end overfitting jobs")
+    rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(
         default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
@@ -121,22 +139,13 @@ class EarlyExit(SpecModel):
         default=None, gt=0, le=1, description="share of its steps from which only the best job trains on"
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
-    window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
-    divergence_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
-    )
-    overfitting_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
-    )
-    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
-    tau_gap: float = Field(default=0.1, gt=0, description="relative gap between validation and training loss")
-    tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
-    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
     ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
 
     def __init__(self, /, **settings: Any) -> None:
         given = canonical_keys(settings, fields=type(self).model_fields, aliases={}, where="early_exit")
         _check_given_once(given)
+        if "rules" in given:
+            given["rules"] = _rules(given["rules"])
         super().__init__(**given)
 
     @field_validator("rungs", mode="before")
@@ -170,6 +179,48 @@ class EarlyExit(SpecModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_rules(self) -> EarlyExit:
+        twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
+        if twice:
+            raise ValueError(
+                f"rules: expected rules beside those of policy {self.policy!r}, found {twice[0]!r}, which is one of "
+                f"them. Write its settings directly under early_exit."
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty_rules(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return values if values.get("rules") else {key: value for key, value in values.items() if key != "rules"}
+
+    @classmethod
+    def parse(cls, value: object) -> EarlyExit:
+        """What stands under ``early_exit`` in a task: a mapping of settings; true for the defaults, false for none.
+
+        Raises:
+            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
+        """
+        if isinstance(value, EarlyExit):
+            return value
+        if isinstance(value, bool):
+            return cls(enabled=value)
+        if not isinstance(value, Mapping):
+            raise SpecError(
+                f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
+                f"Write for example {{policy: paper}}, or remove the key for the defaults."
+            )
+        if not all(isinstance(key, str) for key in value):
+            raise SpecError(
+                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
+            )
+        try:
+            return cls(**value)
+        except SpecError as error:
+            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
+                raise SpecError(f"early_exit.{error}") from None
+            raise
+
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
         """The settings as the files of a run hold them; those of version 0.1 select as that version did.
@@ -189,6 +240,16 @@ class EarlyExit(SpecModel):
     def compares_equal_shares(self) -> bool:
         """Whether jobs are compared at exactly equal shares of their steps; the paper's rule compares evaluations."""
         return self.equal_shares and self.policy == "alto"
+
+    @property
+    def active_rules(self) -> tuple[Rule, ...]:
+        """The rules that judge each job at each of its evaluations, in the order in which they are asked."""
+        if not self.enabled:
+            return ()
+        switches = _RULES_OF_POLICY[self.policy]
+        kinds = [RULES.find(name) for switch, name in switches.items() if getattr(self, switch)]
+        own = [kind(**{key: getattr(self, key) for key in kind.model_fields}) for kind in kinds]
+        return (*own, *self.rules.values())
 
     @property
     def selection_rungs(self) -> tuple[Rung, ...]:
@@ -284,6 +345,32 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
         raise ConflictingKeysError(
             "early_exit gives a preset with policy 'paper', whose rule has none; expected one of the two. Remove one."
         )
+
+
+def _rules(given: object) -> dict[str, Rule]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise SpecError(
+            f"rules should map names of rules to their settings, found {quoted(given)}. Write for example "
+            "{my_rule: {threshold: 0.3}}, or {my_rule: true} for its defaults."
+        )
+    return {name: _rule(name, settings) for name, settings in given.items()}
+
+
+def _rule(name: str, settings: object) -> Rule:
+    kind = RULES.find(name)
+    if isinstance(settings, kind):
+        return settings
+    settings = {} if settings is True else settings
+    if not isinstance(settings, Mapping):
+        raise SpecError(
+            f"rules.{name} should be a mapping of settings, or true for the defaults, found {quoted(settings)}. Remove "
+            "the key for a rule that is not wanted."
+        )
+    given = canonical_keys(settings, fields=kind.model_fields, aliases={}, where=f"early_exit.rules.{name}")
+    try:
+        return kind(**given)
+    except SpecError as error:
+        raise SpecError(f"rules.{name}.{error}") from None
 
 
 def _is_rung(pair: object) -> bool:

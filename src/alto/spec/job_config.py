@@ -6,13 +6,23 @@ import math
 import re
 import textwrap
 import warnings
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from alto.errors import UnsupportedError
 from alto.spec.keys import JOB_ALIASES, canonical_keys
-from alto.spec.method import LOSS_TYPES
+from alto.spec.method import Method, find_method
+from alto.spec.objectives import ObjectiveSettings
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
@@ -47,9 +57,8 @@ class JobConfig(SpecModel):
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
     sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
-    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``beta``,
-    ``loss_type`` and ``label_smoothing`` are None where the task's method has no such thing; a task fills in the
-    defaults of its method.
+    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
+    settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.
@@ -82,21 +91,50 @@ class JobConfig(SpecModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
-    beta: float | None = Field(
-        default=None,
-        ge=1e-6,
-        le=1e6,
-        description="DPO: how dearly leaving the base is paid; ORPO: weight of the odds; 0.1 if left",
-    )
-    loss_type: str | None = Field(
-        default=None, min_length=1, description=f"DPO: form of the loss: {', '.join(LOSS_TYPES)}; sigmoid if left"
-    )
-    label_smoothing: float | None = Field(
-        default=None, ge=0, lt=0.5, description="DPO: share of pairs thought to be the wrong way round; 0 if left"
+    objective: SerializeAsAny[ObjectiveSettings] = Field(
+        default=ObjectiveSettings(), description="settings of the method"
     )
 
     def __init__(self, /, **values: Any) -> None:
-        super().__init__(**canonical_keys(values, fields=JOB_FIELDS, aliases=JOB_ALIASES, where="the job"))
+        # A setting of a method that has no place here is refused as such, instead of taken for a misspelt field.
+        method = find_method("sft")
+        fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
+        given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
+        super().__init__(**method.without_others(given))
+
+    @classmethod
+    def of(cls, method: Method, values: Mapping[str, Any]) -> JobConfig:
+        """The configuration of a job of ``method`` from one flat mapping, as task files and journals have it.
+
+        Args:
+            values: Fields of every job and settings of the method, in any spelling; settings of ALTO's other methods
+                may be there if they are null.
+
+        Raises:
+            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
+        """
+        fields, aliases = (*JOB_FIELDS, *method.known_keys), {**JOB_ALIASES, **method.aliases}
+        given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
+        common = {key: value for key, value in given.items() if key not in method.fields}
+        return cls(**common, objective=method.settings(given))
+
+    def replace(self, **changes: Any) -> Self:
+        """A new, fully checked object with some fields, or settings of the same method, changed (canonical names).
+
+        Raises:
+            SpecError: As the constructor does.
+        """
+        settings = type(self.objective)
+        values = {"objective": None, **self.to_dict(), **changes}
+        given = {key: values.pop(key) for key in settings.model_fields}
+        values["objective"] = values["objective"] or settings(**given)
+        return type(self)(**values)
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        settings = values.pop("objective", {})
+        return {**values, **settings}
 
     @field_validator("lora_alpha", mode="before")
     @classmethod
@@ -188,11 +226,6 @@ class JobConfig(SpecModel):
             )
         return self
 
-    @property
-    def scale(self) -> float:
-        """What the adapter's output is multiplied by: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one pass over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
@@ -260,5 +293,5 @@ def _checked_pattern(text: str) -> str:
     return text
 
 
-JOB_FIELDS: tuple[str, ...] = tuple(JobConfig.model_fields)
-"""Canonical names of everything that may vary between jobs."""
+JOB_FIELDS: tuple[str, ...] = tuple(key for key in JobConfig.model_fields if key != "objective")
+"""Canonical names of everything that may vary between jobs, whatever their method."""

@@ -29,12 +29,8 @@ JOB_ALIASES: Mapping[str, str] = {
     "lr_scheduler": "lr_scheduler_type",
     "gradient_clipping": "max_grad_norm",
     "optimizer": "optim",
-    "pref_beta": "beta",
-    "rl_beta": "beta",
-    "pref_loss": "loss_type",
-    "dpo_label_smoothing": "label_smoothing",
 }
-"""Other spellings of a job's fields: the paper's, LLaMA-Factory's and Axolotl's."""
+"""Other spellings of the fields that every job has: the paper's, LLaMA-Factory's and Axolotl's."""
 
 TASK_ALIASES: Mapping[str, str] = {
     "base_model": "model",
@@ -197,7 +193,7 @@ def canonical_keys(
         ConflictingKeysError: Two spellings of one field.
         UnsupportedError: A key that is known from PEFT or a trainer, and that this version cannot honour.
     """
-    given = {key: value for key, value in given.items() if not _asks_for_nothing(key, value)}
+    given = {key: value for key, value in given.items() if key in fields or not _asks_for_nothing(key, value)}
     spellings = {name: name for name in fields} | {a: name for a, name in aliases.items() if name in fields}
     written: dict[str, str] = {}
     for key in given:

@@ -9,15 +9,15 @@ from typing import Any
 
 from alto.errors import SpecError, UnsupportedError
 from alto.spec.early_exit import EarlyExit
-from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
+from alto.spec.method import SETTING_ALIASES
 from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
-from alto.spec.task import Task
+from alto.spec.task import TASK_FIELDS, Task
 
 __all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping", "read_run_task"]
 
-_ALIASES = {**JOB_ALIASES, **TASK_ALIASES}
+_ALIASES = {**JOB_ALIASES, **TASK_ALIASES, **SETTING_ALIASES}
 
 _DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 _MAX_BYTES = 2 * 1024**2
@@ -174,9 +174,9 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
 
 
 def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
-    """A job's field that an override fixes is no longer searched."""
+    """What an override fixes for every job is no longer searched."""
     space = values.get("search_space")
-    if field not in JOB_FIELDS or not isinstance(space, Mapping):
+    if field in TASK_FIELDS or not isinstance(space, Mapping):
         return dict(values)
     return {**values, "search_space": {key: v for key, v in space.items() if _ALIASES.get(key, key) != field}}
 

@@ -1,101 +1,117 @@
-"""What a task may ask to have learned from its rows, and which settings belong to that."""
+"""The method of a task: which objective learns from its rows, and which settings of a job belong to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from dataclasses import dataclass
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from alto.errors import SpecError, UnknownKeyError
+from alto.spec.objectives import LOSS_TYPES, OBJECTIVES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.quoting import quoted
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "LOSS_TYPES",
-    "METHOD_SETTINGS",
-    "OWN_METHODS",
-    "check_method",
-    "learns_from_pairs",
-    "method_defaults",
-]
+__all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
 
-ENTRY_POINT_GROUP = "alto.objectives"
-"""Where packages register methods of their own."""
-
-LOSS_TYPES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down")
-"""Forms of the loss of ``dpo``."""
-
-_SMOOTHED = ("sigmoid", "robust")
-"""Those of them that know ``label_smoothing``."""
-
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sft": {},
-    "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
-    "orpo": {"beta": 0.1},
-}
-"""Settings that a method has beside those of every job."""
-
-OWN_METHODS = tuple(_DEFAULTS)
+OWN_METHODS = tuple(OBJECTIVES.own)
 """Methods that need no package."""
 
-METHOD_SETTINGS = tuple(dict.fromkeys(key for known in _DEFAULTS.values() for key in known))
-"""Settings of a job that its objective may read."""
+
+def _own_entries() -> dict[str, ObjectiveEntry]:
+    return {name: entry for name, entry in OBJECTIVES.own.items() if isinstance(entry, ObjectiveEntry)}
 
 
-def check_method(method: str) -> str:
-    """``method`` if somebody has it.
+SETTING_ALIASES: Mapping[str, str] = {
+    alias: key for entry in _own_entries().values() for alias, key in entry.settings.aliases.items()
+}
+"""Other spellings of the settings of ALTO's own methods."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method by its name, with what is known of its objective.
+
+    Attributes:
+        name: As a task names it.
+        entry: Its objective.
+    """
+
+    name: str
+    entry: ObjectiveEntry
+
+    @property
+    def fields(self) -> Mapping[str, FieldInfo]:
+        """Its settings by name."""
+        return self.entry.settings.model_fields
+
+    @property
+    def known_keys(self) -> tuple[str, ...]:
+        """Names of its settings, then of those of ALTO's other methods, which :meth:`without_others` refuses."""
+        others = (key for entry in _own_entries().values() for key in entry.settings.model_fields)
+        return tuple(dict.fromkeys((*self.fields, *others)))
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Other spellings of :attr:`known_keys`."""
+        return {**SETTING_ALIASES, **self.entry.settings.aliases}
+
+    def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """``given`` without settings of other methods, which may be there if they are null.
+
+        Raises:
+            UnknownKeyError: One has a value.
+        """
+        kept = {}
+        for key, value in given.items():
+            having = [name for name, entry in _own_entries().items() if key in entry.settings.model_fields]
+            if key in self.fields or not having:
+                kept[key] = value
+            elif value is not None and value != [None]:
+                raise UnknownKeyError(
+                    f"{key!r} is a setting of method {' and '.join(having)}, found with method {self.name!r}. Remove "
+                    "the key, or change the method."
+                )
+        return kept
+
+    def settings(self, values: Mapping[str, Any]) -> ObjectiveSettings:
+        """Its settings among ``values`` (canonical names), defaults filled in.
+
+        Raises:
+            SpecError: A value is out of its domain, or values contradict each other.
+        """
+        return self.entry.settings(**{key: values[key] for key in self.fields if key in values})
+
+    def check_setting(self, key: str, value: object) -> None:
+        """Make sure that the setting ``key`` may be ``value``, whatever the others are.
+
+        Raises:
+            SpecError: It may not.
+        """
+        error = None if value is None else self.entry.settings.error_of(key, value)
+        if error is not None:
+            raise error
+
+
+def find_method(name: str) -> Method:
+    """The method called ``name``.
 
     Raises:
-        ValueError: Nobody does.
+        SpecError: Nobody has it.
+        UnsupportedError: What a package registers for it cannot be used.
     """
-    if method in OWN_METHODS:
-        return method
-    others = sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
-    if method not in others:
-        remedy = (
-            f"Write method: dpo and loss_type: {method}."
-            if method in LOSS_TYPES
-            else f"Correct the name, or install the package that registers it under {ENTRY_POINT_GROUP}."
+    if name in LOSS_TYPES and name not in OBJECTIVES.names():
+        raise SpecError(
+            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: dpo and "
+            f"loss_type: {name}."
         )
-        raise ValueError(f"should be one of {', '.join((*OWN_METHODS, *others))}, found {quoted(method)}. {remedy}")
-    return method
+    return Method(name=name, entry=OBJECTIVES.find(name))
 
 
 def learns_from_pairs(method: str) -> bool | None:
-    """Whether the rows of ``method`` are preference pairs; None where a package brings it, which alone knows."""
-    return method != "sft" if method in OWN_METHODS else None
-
-
-def method_defaults(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a job with ``values`` has beside them, as its method has settings of its own.
+    """Whether the rows of ``method`` are preference pairs; None where it takes either kind.
 
     Raises:
-        UnknownKeyError: A value belongs to other methods.
-        SpecError: A value is not one of the method's.
+        SpecError, UnsupportedError: As :func:`find_method`.
     """
-    defaults = _DEFAULTS.get(method)
-    if defaults is None:
-        return {}  # of a package's method, whose objective checks its settings itself
-    for key in METHOD_SETTINGS:
-        if values.get(key) is not None and key not in defaults:
-            having = [name for name, known in _DEFAULTS.items() if key in known]
-            raise UnknownKeyError(
-                f"{key!r} is a setting of method {' and '.join(having)}, found with method {method!r}. Remove the key, "
-                "or change the method."
-            )
-    missing = {key: value for key, value in defaults.items() if values.get(key) is None}
-    if method == "dpo":
-        _check_dpo({**values, **missing})
-    return missing
-
-
-def _check_dpo(settings: Mapping[str, Any]) -> None:
-    loss_type, smoothing = settings["loss_type"], settings["label_smoothing"]
-    if loss_type not in LOSS_TYPES:
-        remedy = f"Write method: {loss_type}." if loss_type in OWN_METHODS else "Write one of those."
-        raise SpecError(f"loss_type should be one of {', '.join(LOSS_TYPES)}, found {quoted(loss_type)}. {remedy}")
-    if smoothing and loss_type not in _SMOOTHED:
-        raise SpecError(
-            f"label_smoothing should be 0 with loss_type {loss_type!r}, found {smoothing}. Remove it, or write one of "
-            f"the forms that know it: {' or '.join(_SMOOTHED)}."
-        )
+    return find_method(method).entry.is_paired

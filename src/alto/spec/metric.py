@@ -9,19 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alto.errors import SpecError
-from alto.spec.job_config import JobConfig
+from alto.spec.job_config import JOB_FIELDS, JobConfig
+from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.quoting import quoted
 
-__all__ = ["LEAST_SCORE", "LOSS", "OWN_SCORES", "check_metric", "loss_scale", "metric_notes", "score_of"]
+__all__ = ["LEAST_SCORE", "LOSS", "check_metric", "loss_scale", "metric_notes", "score_of"]
 
 LOSS = "loss"
-
-_PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
-OWN_SCORES: Mapping[str, tuple[str, ...]] = {"sft": (), "dpo": _PREFERENCE_SCORES, "orpo": _PREFERENCE_SCORES}
-"""What a task may choose by under each of ALTO's own methods; those that packages register know theirs themselves."""
-
-_SCALING: Mapping[str, tuple[str, ...]] = {LOSS: ("loss_type", "beta", "label_smoothing"), "reward_margin": ("beta",)}
-"""Settings of jobs that decide on which scale a metric is."""
 
 LEAST_SCORE = -sys.float_info.max
 """The score of an evaluation whose metric is not finite: below every other."""
@@ -35,7 +29,7 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
     """
     if metric in (LOSS, *scores):
         return
-    having = [name for name, known in OWN_SCORES.items() if metric in known]
+    having = [name for name in OWN_METHODS if metric in find_method(name).entry.scores]
     remedy = f"change the method to {' or '.join(having)}" if having else "correct it"
     raise SpecError(
         f"metric should be {' or '.join((LOSS, *scores))} with method {quoted(method)}, found {quoted(metric)}. "
@@ -45,21 +39,30 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
 
 def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
     """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
-    configs = list(configs)
-    keys = _SCALING.get(metric, ()) if method in OWN_SCORES else ()
-    differing = [key for key in keys if len({getattr(config, key) for config in configs}) > 1]
+    entry = find_method(method).entry
+    settings = [config.objective for config in configs]
+    keys = tuple(entry.settings.model_fields) if metric == LOSS else entry.scaled_by.get(metric, ())
+    differing = [key for key in keys if len({getattr(given, key) for given in settings}) > 1]
     if not differing:
         return ()
-    what = "losses" if metric == LOSS else "margins"
+    what = "losses" if metric == LOSS else metric.replace("_", " ")
+    others = [score for score in entry.scores if not set(entry.scaled_by.get(score, ())) & set(differing)]
+    remedy = f"; metric: {others[0]} does not depend on it" if others else ""
     return (
         f"Jobs differ in {' and '.join(differing)}, and with that in the scale of the {what} by which they are "
-        f"compared; metric: {_PREFERENCE_SCORES[0]} compares them by how often they are right.",
+        f"compared{remedy}.",
     )
 
 
 def loss_scale(settings: Mapping[str, Any]) -> str:
-    """What decides the scale of a job's loss, of its ``settings``: losses of two jobs with the same can be compared."""
-    return ",".join(f"{key}={settings[key]}" for key in _SCALING[LOSS] if settings.get(key) is not None)
+    """What decides the scale of a job's loss: those of its ``settings`` that belong to its method. Losses of two jobs
+    with the same can be compared.
+
+    Args:
+        settings: The configuration of a job as journals have it: canonical keys, one flat mapping.
+    """
+    of_method = sorted(settings.keys() - {*JOB_FIELDS})
+    return ",".join(f"{key}={settings[key]}" for key in of_method if settings[key] is not None)
 
 
 def score_of(metric: str, metrics: Mapping[str, Any]) -> float:

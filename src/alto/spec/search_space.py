@@ -13,6 +13,7 @@ from typing import Any, get_args
 from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.method import Method, find_method
 from alto.spec.quoting import quoted
 from alto.spec.validation import plain
 
@@ -96,28 +97,32 @@ class SearchSpace:
     paired: frozenset[int] = frozenset()
 
     @classmethod
-    def parse(cls, given: object) -> SearchSpace:
+    def parse(cls, given: object, method: Method | None = None) -> SearchSpace:
         """Read and check what stands under ``search_space``.
 
         A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``paired`` is a mapping of
         equally long lists (or sampled forms), or a list of such mappings.
+
+        Args:
+            given: What the user wrote.
+            method: Whose settings may vary beside the fields of every job; None is ``sft``, which has none.
 
         Raises:
             SpecError: A value a job cannot have, an empty or repeating list, lists of unequal length under
                 ``paired``, or more than :data:`MAX_JOBS` jobs.
             UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
         """
-        fields = _mapping(given, "search_space")
-        fields = canonical_keys(fields, fields=(*JOB_FIELDS, _PAIRED), aliases=JOB_ALIASES, where="search_space")
+        method = find_method("sft") if method is None else method
+        fields = _canonical(_mapping(given, "search_space"), method, "search_space", extra=(_PAIRED,))
         groups: list[tuple[Axis, ...]] = []
         paired: set[int] = set()
         for key, value in fields.items():
             if key == _PAIRED:
-                pairings = _pairings(value)
+                pairings = _pairings(value, method)
                 paired.update(range(len(groups), len(groups) + len(pairings)))
                 groups.extend(pairings)
             else:
-                groups.append((_axis(key, value, f"search_space.{key}"),))
+                groups.append((_axis(key, value, f"search_space.{key}", method),))
         space = cls(groups=tuple(groups), paired=frozenset(paired))
         space._check_keys_are_unique()
         space._check_size()
@@ -182,13 +187,18 @@ def _mapping(value: object, path: str) -> Mapping[Any, Any]:
     return value
 
 
-def _pairings(value: object) -> list[tuple[Axis, ...]]:
+def _canonical(given: Mapping[Any, Any], method: Method, path: str, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    fields, aliases = (*JOB_FIELDS, *method.known_keys, *extra), {**JOB_ALIASES, **method.aliases}
+    return method.without_others(canonical_keys(given, fields=fields, aliases=aliases, where=path))
+
+
+def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
     mappings = value if isinstance(value, list | tuple) else [value]
-    return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]") for index, mapping in enumerate(mappings)]
+    return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]", method) for index, mapping in enumerate(mappings)]
 
 
-def _pairing(value: object, path: str) -> tuple[Axis, ...]:
-    fields = canonical_keys(_mapping(value, path), fields=JOB_FIELDS, aliases=JOB_ALIASES, where=path)
+def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
+    fields = _canonical(_mapping(value, path), method, path)
     if not fields:
         raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")
     for key, values in fields.items():
@@ -197,16 +207,16 @@ def _pairing(value: object, path: str) -> tuple[Axis, ...]:
                 f"{path}.{key} should be a list as long as those it is paired with, found {quoted(values)}. "
                 f"Move a fixed value out of 'paired'."
             )
-    axes = tuple(_axis(key, values, f"{path}.{key}", may_repeat=True) for key, values in fields.items())
+    axes = tuple(_axis(key, values, f"{path}.{key}", method, may_repeat=True) for key, values in fields.items())
     if len({len(axis) for axis in axes}) > 1:
         found = ", ".join(f"{axis.key} with {len(axis)}" for axis in axes)
         raise SpecError(f"{path} should hold equally many values for every field, found {found}. Even them out.")
     return axes
 
 
-def _axis(key: str, value: object, path: str, *, may_repeat: bool = False) -> Axis:
+def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
     if isinstance(value, Mapping):
-        return Axis(key=key, values=_sampled(key, value, path))
+        return Axis(key=key, values=_sampled(key, value, path, method))
     values = plain(value if isinstance(value, list | tuple) else [value])
     if not 1 <= len(values) <= MAX_JOBS:
         raise SpecError(
@@ -214,22 +224,26 @@ def _axis(key: str, value: object, path: str, *, may_repeat: bool = False) -> Ax
             f"{'Remove some.' if values else 'Add one, or remove the key.'}"
         )
     for index, item in enumerate(values):
-        _check_value(key, item, f"{path}[{index}]" if isinstance(value, list | tuple) else path)
+        _check_value(key, item, f"{path}[{index}]" if isinstance(value, list | tuple) else path, method)
     repeated = [item for item, count in Counter(values).items() if count > 1]
     if repeated and not may_repeat:
         raise SpecError(f"{path} should hold different values, found {quoted(repeated[0])} twice. Remove one.")
     return Axis(key=key, values=values)
 
 
-def _check_value(key: str, value: object, path: str) -> None:
+def _check_value(key: str, value: object, path: str, method: Method) -> None:
     try:
-        JobConfig(**{key: value})
+        if key in method.fields:
+            method.check_setting(key, value)
+        else:
+            JobConfig(**{key: value})
     except SpecError as error:
         raise SpecError(f"In {path}: {error}") from None
 
 
-def _sampled(key: str, given: Mapping[Any, Any], path: str) -> Sampled:
-    kinds = get_args(JobConfig.model_fields[key].annotation) or (JobConfig.model_fields[key].annotation,)
+def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> Sampled:
+    annotation = {**JobConfig.model_fields, **method.fields}[key].annotation
+    kinds = get_args(annotation) or (annotation,)
     if not {int, float} & set(kinds):
         raise SpecError(
             f"{path} is no number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."
@@ -243,7 +257,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str) -> Sampled:
         )
     low, high, num, log = form["min"], form["max"], form["num"], form.get("log", False)
     for name in ("min", "max"):
-        _check_value(key, form[name], f"{path}.{name}")
+        _check_value(key, form[name], f"{path}.{name}", method)
         if not isinstance(form[name], int | float):
             raise SpecError(f"{path}.{name} should be a number, found {quoted(form[name])}. Write a number.")
     if not isinstance(log, bool):

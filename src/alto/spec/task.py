@@ -6,23 +6,23 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
-from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
+from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
-from alto.spec.method import check_method, learns_from_pairs, method_defaults
-from alto.spec.metric import LOSS, OWN_SCORES, check_metric
+from alto.spec.method import Method, find_method
+from alto.spec.metric import LOSS, check_metric
 from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_path, plain
 
 __all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
 
@@ -41,6 +41,7 @@ _COLUMN_ROLES = (
 )
 """What a column of a dataset can be to ALTO: the names on the left of ``columns``."""
 
+DEFAULT_METHOD = "sft"
 _MAX_NAME_CHARS = 100
 _MAX_SEED = 2**32 - 1
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -58,7 +59,8 @@ class Job:
 class Task(SpecModel):
     """One tuning task, checked whole when it is built: every job of its search space is known to be valid.
 
-    A job's fields (:class:`JobConfig`, aliases included) given beside the task's own are fixed for every job.
+    A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
+    keys are fixed for every job.
 
     Attributes:
         name: A safe file name; by default the dataset's file name without its endings.
@@ -75,7 +77,7 @@ class Task(SpecModel):
             validation rows of its own brings them, and any other gives a tenth of its rows.
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
-            register others (:class:`alto.objectives.Objective`).
+            register others (:class:`alto.spec.ObjectiveEntry`).
         metric: What decides which checkpoint of a job is its best, who goes on at rungs, and who wins: the validation
             loss, or something the method measures of which more is better; where that is equal, the loss. Divergence
             and overfitting are judged by losses in any case.
@@ -129,7 +131,7 @@ class Task(SpecModel):
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
-    method: str = Field(default="sft", description="what is learned from a row")
+    method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
     metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is chosen by")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
@@ -162,23 +164,24 @@ class Task(SpecModel):
     report_to: str | tuple[str, ...] = Field(default="auto", description="experiment trackers")
     search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
 
+    _method: Method = PrivateAttr()
     _fixed: dict[str, Any] = PrivateAttr()
     _jobs: tuple[Job, ...] = PrivateAttr()
 
     def __init__(self, /, **values: Any) -> None:
-        given = _canonical(values)
-        fixed = {key: given.pop(key) for key in tuple(given) if key in JOB_FIELDS}
-        given["early_exit"] = _early_exit(given.get("early_exit", True))
-        given["search_space"] = _search_space(given.get("search_space", {}))
+        method = _method_of(values)
+        given = method.without_others(_canonical(values, method))
+        fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
+        given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
+        given["search_space"] = _search_space(given.get("search_space", {}), method)
         given.setdefault("name", _default_name(given.get("dataset")))
         _check_given_once(given, fixed)
         super().__init__(**given)
-        if self.method in OWN_SCORES:
-            check_metric(self.metric, self.method, OWN_SCORES[self.method])
-        JobConfig(**fixed)
-        method_defaults(self.method, fixed)  # what is wrong with every job is not blamed on the first
+        check_metric(self.metric, self.method, method.entry.scores)
+        _check_fixed(fixed, self.search_space, method)
+        self._method = method
         self._fixed = {key: plain(value) for key, value in fixed.items()}
-        self._jobs = _expand(fixed, self.search_space, self.data_seed, self.method)
+        self._jobs = _expand(fixed, self.search_space, self.data_seed, method)
         _check_selection(self)
         _check_size(self)
 
@@ -201,7 +204,7 @@ class Task(SpecModel):
     @classmethod
     def _check_can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None:
-            _check_path(value)
+            check_path(value)
         return value
 
     @field_validator("columns", mode="before")
@@ -238,11 +241,6 @@ class Task(SpecModel):
             )
         return tuple(names)
 
-    @field_validator("method")
-    @classmethod
-    def _check_method(cls, method: str) -> str:
-        return check_method(method)
-
     @property
     def jobs(self) -> tuple[Job, ...]:
         """All jobs of the search space, the last key varying fastest; always the same for equal tasks."""
@@ -265,6 +263,10 @@ class Task(SpecModel):
         """The fields fixed for every job at the top level: canonical names to values as written."""
         return dict(self._fixed)
 
+    def job_config(self, values: Mapping[str, Any]) -> JobConfig:
+        """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
+        return JobConfig.of(self._method, values)
+
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
         own = self.model_dump(mode="json", exclude={"early_exit", "search_space"})
@@ -283,7 +285,7 @@ class Task(SpecModel):
         Raises:
             SpecError: As the constructor does.
         """
-        changes = _canonical(changes)
+        changes = _canonical(changes, _method_of({"method": self.method, **changes}))
         kept = self.to_dict()
         if changes.get("validation_dataset") is not None:
             kept.pop("validation_split")
@@ -296,37 +298,32 @@ TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
 """Canonical names of a task's own fields."""
 
 
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = (*TASK_FIELDS, *JOB_FIELDS)
+def _method_of(values: Mapping[str, Any]) -> Method:
+    """The method that ``values`` name in any spelling, which has to be known to know what else may stand there."""
+    names = [value for key, value in values.items() if TASK_ALIASES.get(key, key) == "method"]
+    # What is no text is refused with the task's other values.
+    method = find_method(names[-1] if names and isinstance(names[-1], str) else DEFAULT_METHOD)
+    taken = {*TASK_FIELDS, *JobConfig.model_fields, *JOB_ALIASES, *TASK_ALIASES, "paired"}
+    clashing = sorted(taken & {*method.fields, *method.entry.settings.aliases})
+    if clashing:
+        raise UnsupportedError(
+            f"method {method.name!r}: expected settings with names of their own, found {clashing[0]!r}, which tasks "
+            "have already; rename it in the package that registers the method"
+        )
+    return method
+
+
+def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
+    """``values`` by canonical names."""
+    fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
+    aliases = {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
     for key in values:
         if key in EarlyExit.model_fields and key not in fields:
             raise UnknownKeyError(f"the task has the key {key!r}, which is expected under 'early_exit'. Move it there.")
-    return canonical_keys(values, fields=fields, aliases={**JOB_ALIASES, **TASK_ALIASES}, where="the task")
+    return canonical_keys(values, fields=fields, aliases=aliases, where="the task")
 
 
-def _early_exit(value: object) -> object:
-    if isinstance(value, bool):
-        return EarlyExit(enabled=value)
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise SpecError(
-                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
-            )
-        try:
-            return EarlyExit(**value)
-        except SpecError as error:
-            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
-                raise SpecError(f"early_exit.{error}") from None
-            raise
-    if isinstance(value, EarlyExit):
-        return value
-    raise SpecError(
-        f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
-        f"Write for example {{policy: paper}}, or remove the key for the defaults."
-    )
-
-
-def _search_space(value: object) -> SearchSpace:
+def _search_space(value: object, method: Method) -> SearchSpace:
     if isinstance(value, SearchSpace):
         return value
     if isinstance(value, Mapping):
@@ -336,7 +333,16 @@ def _search_space(value: object) -> SearchSpace:
                     f"search_space has the key {key!r}, expected fields of a job: this one is the same for all jobs of "
                     f"a task. Move it to the top level of the task."
                 )
-    return SearchSpace.parse(value)
+    return SearchSpace.parse(value, method)
+
+
+def _check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
+    """So that what is wrong with every job is not blamed on the first."""
+    JobConfig(**{key: value for key, value in fixed.items() if key not in method.fields})
+    if not method.fields.keys() & {*space.keys}:
+        method.settings(fixed)
+    for key in method.fields.keys() & fixed.keys():
+        method.check_setting(key, plain(fixed[key]))
 
 
 def _default_name(dataset: object) -> str:
@@ -366,23 +372,8 @@ def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> Non
         )
 
 
-def _check_path(text: str) -> None:
-    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
-    reason = "a NUL character" if "\0" in text else None
-    try:
-        Path(text).expanduser().exists()
-    except RuntimeError:
-        reason = f"no home folder for {text.split('/')[0]}"
-    except OSError as error:  # too long, or in a folder that may not be entered
-        reason = error.strerror
-    if reason is not None:
-        raise ValueError(
-            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
-        )
-
-
 def _check_selection(task: Task) -> None:
-    if task.select_by == "eval_accuracy" and learns_from_pairs(task.method):
+    if task.select_by == "eval_accuracy" and task._method.entry.is_paired:
         raise SpecError(
             f"select_by should be 'metric' with method {task.method!r}, whose validation rows are pairs without "
             f"a final answer, found 'eval_accuracy'. Remove the key."
@@ -399,14 +390,14 @@ def _check_size(task: Task) -> None:
         )
 
 
-def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: str) -> tuple[Job, ...]:
+def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: Method) -> tuple[Job, ...]:
     digits = max(3, len(str(len(space) - 1)))
     first_with: dict[JobConfig, str] = {}
     jobs = []
     for index, varied in enumerate(space.expand(seed)):
         job_id = f"job-{index:0{digits}d}"
         try:
-            config = JobConfig(**{**fixed, **varied, **method_defaults(method, {**fixed, **varied})})
+            config = JobConfig.of(method, {**fixed, **varied})
         except UnknownKeyError:
             raise  # says itself what is wrong, and it is so with every job
         except SpecError as error:

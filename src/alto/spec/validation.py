@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import types
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import annotated_types
@@ -15,7 +17,7 @@ from pydantic_core import ErrorDetails
 from alto.errors import SpecError
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_CHARS", "SpecModel", "plain", "spec_error", "yaml_number"]
+__all__ = ["MAX_CHARS", "SpecModel", "check_path", "plain", "spec_error", "yaml_number"]
 
 
 MAX_CHARS = 4095
@@ -32,6 +34,16 @@ class SpecModel(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise spec_error(error, type(self)) from None
+
+    @classmethod
+    def error_of(cls, key: str, value: object) -> SpecError | None:
+        """What is wrong with ``value`` for the field ``key``, whatever the other fields are; None if nothing is."""
+        try:
+            BaseModel.__init__(cls.__new__(cls), **{key: value})
+        except ValidationError as error:
+            found = [details for details in error.errors() if details["loc"][:1] == (key,)]
+            return _error_of_details(found, cls) if found else None
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields under their canonical names, made of what YAML and JSON can hold."""
@@ -52,10 +64,12 @@ class SpecModel(BaseModel):
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
     """Say each of pydantic's complaints about ``model`` as: where, expected, found, remedy; one line each."""
+    return _error_of_details(error.errors(), model)
+
+
+def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     return SpecError(
-        "\n".join(
-            _sentence(details, model) for details in error.errors() if details["type"] != "default_factory_not_called"
-        )
+        "\n".join(_sentence(details, model) for details in found if details["type"] != "default_factory_not_called")
     )
 
 
@@ -161,3 +175,18 @@ def _remedy(value: object, field: FieldInfo) -> str:
     if value is None and not field.is_required():
         return "Remove the key for the default."
     return "Write one of those." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
+
+
+def check_path(text: str) -> None:
+    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
+    reason = "a NUL character" if "\0" in text else None
+    try:
+        Path(text).expanduser().exists()
+    except RuntimeError:
+        reason = f"no home folder for {text.split('/')[0]}"
+    except OSError as error:  # too long, or in a folder that may not be entered
+        reason = error.strerror
+    if reason is not None:
+        raise ValueError(
+            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
+        )

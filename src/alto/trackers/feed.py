@@ -90,7 +90,7 @@ def _eval_point(event: JobEvaluated, time: float) -> Point:
 def _outcome(event: JobExited | JobCompleted, time: float) -> JobOutcome:
     best = event.best_validation_loss
     return JobOutcome(
-        reason=event.reason.value if isinstance(event, JobExited) else "completed",
+        reason=str(event.reason) if isinstance(event, JobExited) else "completed",
         step=event.step or 0,
         time=time,
         best_step=event.best_step,

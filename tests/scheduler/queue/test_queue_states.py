@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from budgets import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -162,4 +163,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestQueueMachine.settings = settings(max_examples=examples(50), stateful_step_count=30)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from budgets import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alto.records import SimulationOutcome
@@ -40,7 +41,7 @@ def check(simulation: Simulation, outcome: SimulationOutcome, num_tasks: int) ->
     backoff_s=st.sampled_from([0.0, 10.0, 1e9]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60))
 def test_every_task_finishes_or_is_given_up(
     trace: list[ArrivingTask], method: str, early_exit: bool, **bad_luck: object
 ) -> None:

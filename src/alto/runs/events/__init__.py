@@ -1,7 +1,7 @@
 """Typed events: what journals of runs and queues hold, one class each, and the codec between classes and lines.
 
-``run_events`` and ``queue_events`` have the classes, ``facts`` what stands inside of them, ``names`` what a journal
-calls them, ``codec`` reads and writes lines.
+``run_events``, ``job_events`` and ``queue_events`` have the classes, ``facts`` what stands inside of them, ``names``
+what a journal calls them, ``codec`` reads and writes lines.
 """
 
 from alto.runs.events.codec import (
@@ -10,9 +10,9 @@ from alto.runs.events.codec import (
     JournalEntry,
     TaskRelayed,
     UnknownEvent,
-    as_entry,
     decode,
     encode,
+    is_line,
     name_of,
     settings_of,
 )
@@ -24,6 +24,17 @@ from alto.runs.events.facts import (
     SavedJob,
     StartMeasurement,
     TiedJob,
+)
+from alto.runs.events.job_events import (
+    JobAdded,
+    JobAdmitted,
+    JobCompleted,
+    JobEvaluated,
+    JobExited,
+    JobParked,
+    JobReopened,
+    JobResumed,
+    TrainSteps,
 )
 from alto.runs.events.names import WIRE_NAMES
 from alto.runs.events.queue_events import (
@@ -50,14 +61,6 @@ from alto.runs.events.run_events import (
     CommandRefused,
     FinalistsJudged,
     GpusOffered,
-    JobAdded,
-    JobAdmitted,
-    JobCompleted,
-    JobEvaluated,
-    JobExited,
-    JobParked,
-    JobReopened,
-    JobResumed,
     OutOfMemory,
     ProfileMeasured,
     RunEvent,
@@ -65,7 +68,6 @@ from alto.runs.events.run_events import (
     TaskInterrupted,
     TaskResumed,
     TaskStarted,
-    TrainSteps,
     WarmupEnded,
 )
 
@@ -121,9 +123,9 @@ __all__ = [
     "TrainSteps",
     "UnknownEvent",
     "WarmupEnded",
-    "as_entry",
     "decode",
     "encode",
+    "is_line",
     "name_of",
     "settings_of",
 ]

@@ -24,10 +24,10 @@ __all__ = [
     "JournalEntry",
     "TaskRelayed",
     "UnknownEvent",
-    "as_entry",
     "decode",
     "encode",
     "event_from",
+    "is_line",
     "name_of",
     "settings_of",
 ]
@@ -94,20 +94,6 @@ class JournalEntry:
         """The line in plain values, as a journal holds it; ``replayed`` is added where it is shown again."""
         return encode(self) | ({"replayed": True} if self.is_replayed else {})
 
-    # Readers that are not converted yet look fields up by name.
-
-    def __getitem__(self, key: str) -> Any:
-        return self.to_dict()[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.to_dict()
-
-    def keys(self) -> Any:
-        return self.to_dict().keys()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.to_dict().get(key, default)
-
 
 def name_of(event: Event) -> str:
     """What journals call the event."""
@@ -117,6 +103,11 @@ def name_of(event: Event) -> str:
         case TaskRelayed():
             return RELAYED
     return WIRE_NAMES[type(event)]
+
+
+def is_line(line: Mapping[str, Any]) -> bool:
+    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    return "time" in line and isinstance(line.get("event"), str)
 
 
 def encode(entry: JournalEntry) -> dict[str, Any]:
@@ -157,31 +148,22 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
     )
 
 
-def as_entry(event: JournalEntry | Mapping[str, Any]) -> JournalEntry:
-    """What observers are shown by writers that are not converted yet: an entry, or its plain values."""
-    if isinstance(event, JournalEntry):
-        return event
-    line: dict[str, Any] = {"time": 0.0, **event}
-    if line["event"] == "told":
-        relayed = as_entry(line.pop("line")).to_dict()
-        line |= {"event": RELAYED, "entry": relayed}
-    return decode(line)
-
-
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """The event of that name with these fields.
+    """The event of that name with these fields, all of which it must know.
 
     Raises:
-        TypeError: It has no such field, or a field holds another type.
+        TypeError: It has no such field, or a field is missing or holds another type.
     """
     try:
         event, unknown = _event(name, facts)
     except WrongValueError as error:
-        raise TypeError(_refusal(error, {"event": name}, "what is to be written")) from error
+        what = "is missing" if error.is_missing else f"expected {error.expected}, found {error.found!r:.100}"
+        raise TypeError(f"{name}, {pointer(error.path)}: {what}") from error
     if unknown:
         raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
     assert not isinstance(event, _Relayed)
-    return event
+    built: Event = event
+    return built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +217,12 @@ def _put(line: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _refusal(error: WrongValueError, line: Mapping[str, Any], source: object) -> str:
-    where = f"event {line['seq']} ({line.get('event')})" if "seq" in line else f"event {line.get('event')}"
+    where = f"event {line.get('seq', '')} ({line.get('event')})"
+    if error.is_missing:
+        what = f"has no {pointer(error.path)}"
+    else:
+        what = f"has {error.found!r:.100} for {pointer(error.path)}, expected {error.expected}"
     return (
-        f"Expected a journal as ALTO writes it, found another event in {source}: {where} has {error.found!r:.100} for "
-        f"{pointer(error.path)}, expected {error.expected}. Put the file back as it was."
+        f"Expected a journal as ALTO writes it, found another event in {source}: {where} {what}. "
+        "Put the file back as it was."
     )

@@ -45,7 +45,7 @@ class BaseDescription:
     Attributes:
         weights: Digest of every tensor's name, type, shape and sampled numbers.
         config: Digest of ``config.json``.
-        code: Digest of the Python files beside it, where they are what is run.
+        code: Digest of the Python files beside it; None where none of them is run.
         commit: The hub's; None where the model is not of the hub.
         files: Of each file of weights its size in bytes and when it was written, in nanoseconds since 1970.
         dtype: Of the base model's weights.
@@ -56,7 +56,7 @@ class BaseDescription:
 
     weights: str
     config: str
-    code: str
+    code: str | None
     commit: str | None
     files: Mapping[str, tuple[int, int]]
     dtype: str

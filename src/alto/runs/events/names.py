@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from alto.runs.events import job_events as job
 from alto.runs.events import queue_events as queue
 from alto.runs.events import run_events as run
 
@@ -14,16 +15,16 @@ WIRE_NAMES: Mapping[type, str] = {
     run.TaskResumed: "task_resumed",
     run.ProfileMeasured: "profile",
     run.BaseEvaluated: "base_evaluated",
-    run.JobAdmitted: "job_admitted",
-    run.JobResumed: "job_resumed",
-    run.TrainSteps: "train",
-    run.JobEvaluated: "eval",
-    run.JobParked: "job_parked",
+    job.JobAdmitted: "job_admitted",
+    job.JobResumed: "job_resumed",
+    job.TrainSteps: "train",
+    job.JobEvaluated: "eval",
+    job.JobParked: "job_parked",
     run.WarmupEnded: "warmup_ended",
-    run.JobExited: "job_exited",
-    run.JobCompleted: "job_completed",
-    run.JobAdded: "job_added",
-    run.JobReopened: "job_reopened",
+    job.JobExited: "job_exited",
+    job.JobCompleted: "job_completed",
+    job.JobAdded: "job_added",
+    job.JobReopened: "job_reopened",
     run.CommandRefused: "command_refused",
     run.OutOfMemory: "oom",
     run.GpusOffered: "gpus_offered",

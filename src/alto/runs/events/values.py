@@ -29,10 +29,11 @@ _NON_FINITE = ("nan", "inf", "-inf")
 
 
 class WrongValueError(Exception):
-    """Signal inside this package: the value at ``path`` is not what its field holds."""
+    """Signal inside this package: the value at ``path`` is not what its field holds, or is missing."""
 
-    def __init__(self, path: Path, expected: str, found: object) -> None:
+    def __init__(self, path: Path, expected: str, found: object, *, is_missing: bool = False) -> None:
         super().__init__(path, expected, found)
+        self.is_missing = is_missing
         self.path = path
         self.expected = expected
         self.found = found
@@ -109,8 +110,7 @@ def _reader(kind: Any) -> _Reader:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        (inner,) = (argument for argument in arguments if argument is not NoneType)
-        return _optional(_reader(inner))
+        return _union(arguments)
     if origin is Literal:
         return _one_of(arguments)
     if origin is tuple:
@@ -120,7 +120,7 @@ def _reader(kind: Any) -> _Reader:
         return _mapping(_reader(arguments[1]))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return _enum(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record(kind)
     raise TypeError(f"expected a type that events hold, found {kind}")
 
@@ -176,8 +176,20 @@ _PLAIN: Mapping[Any, _Reader] = {
 }
 
 
-def _optional(inner: _Reader) -> _Reader:
-    return lambda value, path, unknown: None if value is None else inner(value, path, unknown)
+def _union(kinds: tuple[Any, ...]) -> _Reader:
+    """``X | None``, or ``X | str``: text that is no ``X`` is what a later version writes."""
+    if NoneType in kinds:
+        (some,) = (_reader(kind) for kind in kinds if kind is not NoneType)
+        return lambda value, path, unknown: None if value is None else some(value, path, unknown)
+    (inner,) = (_reader(kind) for kind in kinds if kind is not str)
+
+    def read(value: Any, path: Path, unknown: _Unknown) -> Any:
+        try:
+            return inner(value, path, unknown)
+        except WrongValueError:
+            return _text(value, path, unknown)
+
+    return read
 
 
 def _one_of(values: tuple[Any, ...]) -> _Reader:
@@ -237,7 +249,7 @@ def _record(kind: type) -> _Reader:
             elif IF_ABSENT in field.metadata:
                 found[field.name] = read_field(field.metadata[IF_ABSENT], (*path, field.name), unknown)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise WrongValueError((*path, field.name), "the field", None)
+                raise WrongValueError((*path, field.name), "a value", None, is_missing=True)
         unknown.update({(*path, name): item for name, item in left.items()})
         return kind(**found)
 

@@ -432,14 +432,7 @@ class Queue:
         self._pool.take(placement.gpus)
         self._in_use[task.demand.tenant] += len(placement.gpus)
         self._with_gpus[task.name] = task
-        task.state = TaskState.STARTING
-        task.attempt += 1
-        task.gpus = placement.gpus
-        task.started_s = self._now_s
-        task.planned_s = task.demand.duration_s
-        task.expected_end_s = self._now_s + task.demand.duration_s
-        task.has_lost_gpu = False
-        task.offer = None
+        task.begin_attempt(placement.gpus, self._now_s)
         return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt)
 
 

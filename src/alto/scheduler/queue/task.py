@@ -77,3 +77,14 @@ class QueuedTask:
     @property
     def has_ended(self) -> bool:
         return self.ended_s is not None
+
+    def begin_attempt(self, gpus: tuple[Gpu, ...], now_s: float) -> None:
+        """Note that an executor is started on ``gpus``."""
+        self.state = TaskState.STARTING
+        self.attempt += 1
+        self.gpus = gpus
+        self.started_s = now_s
+        self.planned_s = self.demand.duration_s
+        self.expected_end_s = now_s + self.demand.duration_s
+        self.has_lost_gpu = False
+        self.offer = None

@@ -1,0 +1,66 @@
+"""The facts that packages exchange: frozen, plain, no torch.
+
+A record says what happened or what was decided; it has no behaviour beyond reading itself.
+"""
+
+from alto.records.data import DataPreview, ModelLimits, PreviewExample, Segments
+from alto.records.evaluation import (
+    AdapterEvaluation,
+    Evaluation,
+    EvaluationResult,
+    GenerationBackend,
+    Metric,
+    Prediction,
+)
+from alto.records.jobs import (
+    ExitDecision,
+    ExitReason,
+    JobResult,
+    LossPoint,
+    Rung,
+    RungResult,
+    Standing,
+    StartValue,
+    exit_reason,
+)
+from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
+from alto.records.results import AdapterCheck, FinalistScore, TaskResult
+from alto.records.scheduling import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Placement, Schedule, SimulationOutcome
+
+__all__ = [
+    "MAX_DURATION_S",
+    "MIN_DURATION_S",
+    "AdapterCheck",
+    "AdapterEvaluation",
+    "DataPreview",
+    "Evaluation",
+    "EvaluationResult",
+    "ExitDecision",
+    "ExitReason",
+    "FinalistScore",
+    "GenerationBackend",
+    "Gpu",
+    "JobResult",
+    "LossPoint",
+    "MemoryPoint",
+    "MemoryProfile",
+    "Metric",
+    "ModelLimits",
+    "Node",
+    "PackingForecast",
+    "Placement",
+    "Prediction",
+    "PreviewExample",
+    "Rung",
+    "RungResult",
+    "Schedule",
+    "Segments",
+    "SimulationOutcome",
+    "Standing",
+    "StartValue",
+    "TaskPlan",
+    "TaskResult",
+    "Throughput",
+    "ThroughputPoint",
+    "exit_reason",
+]

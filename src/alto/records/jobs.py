@@ -1,0 +1,181 @@
+"""One job: its evaluations, how it is ranked, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = [
+    "ExitDecision",
+    "ExitReason",
+    "JobResult",
+    "LossPoint",
+    "Rung",
+    "RungResult",
+    "Standing",
+    "StartValue",
+    "exit_reason",
+]
+
+
+class ExitReason(StrEnum):
+    """Why a job ended before its last step. A rule of a user has a reason of its own beside these."""
+
+    DIVERGING = "diverging"
+    OVERFITTING = "overfitting"
+    UNDERPERFORMING = "underperforming"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+def exit_reason(text: str) -> str:
+    """The reason that a journal spells ``text``: an `ExitReason`, or that of a user's rule as it stands."""
+    return ExitReason(text) if text in list(ExitReason) else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPoint:
+    """What is known of a job at one of its evaluations.
+
+    Attributes:
+        job: Job id.
+        step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        train_ema: Exponentially smoothed training loss after ``step`` steps.
+        validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
+        score: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
+        score_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
+            a mean only.
+        loss_scale: Names what decides the scale of the loss; losses of other scales cannot be compared as they are.
+        start_loss: What validation gave before the first step; None where it is not known.
+    """
+
+    job: str
+    step: int
+    total_steps: int
+    train_ema: float
+    validation_loss: float
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
+    loss_scale: str = ""
+    start_loss: float | None = None
+
+    @property
+    def progress(self) -> float:
+        """Share of the job's own steps done, in (0, 1]."""
+        return self.step / self.total_steps
+
+    @property
+    def sort_key(self) -> tuple[float, float]:
+        """Orders evaluations, the least first: by score, and where scores are equal by validation loss."""
+        return (-self.score, self.validation_loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartValue:
+    """What a job's validation gives before its first step, where the adapter changes nothing: that of the frozen base.
+
+    Attributes:
+        validation_loss, score, score_rows: As in :class:`LossPoint`.
+    """
+
+    validation_loss: float
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitDecision:
+    """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
+
+    ``reason`` is an `ExitReason`, or that of a user's rule. ``evidence`` holds the numbers the verdict was based on
+    (slopes, gaps, ranks, thresholds).
+    """
+
+    job: str
+    step: int
+    reason: str
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """A point of selection: at ``progress`` of its steps every job is ranked, and a share of the jobs goes on.
+
+    Attributes:
+        progress: Share of a job's own steps, in (0, 1].
+        keep: Share of the jobs that go on, of those that the rung before left, in (0, 1].
+        min_kept: So many go on at least, as far as there are so many.
+        max_kept: So many go on at most; None sets no limit.
+    """
+
+    progress: float
+    keep: float
+    min_kept: int = 1
+    max_kept: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How a job stands when a rung ranks it.
+
+    Attributes:
+        job: Job id.
+        step: Steps the job has done.
+        validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
+            checkpoint when it has ended. NaN or infinity ranks last.
+        score, score_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
+        is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
+            steps done) still competes for a place with its best checkpoint.
+    """
+
+    job: str
+    step: int
+    validation_loss: float
+    score: float = 0.0
+    score_rows: tuple[float, ...] = ()
+    loss_scale: str = ""
+    start_loss: float | None = None
+    is_training: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungResult:
+    """The outcome of a rung: who keeps a place, and a verdict for every training job that does not.
+
+    ``kept`` is ordered best first and may hold jobs that have already ended.
+    """
+
+    kept: tuple[str, ...]
+    dropped: tuple[ExitDecision, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """How one job ended.
+
+    Attributes:
+        job: Job id.
+        config: The job's resolved configuration, canonical keys.
+        steps: Steps done; ``total_steps`` if nothing ended it early.
+        exit_reason: An `ExitReason`, or that of a user's rule; None when the job did all its steps.
+        best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
+        best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
+        samples_trained: Rows seen in training, counting repeats over epochs.
+        samples_budgeted: Rows the job would have seen without early exit.
+        best_metrics: What its method measured there beside the loss.
+    """
+
+    job: str
+    config: Mapping[str, Any]
+    steps: int
+    total_steps: int
+    exit_reason: str | None
+    exit_evidence: Mapping[str, float]
+    best_step: int
+    best_validation_loss: float
+    samples_trained: int
+    samples_budgeted: int
+    best_metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,115 @@
+"""GPUs, and which task runs on them when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["MAX_DURATION_S", "MIN_DURATION_S", "Gpu", "Node", "Placement", "Schedule", "SimulationOutcome"]
+
+MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
+"""Seconds that a task may be thought to take: with less or more, sums and shares of times round to nothing or have no
+end."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Gpu:
+    """One device of a cluster; on a machine without GPUs, one of the CPU slots that stand for them."""
+
+    node: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of a cluster.
+
+    Attributes:
+        name: Unique in the cluster.
+        gpus: Numbers of its devices; a device that was lost leaves a gap.
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where and when one task runs.
+
+    Attributes:
+        task: Name of the task.
+        gpus: In rising order. All on one node wherever a node is large enough.
+        start_s: Seconds after the schedule was made.
+        duration_s: Seconds, as estimated.
+    """
+
+    task: str
+    gpus: tuple[Gpu, ...]
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Placements of a set of tasks, in the order of their starts.
+
+    Attributes:
+        method: Who made it: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
+        status: ``optimal`` (makespan proven), ``feasible`` (the solver ran out of time) or ``heuristic``.
+        bound_s: No schedule of these tasks ends before.
+        notice: Why it is not what was asked for; empty where it is.
+    """
+
+    method: str
+    status: Literal["optimal", "feasible", "heuristic"]
+    placements: tuple[Placement, ...]
+    bound_s: float
+    notice: str = ""
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last task; 0 where there is none."""
+        return max((placement.end_s for placement in self.placements), default=0.0)
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan may be above the least possible one, relative to that; 0 where it is proven."""
+        return self.makespan_s / self.bound_s - 1.0 if self.bound_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOutcome:
+    """How one method fared with a simulated set of tasks.
+
+    Attributes:
+        label: In the paper's terms: ``B`` for batching alone, first come first served; ``+S`` with a scheduler,
+            ``+EE`` with early exit.
+        planner: What made the plans, where that is not the method alone.
+        makespan_s: From the first arrival to the end of the last task.
+        mean_completion_s, p99_completion_s: From arrival to end, of the tasks that finished; 0 where none did.
+        utilisation: Share of the time of the GPUs that were there until the end that some task had, in [0, 1].
+        num_replans, num_attempts: Plans made, executors started.
+        num_finished, num_failed: Tasks.
+        planned: Where every task was to run when it was first planned, times from the first arrival.
+        actual: Where every attempt did run.
+    """
+
+    method: str
+    early_exit: bool
+    label: str
+    planner: str
+    makespan_s: float
+    mean_completion_s: float
+    p99_completion_s: float
+    utilisation: float
+    num_replans: int
+    num_attempts: int
+    num_finished: int
+    num_failed: int
+    planned: tuple[Placement, ...]
+    actual: tuple[Placement, ...]

@@ -1,0 +1,225 @@
+"""What happens to one job of a run.
+
+Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; of pairs, what their
+loss gives. Durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from alto.records import ExitReason
+from alto.runs.events.facts import JobDescription
+from alto.runs.events.fields import wire
+
+__all__ = [
+    "JobAdded",
+    "JobAdmitted",
+    "JobCompleted",
+    "JobEvaluated",
+    "JobExited",
+    "JobParked",
+    "JobReopened",
+    "JobResumed",
+    "TrainSteps",
+]
+
+_EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
+"""Numbers of an exit that version 0.1 calls otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAdmitted:
+    """A job enters a slot for the first time.
+
+    Attributes:
+        job: Job id.
+        slot: Slots are counted through the ranks; the first of a job that trains on several.
+        step: Steps done.
+        reason: Why this job was chosen; empty where the journal does not say.
+        ranks: Ranks that train it; empty where there is one only.
+    """
+
+    job: str
+    slot: int
+    step: int = field(metadata=wire(if_absent=0))
+    reason: str = field(metadata=wire(if_absent=""))
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResumed:
+    """A job that was parked is in a slot again.
+
+    Attributes:
+        job: Job id.
+        slot: As of ``job_admitted``.
+        step: Steps done.
+        reason: Why this job was chosen; empty where the journal does not say.
+        ranks: Ranks that train it; empty where there is one only.
+    """
+
+    job: str
+    slot: int
+    step: int = field(metadata=wire(if_absent=0))
+    reason: str = field(metadata=wire(if_absent=""))
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSteps:
+    """Training losses of consecutive steps of a job.
+
+    Attributes:
+        job: Job id.
+        first_step: Step of the first loss.
+        losses: One loss a step, nats per token.
+    """
+
+    job: str
+    first_step: int
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvaluated:
+    """An evaluation of a job.
+
+    Attributes:
+        job: Job id.
+        step: Steps done.
+        total_steps: Steps of the job if nothing ends it early; None where the journal does not say.
+        train_ema: Exponentially smoothed training loss, nats per token.
+        validation_loss: Loss on the validation rows, not smoothed, nats per token.
+        is_best: Whether it is the best of the job so far; None where the journal does not say.
+        metrics: What the method measured beside the loss, by name.
+        metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
+    """
+
+    job: str
+    step: int
+    total_steps: int | None = field(metadata=wire(if_absent=None))
+    train_ema: float = field(metadata=wire(if_absent=None))
+    validation_loss: float = field(metadata=wire(if_absent=None))
+    is_best: bool | None = field(metadata=wire(if_absent=None))
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metric_rows: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobParked:
+    """A job leaves its slot with its state kept, and will come back.
+
+    Attributes:
+        job: Job id.
+        slot: Slot that it left; None where the journal does not say.
+        step: Steps done; None where the journal does not say.
+        reason: Why; empty where the journal does not say.
+    """
+
+    job: str
+    slot: int | None = field(metadata=wire(if_absent=None))
+    step: int | None = field(metadata=wire(if_absent=None))
+    reason: str = field(metadata=wire(if_absent=""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobExited:
+    """A job ended before its last step.
+
+    Attributes:
+        job: Job id.
+        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``; or the reason of a
+            rule that a package registers.
+        evidence: Numbers that the decision was based on, by name.
+        slot: Slot that it left; None where it was in none.
+        step: Steps done; None where the journal does not say.
+        best_step: Step of its best evaluation; 0 where there is none with a finite loss.
+        best_validation_loss: The loss there, nats per token; None where there is none.
+        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not say.
+        command: Id of the user's command that asked for it; None where a rule ended the job.
+    """
+
+    job: str
+    reason: ExitReason | str
+    evidence: Mapping[str, float | str] = field(metadata=wire(if_absent={}, key_aliases=_EVIDENCE))
+    slot: int | None = field(metadata=wire(if_absent=None))
+    step: int | None = field(metadata=wire(if_absent=None))
+    best_step: int = field(metadata=wire(if_absent=0))
+    best_validation_loss: float | None = field(metadata=wire(if_absent=None))
+    samples_trained: int | None = field(metadata=wire(if_absent=None))
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCompleted:
+    """A job did all its steps.
+
+    Attributes:
+        job: Job id.
+        slot: Slot that it left; None where it was in none.
+        step: Steps done; None where the journal does not say.
+        best_step: Step of its best evaluation; 0 where there is none with a finite loss.
+        best_validation_loss: The loss there, nats per token; None where there is none.
+        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not say.
+    """
+
+    job: str
+    slot: int | None = field(metadata=wire(if_absent=None))
+    step: int | None = field(metadata=wire(if_absent=None))
+    best_step: int = field(metadata=wire(if_absent=0))
+    best_validation_loss: float | None = field(metadata=wire(if_absent=None))
+    samples_trained: int | None = field(metadata=wire(if_absent=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAdded:
+    """A job was added while the task runs: a clone (``alto job clone``).
+
+    Attributes:
+        origin: The job that it is a clone of.
+        warm: Whether it starts with the weights of that job.
+        command: Id of the user's command; None where the journal does not say.
+        job: Its own id.
+        config: Its resolved configuration, canonical keys.
+        total_steps: Optimizer steps of the job if nothing ends it early.
+        samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
+        num_parameters: Trainable parameters of its adapter; None where the journal does not say.
+    """
+
+    origin: str
+    warm: bool = field(metadata=wire(if_absent=False))
+    command: str | None = field(metadata=wire(if_absent=None))
+    job: str
+    config: Mapping[str, Any] = field(metadata=wire(if_absent={}))
+    total_steps: int = field(metadata=wire(if_absent=0))
+    samples_budgeted: int = field(metadata=wire(if_absent=0))
+    num_parameters: int | None = None
+
+    @property
+    def description(self) -> JobDescription:
+        """The job as ``task_started`` describes those that came with the task."""
+        return JobDescription(
+            job=self.job,
+            config=self.config,
+            total_steps=self.total_steps,
+            samples_budgeted=self.samples_budgeted,
+            num_parameters=self.num_parameters,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReopened:
+    """A job that was ended goes on (``alto job resume``).
+
+    Attributes:
+        job: Job id.
+        step: Steps done; None where the journal does not say.
+        command: Id of the user's command; None where the journal does not say.
+    """
+
+    job: str
+    step: int | None = field(metadata=wire(if_absent=None))
+    command: str | None = field(metadata=wire(if_absent=None))

@@ -1,0 +1,176 @@
+"""What is known of objectives without torch: their settings, what they measure, and where they are implemented."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
+from alto.spec.registry import Registry
+from alto.spec.validation import SpecModel, plain
+
+__all__ = [
+    "LOSS_TYPES",
+    "OBJECTIVES",
+    "PREFERENCE_METRICS",
+    "PREFERENCE_SCORES",
+    "DpoSettings",
+    "LossType",
+    "ObjectiveEntry",
+    "ObjectiveSettings",
+    "OrpoSettings",
+]
+
+PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
+PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
+"""What :func:`alto.objectives.preference_metrics` measures of pairs; of the scores more is better."""
+
+LossType: TypeAlias = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down"]
+"""Forms of the loss of ``dpo``."""
+
+LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+
+_SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust")
+"""Those of them that know ``label_smoothing``."""
+
+
+class ObjectiveSettings(SpecModel):
+    """Settings that an objective has beside those of every job (:class:`alto.spec.JobConfig`); itself, it has none.
+
+    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
+    other settings: at its top level, or under ``search_space``. Null is the default.
+
+    Raises:
+        SpecError: A value is out of its domain.
+        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of the settings."""
+
+    def __init__(self, /, **values: Any) -> None:
+        kind = type(self)
+        given = canonical_keys(values, fields=kind.model_fields, aliases=kind.aliases, where=kind.__name__)
+        super().__init__(**{key: plain(value) for key, value in given.items() if value is not None})
+
+
+class OrpoSettings(ObjectiveSettings):
+    """Settings of ``orpo``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
+
+
+class DpoSettings(ObjectiveSettings):
+    """Settings of ``dpo``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "pref_beta": "beta",
+        "rl_beta": "beta",
+        "pref_loss": "loss_type",
+        "dpo_label_smoothing": "label_smoothing",
+    }
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="how dearly leaving the base is paid")
+    loss_type: LossType = Field(default="sigmoid", description="form of the loss")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="share of pairs thought to be the wrong way round"
+    )
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _name_the_forms(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in LOSS_TYPES:
+            remedy = f"Write method: {value}." if value in OBJECTIVES.own else "Write one of those."
+            raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(value)}. {remedy}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_smoothing(self) -> DpoSettings:
+        if self.label_smoothing and self.loss_type not in _SMOOTHED:
+            raise ValueError(
+                f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
+                f"it, or write one of the forms that know it: {' or '.join(_SMOOTHED)}."
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveEntry:
+    """What a package registers under ``alto.objectives``, by the name of its method. ``docs/objectives.md`` has one.
+
+    The module that holds it imports no torch: it is imported whenever a task names the method.
+
+    Attributes:
+        implementation: ``module:class`` of what computes the loss (:class:`alto.objectives.ObjectiveImplementation`);
+            imported when something is trained.
+        settings: Its settings beside those of every job.
+        is_paired: Whether it learns from preference pairs; None where it takes either kind of rows.
+        needs_reference: Whether it reads ``batch.references_Q2``: what the frozen base gives each reply of a pair.
+        metrics: Names of what it measures beside the loss.
+        scores: Those of the metrics of which more is better; a task may choose its winner by one (``metric``).
+        scaled_by: By metric: the settings that decide its scale. All settings are taken to decide that of the loss.
+
+    Raises:
+        SpecError: The metrics are named wrongly, or the settings are no :class:`ObjectiveSettings`.
+    """
+
+    implementation: str
+    settings: type[ObjectiveSettings] = ObjectiveSettings
+    is_paired: bool | None = None
+    needs_reference: bool = False
+    metrics: tuple[str, ...] = ()
+    scores: tuple[str, ...] = ()
+    scaled_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, type) or not issubclass(self.settings, ObjectiveSettings):
+            raise SpecError(
+                f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Let it subclass that."
+            )
+        if "loss" in self.metrics or not set(self.scores) <= set(self.metrics):
+            raise SpecError(
+                f"expected every score among the metrics and no metric called 'loss', found metrics {self.metrics} and "
+                f"scores {self.scores}. Correct them."
+            )
+
+
+def _entry(found: object) -> ObjectiveEntry:
+    if not isinstance(found, ObjectiveEntry):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise SpecError(f"expected an alto.spec.ObjectiveEntry, found {kind}")
+    return found
+
+
+OBJECTIVES: Registry[ObjectiveEntry] = Registry(
+    group="alto.objectives",
+    key="method",
+    page="docs/objectives.md",
+    own={
+        "sft": ObjectiveEntry(implementation="alto.objectives.sft:Sft", is_paired=False),
+        "dpo": ObjectiveEntry(
+            implementation="alto.objectives.dpo:Dpo",
+            settings=DpoSettings,
+            is_paired=True,
+            needs_reference=True,
+            metrics=(*PREFERENCE_METRICS, "kl"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta",)},
+        ),
+        "orpo": ObjectiveEntry(
+            implementation="alto.objectives.orpo:Orpo",
+            settings=OrpoSettings,
+            is_paired=True,
+            metrics=(*PREFERENCE_METRICS, "chosen_loss"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta",)},
+        ),
+    },
+    check=_entry,
+)

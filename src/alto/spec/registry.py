@@ -1,0 +1,87 @@
+"""What a task chooses by name: what ALTO has itself, and what installed packages register as entry points."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from alto.errors import SpecError, UnsupportedError
+from alto.spec.quoting import quoted
+
+__all__ = ["Registry", "load_attribute"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry(Generic[T]):
+    """All things of one kind by name.
+
+    Attributes:
+        group: Entry-point group under which packages register theirs.
+        key: The user's key that chooses one, for messages.
+        page: The page of the documentation that says how to add one.
+        own: ALTO's: the thing itself, or where it is (``module:attribute``), which is imported when it is asked for.
+        check: Returns what an entry point gave as a thing of this kind; raises `SpecError` where it is none.
+    """
+
+    group: str
+    key: str
+    page: str
+    own: Mapping[str, T | str]
+    check: Callable[[object], T]
+
+    def names(self) -> tuple[str, ...]:
+        """All names: ALTO's in their order, then those of installed packages. Imports nothing."""
+        others = {entry.name for entry in entry_points(group=self.group)}
+        return (*self.own, *sorted(others - self.own.keys()))
+
+    def find(self, name: str) -> T:
+        """The thing with this name. Packages are looked at only for a name that is not ALTO's.
+
+        Raises:
+            SpecError: Nobody has this name.
+            UnsupportedError: Several packages have it, or what a package registers cannot be loaded or is of another
+                kind.
+        """
+        own = self.own.get(name)
+        if own is not None:
+            return self.check(load_attribute(own)) if isinstance(own, str) else own
+        found = tuple(entry_points(group=self.group, name=name))
+        if not found:
+            raise self._unknown(name)
+        if len(found) > 1:
+            values = ", ".join(sorted(entry.value for entry in found))
+            raise UnsupportedError(
+                f"{self.key}: expected one installed package that registers {name!r}, found {len(found)} ({values}); "
+                "remove all but one"
+            )
+        (entry,) = found
+        try:
+            return self.check(entry.load())
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self.key}: expected {entry.value} of the package that registers {name!r}, found that it cannot be "
+                f"used ({type(error).__name__}: {error}); repair it as {self.page} says, or remove that package"
+            ) from error
+
+    def _unknown(self, name: str) -> SpecError:
+        names = self.names()
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        return SpecError(
+            f"{self.key} should be one of {', '.join(names)}, found {quoted(name)}. Correct the name{meant}, or "
+            f"install the package that registers it under {self.group}."
+        )
+
+
+def load_attribute(path: str) -> Any:
+    """Import what ``module:attribute`` names.
+
+    Raises:
+        ImportError, AttributeError: There is no such module or attribute.
+    """
+    return EntryPoint(name=path, value=path, group="").load()

@@ -1,0 +1,112 @@
+"""Online early-exit rules as far as a task file knows them: what a rule is, and the settings of ALTO's own."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from alto.errors import SpecError
+from alto.records import ExitDecision, ExitReason, LossPoint
+from alto.spec.keys import canonical_keys
+from alto.spec.registry import Registry
+from alto.spec.validation import SpecModel, plain
+
+__all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
+
+_MAX_EVALUATIONS = 10**6
+_REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
+_RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
+"""Reasons that are no rule's: rungs, users and faults have them."""
+
+
+class Rule(SpecModel):
+    """A verdict on one job from its own evaluations; its fields are its settings.
+
+    Pure: the same history and settings give the same verdict, live, resumed and replayed, on every rank. A rule of your
+    own subclasses it, declares its settings as pydantic fields with bounds, a default and a description, and is
+    registered by name under ``alto.early_exit_rules``. ``docs/early-exit.md`` has one.
+
+    Raises:
+        SpecError: A value is out of its domain.
+        UnknownKeyError: A key that is no setting of the rule.
+    """
+
+    reason: ClassVar[str]
+    """Why a job ended, in a word or two of lower case: journal, tables and report say it. The job's best adapter stays;
+    it goes on competing unless the reason is ``diverging``."""
+
+    def __init__(self, /, **settings: Any) -> None:
+        given = canonical_keys(settings, fields=type(self).model_fields, aliases={}, where=type(self).__name__)
+        super().__init__(**{key: plain(value) for key, value in given.items() if value is not None})
+
+    @abstractmethod
+    def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
+        """The verdict for the last point of ``history``, or None to train on.
+
+        Args:
+            history: Evaluations of one job, oldest first; all losses are finite.
+        """
+
+
+class DivergenceSettings(SpecModel):
+    """When a job counts as diverging."""
+
+    window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
+    divergence_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
+    )
+    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
+
+
+class OverfittingSettings(SpecModel):
+    """What the rules on overfitting share."""
+
+    overfitting_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
+    )
+
+
+class GapSettings(OverfittingSettings):
+    """When a job counts as overfitting by the paper's test."""
+
+    tau_gap: float = Field(default=0.1, gt=0, description="relative gap between validation and training loss")
+
+
+class UpturnSettings(OverfittingSettings):
+    """When a job counts as overfitting by ALTO's test."""
+
+    tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
+    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
+
+
+def _rule(found: object) -> type[Rule]:
+    if not isinstance(found, type) or not issubclass(found, Rule):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise SpecError(f"expected a subclass of alto.early_exit.Rule, found {kind}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise SpecError(f"expected {found.__name__} to have a judge method, found it without")
+    reason = getattr(found, "reason", None)
+    if not isinstance(reason, str) or _REASON.fullmatch(reason) is None or reason in _RESERVED:
+        raise SpecError(
+            f"expected {found.__name__}.reason to be a word or two of lower-case letters, other than "
+            f"{', '.join(_RESERVED)}, found {reason!r}"
+        )
+    return found
+
+
+RULES: Registry[type[Rule]] = Registry(
+    group="alto.early_exit_rules",
+    key="rules",
+    page="docs/early-exit.md",
+    own={
+        "divergence": "alto.early_exit.divergence:Divergence",
+        "overfitting_gap": "alto.early_exit.gap:OverfittingGap",
+        "overfitting_upturn": "alto.early_exit.upturn:OverfittingUpturn",
+    },
+    check=_rule,
+)

@@ -1,0 +1,25 @@
+"""docs/python.md is one program, and it runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+
+
+def test_the_page_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    printed = capsys.readouterr().out
+    assert "['first']" in printed, "the cancelled task has no result, the other has one"
+    assert "UnknownKeyError" in printed
+    assert "did you mean" in printed
+    assert {folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "runs").iterdir()} >= {"watched", "queue"}

@@ -1,0 +1,62 @@
+"""What a session of tests spends: ``pytest`` proves what users rely on in minutes, ``pytest --all`` runs everything.
+
+``make test`` is the first, ``make test-all`` the second.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+__all__ = ["SLOW_KINDS", "examples", "load_budget", "reason_to_skip"]
+
+SLOW_KINDS = {
+    "benchmarks": "benchmarks at their smallest scale, and their gates",
+    "browser": "reports in a real browser",
+    "campaigns": "runs killed and resumed at many instants, damaged in every way, on disks that end",
+    "kernels": "every kernel in Triton's interpreter over all shapes, and compiled for every GPU",
+    "listings": "the long listings of the documentation",
+    "models": "architectures, mixtures and quantisations beyond one of each sort, and torch.compile",
+    "ray": "clusters of Ray, with nodes that die",
+}
+"""Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
+
+_QUICK_EXAMPLES = 20
+_FULL_EXAMPLES = 100
+
+
+def load_budget(*, is_full: bool) -> None:
+    """Choose how many examples hypothesis tries; before the files of the tests are imported.
+
+    In neither budget does a test fail because the machine is busy.
+    """
+    name = "full" if is_full else "quick"
+    settings.register_profile(
+        name,
+        max_examples=_FULL_EXAMPLES if is_full else _QUICK_EXAMPLES,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile(name)
+
+
+def examples(full: int) -> int:
+    """How many examples to try now, where ``--all`` tries ``full``; at least five."""
+    return min(full, max(5, full * settings.default.max_examples // _FULL_EXAMPLES))
+
+
+def reason_to_skip(item: pytest.Item) -> str:
+    """Why a test does not run without ``--all``; empty if it does, as do those of the GPU, where there is one.
+
+    Raises:
+        pytest.UsageError: The test is marked ``slow`` without one of `SLOW_KINDS`.
+    """
+    for mark in item.iter_markers("slow"):
+        if len(mark.args) != 1 or mark.args[0] not in SLOW_KINDS or mark.kwargs:
+            raise pytest.UsageError(
+                f"{item.nodeid}: expected the marker slow with one of {', '.join(SLOW_KINDS)}, found "
+                f"slow{mark.args}; name the kind, or add one to tests/support/budgets.py"
+            )
+        if item.get_closest_marker("gpu") is None:
+            return f"only with --all: {SLOW_KINDS[mark.args[0]]}"
+    return ""
