@@ -272,13 +272,15 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
         import os, signal, sys
         signal.signal({int(number)}, signal.SIG_DFL)  # where the tests run in the background, it is ignored
         from alto.runs import journal
+        from alto.runs.events import JobEvaluated
         seen = []
         append = journal.Journal.append
-        def watched(self, event, **facts):
-            append(self, event, **facts)
-            seen.append(event)
-            if event == "eval" and seen.count("eval") == 4:
+        def watched(self, event):
+            entry = append(self, event)
+            seen.append(type(event))
+            if seen[-1] is JobEvaluated and seen.count(JobEvaluated) == 4:
                 os.kill(os.getpid(), {int(number)})
+            return entry
         journal.Journal.append = watched
         sys.argv = ["alto", "tune", {str(file)!r}, "--output-dir", {str(tmp_path / "runs")!r}]
         from alto.cli import main
