@@ -15,11 +15,11 @@ import torch
 from profiles import measured_at_once
 from tiny import make_task, save_model
 
-import alto
+from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
 from alto.executor import assembly
 from alto.lora import AdapterBank, BankLayout
-from alto.runs import Action, JournalEntry, JournalTail, Mailbox, RunDir, read_entries
+from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,29 +46,22 @@ class Run:
 
 
 class Meddler:
-    """Follows the journal of a run, sends it every kind of command, and interrupts it once."""
+    """Sees the events of a run, sends it every kind of command, and interrupts it once."""
 
     def __init__(self, runs: Path) -> None:
         self.entries: list[JournalEntry] = []
         self.wants_to_stop = False
         self._runs = runs
-        self._tail: JournalTail | None = None
 
-    def is_interrupted(self) -> bool:
-        """Asked between steps; looks at what the run has written since."""
-        if self._tail is None and (journals := list(self._runs.glob("*/journal.jsonl"))):
-            self._tail = JournalTail(journals[0])
-        for entry in self._tail.read() if self._tail is not None else ():
-            self.entries.append(entry)
-            self._meddle(entry)
-        return self.wants_to_stop
-
-    def _meddle(self, entry: JournalEntry) -> None:
+    def observe(self, entry: JournalEntry) -> None:
+        if entry.is_replayed:
+            return
+        self.entries.append(entry)
         evaluations = [entry.event for entry in self.entries if isinstance(entry.event, JobEvaluated)]
-        if isinstance(entry.event, JobEvaluated) and len(evaluations) == 1:
+        if entry.event in evaluations and len(evaluations) == 1:
             (run,) = self._runs.iterdir()
             mailbox = Mailbox(RunDir.open(run))
-            job = entry.event.job
+            job = evaluations[0].job
             for action in (Action.STOP, Action.RESUME, Action.RESUME):
                 mailbox.send(action, job)
             mailbox.send(Action.CLONE, job, changes={"seed": 1})
@@ -108,17 +101,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     runs = folder / "runs"
     meddler = Meddler(runs)
-    engine = alto.Engine(output_dir=runs, is_interrupted=meddler.is_interrupted)
+    runner = TaskRunner(observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
     with pytest.MonkeyPatch.context() as patch:
         measured_at_once(patch)
-        engine.plan(task)
+        runner.plan(task)
     with memory_for_one_slot():
         with pytest.raises(TaskInterruptedError):
-            engine.tune(task)
-        assert meddler.is_interrupted()  # it has read the last line, too
+            runner.begin(task, runs)
         meddler.wants_to_stop = False
         (path,) = runs.iterdir()
-        engine.resume(path)
+        runner.resume(RunDir.open(path), trust_remote_code=False)
     return Run(folder=path, entries=tuple(meddler.entries))
 
 
@@ -136,7 +128,7 @@ def test_every_key_has_a_meaning_in_plain_words() -> None:
 
 
 def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
-    entries = read_entries(run.folder / "journal.jsonl")  # the run has gone back behind some that it wrote
+    entries = read_entries(run.folder / "journal.jsonl")
     assert {type(entry.event) for entry in (*entries, *run.entries)} == {*get_args(RunEvent)} - {GpusOffered}
     assert not any(entry.unknown for entry in entries)
 

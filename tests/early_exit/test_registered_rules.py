@@ -161,13 +161,22 @@ def test_two_packages_with_one_rule_are_named(monkeypatch: pytest.MonkeyPatch) -
 class Confused(Rule):
     reason = "confused"
 
+    job: str = "a"
+    step: int = 10
+    because: str = "confused"
+
     def judge(self, history: object) -> ExitDecision:
-        return ExitDecision(job="another", step=1, reason="confused")
+        return ExitDecision(job=self.job, step=self.step, reason=self.because)
 
 
-def test_a_verdict_on_another_job_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Confused.judge: expected a verdict on a at step 10 .* on another at"):
-        Policy(rules=(Confused(),)).judge(curve(1.0))
+@pytest.mark.parametrize("wrong", [{"job": "another"}, {"step": 9}, {"because": "stopped"}])
+def test_a_verdict_that_is_not_the_rule_s_is_refused(wrong: dict[str, object]) -> None:
+    assert Policy(rules=(Confused(),)).judge(curve(1.0)) is not None
+    (found,) = wrong.values()
+    with pytest.raises(
+        UnsupportedError, match=rf"Confused.judge: expected a verdict on a at step 10 .*found.* '?{found}"
+    ):
+        Policy(rules=(Confused(**wrong),)).judge(curve(1.0))
 
 
 def test_its_exits_are_in_journal_report_and_replay(
