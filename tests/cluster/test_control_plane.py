@@ -215,9 +215,7 @@ class ControlPlane(RuleBasedStateMachine):
         self.journal = Journal(self.queue_dir.run.journal_file)
         queue = Queue(self.cluster.nodes, SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
         self.controller = Controller(self.cluster, queue, self.journal, clock=self.world.clock)
-        intake = QueueIntake(
-            entry="none:none", is_parallel=False, check=lambda task: None, estimate_s=lambda task: 3.0
-        )
+        intake = QueueIntake(entry="none:none", is_parallel=False, check=lambda task: None, estimate_s=lambda task: 3.0)
         self.live = LiveQueue(self.queue_dir, self.controller, self.journal, intake)
         entries, _ = self.queue_dir.read()
         done = {entry.task for entry in entries if has_result(self.queue_dir.run_of(entry.task))}
