@@ -411,8 +411,8 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 ControlPlane.TestCase.settings = settings(
-    max_examples=30,
-    stateful_step_count=30,
+    max_examples=12,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -15,7 +15,7 @@ import torch
 from profiles import measured_at_once
 from tiny import make_task, save_model
 
-import alto
+from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
 from alto.executor import trainer
 from alto.lora import AdapterBank, BankLayout
@@ -101,16 +101,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     runs = folder / "runs"
     meddler = Meddler(runs)
-    engine = alto.Engine(output_dir=runs, observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
+    runner = TaskRunner(observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
     with pytest.MonkeyPatch.context() as patch:
         measured_at_once(patch)
-        engine.plan(task)
+        runner.plan(task)
     with memory_for_one_slot():
         with pytest.raises(TaskInterruptedError):
-            engine.tune(task)
+            runner.begin(task, runs)
         meddler.wants_to_stop = False
         (path,) = runs.iterdir()
-        engine.resume(path)
+        runner.resume(RunDir.open(path), trust_remote_code=False)
     return Run(folder=path, entries=tuple(meddler.entries))
 
 
