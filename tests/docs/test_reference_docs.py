@@ -17,7 +17,7 @@ from tiny import make_task, save_model
 
 from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
-from alto.executor import trainer
+from alto.executor import assembly
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent
@@ -79,7 +79,7 @@ def memory_for_one_slot() -> Iterator[None]:
             super().__init__(layout, num_slots, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "AdapterBank", Bank)
+        patch.setattr(assembly, "AdapterBank", Bank)
         yield
 
 
