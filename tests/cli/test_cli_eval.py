@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import shutil
@@ -238,7 +239,7 @@ def test_metrics_that_cannot_be_added_to_are_said_before_a_model_is_loaded(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "best" / "metrics.json").write_text("[]", encoding="utf-8")
-    monkeypatch.setattr("alto.evaluation.measure.load_backbone", None)
+    monkeypatch.setattr(importlib.import_module("alto.evaluation.measure"), "load_backbone", None)
     done = invoke(run, *FAST)
     assert isinstance(done.exception, RunError)
     assert (run / "best" / "metrics.json").read_text(encoding="utf-8") == "[]"

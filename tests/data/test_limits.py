@@ -69,7 +69,7 @@ def test_rows_longer_than_the_models_positions_are_cut_and_counted(tmp_path: Pat
     assert preview.row_tokens[2] == POSITIONS
     assert (preview.counts["train_truncated_rows"], preview.counts["validation_truncated_rows"]) == (1, 1)
     assert expected in preview.notes
-    data = TaskRunner()._prepare(task).subject.data
+    data = TaskRunner()._prepare(task).context.data
     assert data.train.longest_sequence == data.validation.longest_sequence == POSITIONS
     assert expected in data.notes
 

@@ -22,5 +22,5 @@ def test_the_page_runs_from_top_to_bottom(
     printed = capsys.readouterr().out
     assert "['first']" in printed, "the cancelled task has no result, the other has one"
     assert "UnknownKeyError" in printed
-    assert "did you mean" in printed
+    assert "Did you mean" in printed
     assert {folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "runs").iterdir()} >= {"watched", "queue"}

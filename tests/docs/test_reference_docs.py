@@ -15,9 +15,9 @@ import torch
 from profiles import measured_at_once
 from tiny import make_task, save_model
 
-import alto
+from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
-from alto.executor import trainer
+from alto.executor import assembly
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import GpusOffered, JobAdded, JobEvaluated, RunEvent
@@ -79,7 +79,7 @@ def memory_for_one_slot() -> Iterator[None]:
             super().__init__(layout, num_slots, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "AdapterBank", Bank)
+        patch.setattr(assembly, "AdapterBank", Bank)
         yield
 
 
@@ -101,16 +101,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     runs = folder / "runs"
     meddler = Meddler(runs)
-    engine = alto.Engine(output_dir=runs, observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
+    runner = TaskRunner(observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
     with pytest.MonkeyPatch.context() as patch:
         measured_at_once(patch)
-        engine.plan(task)
+        runner.plan(task)
     with memory_for_one_slot():
         with pytest.raises(TaskInterruptedError):
-            engine.tune(task)
+            runner.begin(task, runs)
         meddler.wants_to_stop = False
         (path,) = runs.iterdir()
-        engine.resume(path)
+        runner.resume(RunDir.open(path), trust_remote_code=False)
     return Run(folder=path, entries=tuple(meddler.entries))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -78,6 +80,14 @@ def test_its_settings_are_those_of_the_task_file() -> None:
     assert EarlyExit(rules={"plateau": True}) == EarlyExit(rules={"plateau": {}}) != EarlyExit()
 
 
+@pytest.mark.usefixtures("plateau")
+def test_reading_a_task_with_a_rule_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
+    code = "import sys; from alto.spec import load_task; load_task('task.yaml'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_a_task_without_rules_is_written_as_before() -> None:
     assert "rules" not in EarlyExit().to_dict()
     assert "rules" not in Task(model="m", dataset="d").to_dict()["early_exit"]
@@ -151,13 +161,22 @@ def test_two_packages_with_one_rule_are_named(monkeypatch: pytest.MonkeyPatch) -
 class Confused(Rule):
     reason = "confused"
 
+    job: str = "a"
+    step: int = 10
+    because: str = "confused"
+
     def judge(self, history: object) -> ExitDecision:
-        return ExitDecision(job="another", step=1, reason="confused")
+        return ExitDecision(job=self.job, step=self.step, reason=self.because)
 
 
-def test_a_verdict_on_another_job_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"Confused.judge: expected a verdict on a at step 10 .* on another at"):
-        Policy(rules=(Confused(),)).judge(curve(1.0))
+@pytest.mark.parametrize("wrong", [{"job": "another"}, {"step": 9}, {"because": "stopped"}])
+def test_a_verdict_that_is_not_the_rule_s_is_refused(wrong: dict[str, object]) -> None:
+    assert Policy(rules=(Confused(),)).judge(curve(1.0)) is not None
+    (found,) = wrong.values()
+    with pytest.raises(
+        UnsupportedError, match=rf"Confused.judge: expected a verdict on a at step 10 .*found.* '?{found}"
+    ):
+        Policy(rules=(Confused(**wrong),)).judge(curve(1.0))
 
 
 def test_its_exits_are_in_journal_report_and_replay(

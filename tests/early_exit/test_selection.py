@@ -80,6 +80,25 @@ def test_a_diverged_job_does_not_stand_at_the_rung() -> None:
     assert selection.winner().job == "a"
 
 
+@pytest.mark.parametrize(
+    ("reason", "kept"),
+    [
+        (ExitReason.OVERFITTING, ("a", "b")),
+        ("plateau", ("a", "b")),
+        (ExitReason.DIVERGING, ("b",)),
+        (ExitReason.STOPPED, ("b",)),
+        (ExitReason.FAILED, ("b",)),
+    ],
+)
+def test_a_job_that_a_rule_of_a_user_ends_competes_as_one_that_overfit(reason: str, kept: tuple[str, ...]) -> None:
+    selection = selection_of({"a": 20, "b": 20, "c": 20})
+    train_to(selection, "a", 1, 0.1)
+    selection.end(ExitDecision(job="a", step=1, reason=reason))
+    train_to(selection, "b", 2, 2.0)
+    train_to(selection, "c", 2, 3.0)
+    assert selection.select().kept == kept
+
+
 def test_a_job_that_overfit_competes_with_its_best_and_is_applied_before_the_rung() -> None:
     settings = EarlyExit(policy="paper", rungs=[(0.2, 0.5), (0.5, 0.5)])
     selection = selection_of({"a": 10, "b": 10, "c": 10, "d": 10}, policy_from(settings))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from alto.errors import (
 from alto.executor import TaskContext
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, BankLayout, adapter_scale, inject, read_adapter
+from alto.runs import Event, Journal, JournalEntry, background, read_events
+from alto.runs.events import JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
@@ -256,16 +260,56 @@ def test_a_run_without_a_result_is_kept_with_its_report(model: Path, tmp_path: P
     assert not (root / "best").exists()
 
 
-def test_a_failure_in_the_middle_is_told_as_it_was(model: Path, tmp_path: Path) -> None:
-    def fail(event: Mapping[str, Any]) -> None:
-        if event["event"] == "eval":
-            raise OSError("disk full")
+def test_a_failure_in_the_middle_is_told_as_it_was(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Journal.append
 
+    def fail(journal: Journal, event: Event) -> JournalEntry:
+        if isinstance(event, JobEvaluated):
+            raise OSError("disk full")
+        return append(journal, event)
+
+    monkeypatch.setattr(Journal, "append", fail)
     task = make_task(tmp_path, model=str(model), max_steps=2)
     with pytest.raises(OSError, match="disk full"):
-        alto.Engine(output_dir=tmp_path / "runs", observers=[fail]).tune(task)
+        alto.Engine(output_dir=tmp_path / "runs").tune(task)
     (root,) = (tmp_path / "runs").iterdir()
     assert (root / "report.html").is_file()
+
+
+def test_observers_that_raise_hang_or_are_slow_change_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of each kind; the hanging one delays the end by the timeout at most, and one that is well sees everything."""
+    monkeypatch.setattr(background.in_background, "__kwdefaults__", {"flush_timeout_s": 3.0})
+    gate, calls = threading.Event(), list[str]()
+    seen: list[JournalEntry] = []
+
+    def raises(entry: JournalEntry) -> None:
+        calls.append("raises")
+        raise RuntimeError("the observer's own fault")
+
+    def hangs(entry: JournalEntry) -> None:
+        calls.append("hangs")
+        gate.wait()
+
+    def is_slow(entry: JournalEntry) -> None:
+        time.sleep(0.01)
+        seen.append(entry)
+
+    task = make_task(tmp_path, model=str(model), max_steps=2)
+    try:
+        result = alto.Engine(output_dir=tmp_path / "runs", observers=[raises, hangs, is_slow]).tune(task)
+    finally:
+        gate.set()
+    assert Path(result.adapter_dir).is_dir()
+    assert sorted(calls) == ["hangs", "raises"]
+    assert [entry.to_dict() for entry in seen] == read_events(Path(result.run_dir) / "journal.jsonl")
+    failed, late = sorted(caplog.messages, key=lambda message: "did not finish" in message)
+    assert "failed and is" in failed
+    assert "the observer's own fault" in failed
+    assert "did not finish in time" in late
 
 
 def test_a_failure_before_the_first_event_is_told_as_it_was(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import alto
 from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
 from alto.engine.launched import MAX_ATTEMPTS
 from alto.errors import NoResultError, RunBusyError, RunError, TargetModuleError, TaskInterruptedError
-from alto.executor.recovery import note_refusal
+from alto.executor.recovery import note_refusal, refusal_event
 from alto.records import Node
 from alto.runs import Journal, RunDir, read_entries
 
@@ -29,6 +30,7 @@ class ScriptedCluster:
         self.nodes = (Node(name="local", gpus=(0, 1)),)
         self.launches: list[Launch] = []
         self._attempts = list(attempts)
+        self._num_ended = 0
 
     def start(self, launch: Launch) -> None:
         self.launches.append(launch)
@@ -37,8 +39,12 @@ class ScriptedCluster:
         pass
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
+        if len(self.launches) == self._num_ended:
+            return []
+        self._num_ended += 1
         number = min(len(self.launches), len(self._attempts)) - 1
-        return [self._attempts[number](RunDir(Path(self.launches[-1].run_dir)))]
+        ended = self._attempts[number](RunDir(Path(self.launches[-1].run_dir)))
+        return [replace(ended, attempt=self.launches[-1].attempt)]
 
     def close(self) -> None:
         pass
@@ -72,7 +78,8 @@ def refuses(max_tokens: int) -> Attempt:
     """Is short of memory, and says which passes would fit."""
 
     def attempt(run: RunDir) -> ExecutorEnded:
-        note_refusal(run, {"max_tokens_per_pass": max_tokens})
+        event = {"phase": "step", "residents": [], "num_tokens": 99, "max_tokens_per_pass": max_tokens}
+        note_refusal(run, refusal_event(event))
         return ends(Outcome.LOST, "no memory", "DeviceMemoryError")(run)
 
     return attempt

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -17,11 +18,23 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
+from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome
 from alto.early_exit import audit
-from alto.engine.queues import fitting_gpus, unique_names
-from alto.errors import DataFileNotFoundError, RunBusyError, RunError, SpecError, TasksFailedError, UnsupportedError
+from alto.engine.measuring import Measurement
+from alto.engine.queues import unique_names
+from alto.engine.work import PLAN_ANEW, PLAN_FILE
+from alto.errors import (
+    DataFileNotFoundError,
+    ProfileError,
+    RunBusyError,
+    RunError,
+    SpecError,
+    TasksFailedError,
+    UnsupportedError,
+)
 from alto.records import Gpu, Node
-from alto.runs import Event, QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs.events import TaskRelayed
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +78,8 @@ def test_the_journal_tells_plans_and_executors(ran: tuple[QueueDir, list[alto.Ta
     kinds = [event["event"] for event in events]
     assert (kinds[0], kinds[1], kinds[-1]) == ("queue_started", "planned", "queue_completed")
     assert kinds.count("executor_started") == kinds.count("executor_ended") == 3
-    assert [event for event in seen if event["event"] != "told"] == events
-    assert {event["task"] for event in seen if event["event"] == "told"} == {"a", "b", "a-2"}
+    assert [entry.to_dict() for entry in seen if not isinstance(entry.event, TaskRelayed)] == events
+    assert {entry.event.task for entry in seen if isinstance(entry.event, TaskRelayed)} == {"a", "b", "a-2"}
     history = read_queue_history(queue.root)
     assert all(task.state is TaskStage.FINISHED for task in history.tasks.values())
     assert {gpu.index for task in history.tasks.values() for gpu in task.attempts[0].gpus} == {0, 1}
@@ -177,11 +190,12 @@ def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     (root / "report.html").write_text("of another process", encoding="utf-8")
 
-    def remove_lock(event: Event) -> None:
+    def remove_lock() -> bool:
         (root / "run.lock").unlink(missing_ok=True)
+        return False
 
     with pytest.raises(RunBusyError, match="found it removed or replaced"):
-        alto.Engine(observers=[remove_lock]).resume_queue(root)
+        alto.Engine(is_interrupted=remove_lock).resume_queue(root)
     assert (root / "report.html").read_text("utf-8") == "of another process"
 
 
@@ -255,13 +269,79 @@ def test_the_single_strategy_refuses_a_task_on_several_real_gpus(
         engine.schedule([make_task(tmp_path, num_gpus=2)])
 
 
-def test_ranks_are_measured_on_one_node_where_any_is_large_enough(tmp_path: Path) -> None:
-    nodes = [Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1))]
-    free = [Gpu("a", 0), Gpu("b", 0), Gpu("b", 1)]
-    task = make_task(tmp_path, num_gpus=2)
-    assert fitting_gpus(free, task, nodes) == (Gpu("b", 0), Gpu("b", 1))
-    assert fitting_gpus(free[:2], task, nodes) == ()
-    assert fitting_gpus(free, task.replace(num_gpus=3), nodes) == tuple(free)
+class Measuring:
+    """A cluster of two nodes whose executors take ten seconds for each GPU, and tell so at once."""
+
+    nodes = (Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1)))
+
+    def __init__(self, *, has_gpus: bool = True, fails: str = "") -> None:
+        self.has_gpus = has_gpus
+        self.launches: list[Launch] = []
+        self.most_at_once = 0
+        self._running: list[Launch] = []
+        self._fails = fails
+
+    def start(self, launch: Launch) -> None:
+        self.launches.append(launch)
+        self._running.append(launch)
+        self.most_at_once = max(self.most_at_once, len(self._running))
+
+    def poll(self, timeout_s: float) -> list[ClusterEvent]:
+        time.sleep(0.01)  # so that others are submitted before this has ended
+        ended, self._running = self._running, []
+        for launch in ended:
+            plan = {"expected_duration_s": 10.0 * len(launch.gpus)}
+            (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
+        return [self._end(launch) for launch in ended]
+
+    def _end(self, launch: Launch) -> ExecutorEnded:
+        is_failed = launch.task == self._fails
+        outcome = Outcome.LOST if is_failed else Outcome.FINISHED
+        return ExecutorEnded(task=launch.task, attempt=1, outcome=outcome, reason="was killed" * is_failed)
+
+    def stop(self, task: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = False) -> Measurement:
+    return Measurement(
+        cluster=cast(Cluster, cluster),
+        is_parallel=True,
+        refresh=True,
+        on_measured=lambda task, duration_s: told.append((task.name, duration_s)),
+        is_interrupted=lambda: is_interrupted,
+    )
+
+
+@pytest.mark.parametrize("has_gpus", [True, False])
+def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: bool, tmp_path: Path) -> None:
+    tasks = [make_task(tmp_path, name="wide", num_gpus=2), make_task(tmp_path, name="small")]
+    cluster, told = Measuring(has_gpus=has_gpus), list[Any]()
+    assert measurement(cluster, told).durations_s(tasks) == [20.0, 10.0]
+    assert told == [("wide", 20.0), ("small", 10.0)]
+    wide, small = cluster.launches
+    assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
+    assert (len(small.gpus), small.num_ranks) == (1, 1)
+    if not has_gpus:
+        assert cluster.most_at_once == 1
+
+
+def test_a_task_that_cannot_be_measured_ends_it_and_is_tried_once(tmp_path: Path) -> None:
+    tasks = [make_task(tmp_path, name="good"), make_task(tmp_path, name="bad")]
+    cluster = Measuring(fails="1")
+    with pytest.raises(ProfileError, match="task 'bad': expected to measure what it takes, found was killed"):
+        measurement(cluster, []).durations_s(tasks)
+    assert [launch.task for launch in cluster.launches] == ["0", "1"]
+
+
+def test_measuring_is_interrupted(tmp_path: Path) -> None:
+    cluster = Measuring()
+    cluster.poll = lambda timeout_s: time.sleep(0.01) or []  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        measurement(cluster, [], is_interrupted=True).durations_s([make_task(tmp_path)])
 
 
 def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -133,9 +133,9 @@ def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: 
             ended.append(entry.event.job)
 
     folder = Path(task.dataset).parent / "runs"
-    engine = alto.Engine(output_dir=folder, observers=[observe], is_interrupted=lambda: len(ended) == 4)
+    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 4)
     with pytest.raises(TaskInterruptedError, match="with 0 of 4 jobs still to train"):
-        engine.tune(task)
+        runs.begin(task, folder)
     (run,) = folder.iterdir()
     assert read_journal(run)[-1]["event"] == "task_interrupted"
     result = alto.Engine().resume(run)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny import make_task
 
 from alto.errors import RunNotFoundError, SpecError
-from alto.evaluation.target import Subject, find_target
+from alto.evaluation.target import EvaluationTarget, find_target
 
 
 def find(
@@ -22,12 +22,12 @@ def find(
     all_jobs: bool = False,
     base: str | None = None,
     dataset: str | None = None,
-) -> Subject:
+) -> EvaluationTarget:
     return find_target(targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset)
 
 
-def folders(subject: Subject) -> dict[str, Path]:
-    return {name: adapter.folder for name, adapter in subject.adapters.items()}
+def folders(target: EvaluationTarget) -> dict[str, Path]:
+    return {name: adapter.folder for name, adapter in target.adapters.items()}
 
 
 def write_adapter(folder: Path, base_model: str | None = "its/base") -> None:
@@ -51,9 +51,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_means_its_best_adapter(run: Path) -> None:
-    subject = find(run)
-    assert (folders(subject), subject.run_dirs, subject.base_model.id) == ({"best": run / "best"}, (run,), "its/base")
-    assert subject.task.name == "tiny"
+    target = find(run)
+    assert (folders(target), target.run_dirs, target.base_model.id) == ({"best": run / "best"}, (run,), "its/base")
+    assert target.task.name == "tiny"
 
 
 def test_jobs_mean_their_best(run: Path) -> None:
@@ -77,10 +77,10 @@ def test_a_run_without_a_result_says_what_to_do(run: Path) -> None:
 
 def test_an_adapter_folder_means_itself(tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine")
-    subject = find(tmp_path / "mine", dataset="test.jsonl")
+    target = find(tmp_path / "mine", dataset="test.jsonl")
     mine = {str(tmp_path / "mine"): tmp_path / "mine"}
-    assert (folders(subject), subject.run_dirs, subject.base_model.id) == (mine, (), "its/base")
-    assert (subject.task.model, subject.task.dataset) == ("its/base", "test.jsonl")
+    assert (folders(target), target.run_dirs, target.base_model.id) == (mine, (), "its/base")
+    assert (target.task.model, target.task.dataset) == ("its/base", "test.jsonl")
     assert find(tmp_path / "mine", base="other", dataset="test.jsonl").base_model.id == "other"
 
 
@@ -110,9 +110,9 @@ def test_anything_else_is_refused(tmp_path: Path, name: str, found: str) -> None
 def test_several_adapters_are_of_one_base_and_know_their_rows(run: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "mine")
     write_adapter(tmp_path / "other", base_model="another/base")
-    subject = find(tmp_path / "mine", run, dataset="test.jsonl")
-    assert folders(subject) == {str(tmp_path / "mine"): tmp_path / "mine", str(run): run / "best"}
-    assert (subject.run_dirs, subject.task.name) == ((run,), "tiny")
+    target = find(tmp_path / "mine", run, dataset="test.jsonl")
+    assert folders(target) == {str(tmp_path / "mine"): tmp_path / "mine", str(run): run / "best"}
+    assert (target.run_dirs, target.task.name) == ((run,), "tiny")
     with pytest.raises(SpecError, match="expected adapters of one base model, found its/base, another/base"):
         find(tmp_path / "mine", tmp_path / "other", dataset="test.jsonl")
     assert (

@@ -21,6 +21,7 @@ from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
 from alto.early_exit import audit
+from alto.engine.runner import TaskRunner
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
 from alto.executor import executor
 from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
@@ -188,11 +189,9 @@ def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, t
             sent.update({path: path.read_bytes() for path in (root / "control").iterdir()})
 
     calls = iter(range(4))
-    engine = alto.Engine(
-        output_dir=tmp_path / "runs", observers=[send], is_interrupted=lambda: next(calls, None) is None
-    )
+    runner = TaskRunner(observers=[send], is_interrupted=lambda: next(calls, None) is None)
     with pytest.raises(TaskInterruptedError):
-        engine.tune(task_in(tmp_path, model))
+        runner.begin(task_in(tmp_path, model), tmp_path / "runs")
     ((path, command),) = sent.items()
     assert not path.exists()
     path.write_bytes(command)
@@ -254,7 +253,7 @@ def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None
             errors.append(caught.value)
             assert RunDir.open(root).is_locked()
 
-    result = alto.Engine(output_dir=tmp_path / "runs", observers=[resume_it]).tune(task_in(tmp_path, model))
+    result = TaskRunner(observers=[resume_it]).begin(task_in(tmp_path, model), tmp_path / "runs")
     assert errors
     assert audit(entries(read_journal(result.run_dir))) == ()
     assert not RunDir.open(result.run_dir).is_locked()
@@ -275,8 +274,8 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
         from alto.runs.events import JobEvaluated
         seen = []
         append = journal.Journal.append
-        def watched(self, event, **facts):
-            entry = append(self, event, **facts)
+        def watched(self, event):
+            entry = append(self, event)
             seen.append(type(event))
             if seen[-1] is JobEvaluated and seen.count(JobEvaluated) == 4:
                 os.kill(os.getpid(), {int(number)})
@@ -391,7 +390,7 @@ def test_a_clock_that_jumps_does_not_bend_a_run(
     def jump(entry: JournalEntry) -> None:
         monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if entry.seq % 2 else 86_400))
 
-    result = alto.Engine(output_dir=tmp_path / "runs", observers=[jump]).tune(task_in(tmp_path, model))
+    result = TaskRunner(observers=[jump]).begin(task_in(tmp_path, model), tmp_path / "runs")
     assert told(Path(result.run_dir)) == undisturbed
     assert 0 < result.duration_s < 600
     history = read_history(result.run_dir)

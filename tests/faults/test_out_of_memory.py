@@ -204,13 +204,13 @@ def test_if_no_slot_fits_the_error_says_how_much_one_takes(tmp_path: Path, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="caps the memory of a process as Linux does")
 def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
-    """8 MiB do not hold a pass of one whole job."""
+    """6 MiB do not hold a micro-batch of one whole job."""
     free, capped = tmp_path / "free", tmp_path / "capped"
     capped.mkdir()
     path = os.pathsep.join(map(str, (Path(__file__).parents[1] / "support", *sys.path)))
     script = Path(__file__).parents[1] / "support" / "capped_task.py"
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, script, capped, "8"], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, script, capped, "6"], env=environment, check=True, timeout=300)
     (root,) = (capped / "runs").iterdir()
     events = read_journal(root)
     told = of(events, "oom")

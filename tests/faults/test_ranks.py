@@ -126,9 +126,9 @@ def record_ends(monkeypatch: pytest.MonkeyPatch) -> list[ExecutorEnded]:
             ends.extend(event for event in events if isinstance(event, ExecutorEnded))
             return events
 
-    def opened(name: str, *, total_gpus: int | None, entry: str) -> Cluster:
+    def opened(name: str, *, total_gpus: int | None) -> Cluster:
         assert name == "local"
-        return Watched(total_gpus=total_gpus, entry=entry, heartbeat_timeout_s=HEARTBEAT_S)
+        return Watched(total_gpus=total_gpus, heartbeat_timeout_s=HEARTBEAT_S)
 
     monkeypatch.setattr("alto.engine.launched.open_cluster", opened)
     return ends

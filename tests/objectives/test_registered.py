@@ -15,9 +15,11 @@ import pytest
 import torch
 from preference_pairs import make_pairs
 from resident_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_task
+from typer.testing import CliRunner
 
 import alto
 from alto.backbone import Backbone
+from alto.cli import app
 from alto.data import JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
 from alto.executor import Executor, RunStart, TaskContext
@@ -257,3 +259,13 @@ def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Insta
     assert "target_margin" in (Path(result.run_dir) / "report.html").read_text(encoding="utf-8")
     notes = read_events(Path(result.run_dir) / "journal.jsonl")[0]["notes"]
     assert not any("Jobs differ in" in note for note in notes), "the accuracy does not depend on the margin"
+
+    def clone(change: str) -> str:
+        asked = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
+        return f"{type(asked.exception).__name__}: {asked.exception}"
+
+    assert "UnknownKeyError: the job has the unknown key 'target_margn'. Did you mean 'target_margin'" in clone(
+        "target_margn=1.0"
+    )
+    assert "SpecError: target_margin (lead that the chosen reply is to have) should be" in clone("target_margin=-1")
+    assert "JobCommandError: expected a run that is not finished" in clone("target_margin=1.0")

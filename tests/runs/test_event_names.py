@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 from alto.runs.events.names import RELAYED, WIRE_NAMES
 
@@ -49,14 +51,35 @@ def test_every_other_meaning_is_still_there() -> None:
     assert all(words <= found[file] for file, words in OTHER_MEANINGS.items())
 
 
+def looked_up_in(tree: ast.Module) -> set[str]:
+    """Expressions that ask a dictionary which event it is."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(slice=ast.Constant(value="event")):
+                found.add(ast.unparse(node))
+            case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value="event"), *_]):
+                found.add(ast.unparse(node))
+            case ast.MatchMapping(keys=keys) if any(ast.unparse(key) == "'event'" for key in keys):
+                found.add(ast.unparse(node))
+    return found
+
+
 def test_no_line_is_looked_into_by_name() -> None:
     """``line["event"]`` and ``line.get("event")``, which the codec alone has."""
-    found = set()
-    for file, tree in sources():
-        for node in ast.walk(tree):
-            looked_up = node.slice if isinstance(node, ast.Subscript) else None
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-                looked_up = node.args[0] if node.args else None
-            if isinstance(looked_up, ast.Constant) and looked_up.value == "event":
-                found.add(file)
-    assert found == set()
+    assert {file for file, tree in sources() if looked_up_in(tree)} == set()
+
+
+@pytest.mark.parametrize(
+    ("find", "bad", "good"),
+    [
+        (names_in, "journal.append('job_exited')", "journal.append('job')"),
+        (names_in, "match kind:\n    case 'gpu_lost' | 'gpu_added': ...", "'a job_exited b'"),
+        (looked_up_in, "event['event'] == 'train'", "event['job'] == 'train'"),
+        (looked_up_in, "event.get('event', '')", "event.get('events')"),
+        (looked_up_in, "match line:\n    case {'event': 'eval'}: ...", "match line:\n    case {'job': 'eval'}: ..."),
+    ],
+)
+def test_each_check_bites(find: Callable[[ast.Module], set[str]], bad: str, good: str) -> None:
+    assert find(ast.parse(bad))
+    assert not find(ast.parse(good))

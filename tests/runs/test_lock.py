@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from alto.errors import RunBusyError
-from alto.runs import Answer, Journal, Mailbox, RunDir, read_events
+from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
 from alto.runs.events import CheckpointSaved
 from alto.runs.lock import LockFile
 
@@ -73,7 +73,7 @@ def test_a_journal_is_cut_by_nobody_who_has_lost_the_lock(run: RunDir) -> None:
             journal.append(CheckpointSaved(jobs={}))
             written = run.journal_file.read_bytes()
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
-                Journal(run.journal_file, past=read_events(run.journal_file)[:1], check=run.check_lock)
+                Journal(run.journal_file, past=read_entries(run.journal_file)[:1], check=run.check_lock)
             assert run.journal_file.read_bytes() == written
             journal.append(CheckpointSaved(jobs={}))
     assert len(read_events(run.journal_file)) == 3

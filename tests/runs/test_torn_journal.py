@@ -12,7 +12,7 @@ import pytest
 from journals import entry
 
 from alto.errors import RunError, RunWriteError
-from alto.runs import Journal, cut_journal, read_events, read_intact_events
+from alto.runs import Journal, cut_journal, read_entries, read_events, read_intact_events
 from alto.runs.events import ExecutorStarted, QueueCompleted, QueueInterrupted, QueueResumed
 
 # As a queue of two tasks wrote it until its disk was full.
@@ -107,12 +107,12 @@ def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> Non
 def test_opening_a_whole_journal_changes_nothing(path: Path) -> None:
     before, inode = path.read_bytes(), path.stat().st_ino
     with Journal(path) as journal:
-        assert [entry.name for entry in journal.past] == kinds(path)
+        assert [past.name for past in journal.past] == kinds(path)
     assert (path.read_bytes(), path.stat().st_ino) == (before, inode)
 
 
 def test_a_run_goes_back_behind_what_it_wrote(path: Path) -> None:
-    with Journal(path, past=read_events(path)[:2]) as journal:
+    with Journal(path, past=read_entries(path)[:2]) as journal:
         journal.append(QueueCompleted())
     assert kinds(path) == ["queue_started", "planned", "queue_completed"]
 

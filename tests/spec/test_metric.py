@@ -93,5 +93,7 @@ def test_settings_of_the_method_decide_the_scale_of_a_loss_and_no_others() -> No
     task = Task(**ROWS, method="dpo", search_space={"beta": [0.1, 0.2], "lr": [1e-4, 2e-4]})
     scales = [loss_scale(job.config.to_dict()) for job in task.jobs]
     assert scales[0] == scales[1] != scales[2] == scales[3]
+    # Of a method that a package registers.
+    assert loss_scale({"r": 8, "target_margin": 0.5}) != loss_scale({"r": 8, "target_margin": 1.0})
     # As version 0.1 wrote the configuration of a job of orpo.
     assert loss_scale({"r": 8, "beta": 0.1, "loss_type": None}) == loss_scale({"r": 16, "beta": 0.1})

@@ -316,6 +316,16 @@ def test_the_method_can_be_replaced_with_its_settings():
     assert original.replace(method="sft", beta=None).jobs == task().jobs
 
 
+def test_configurations_as_version_0_1_wrote_them_are_read():
+    written = {"learning_rate": 1e-3, "beta": None, "loss_type": None, "label_smoothing": None}
+    assert task().job_config(written) == JobConfig(learning_rate=1e-3)
+    orpo = task(method="orpo", beta=0.3, lr=1e-3)
+    assert orpo.job_config({**written, "beta": 0.3}) == orpo.jobs[0].config
+    dpo = preferring(loss_type="ipo", lr=1e-3)
+    assert dpo.job_config({**dpo.jobs[0].config.to_dict()}) == dpo.jobs[0].config
+    assert list(dpo.jobs[0].config.to_dict())[-3:] == ["beta", "loss_type", "label_smoothing"]
+
+
 def test_own_methods_ask_no_packages(monkeypatch):
     monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: pytest.fail("looked at every package"))
     assert [preferring().method, task().method] == ["dpo", "sft"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from journals import entry
 
-from alto.trackers import background
+from alto.runs import background
 from alto.trackers.background import BackgroundTracker, tracking
 from alto.trackers.base import JobOutcome, Point, TrackedRun
 
@@ -181,7 +181,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
 def test_error_of_the_training_passes_through_and_trackers_are_finished(small_run: list[Event], tmp_path: Path) -> None:
     def train() -> None:
         with tracking({"good": tracker}, tmp_path) as (observe,):
-            observe(small_run[0])
+            observe(entry(small_run[0]))
             raise OSError("disk full")
 
     tracker = Tracker()
@@ -194,6 +194,7 @@ def test_hanging_tracker_does_not_keep_the_process_alive(tmp_path: Path) -> None
     code = f"""
 import threading
 from pathlib import Path
+from alto.runs.events import decode
 from alto.trackers.background import tracking
 
 class Hanging:
@@ -201,7 +202,7 @@ class Hanging:
         threading.Event().wait()
 
 with tracking({{"hanging": Hanging()}}, Path({str(tmp_path)!r}), flush_timeout_s=0.1) as (observe,):
-    observe({{"event": "task_started", "jobs": []}})
+    observe(decode({{"seq": 0, "time": 0.0, "event": "task_started", "jobs": []}}))
 print("trained")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)

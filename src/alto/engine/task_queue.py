@@ -67,15 +67,29 @@ class TaskQueue:
     def job_command(
         self,
         task: str,
-        action: Action,
+        action: Action | str,
         job: str,
         *,
         changes: Mapping[str, Any] | None = None,
         warm: bool = False,
         timeout_s: float = 60.0,
     ) -> Answer | None:
-        """Stop, resume or clone a job of a task; as :meth:`alto.cluster.Controller.job_command`."""
-        return self._controller.job_command(task, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
+        """Stop, resume or clone a job of a task, as ``alto job`` does.
+
+        Args:
+            action: ``stop``, ``resume`` or ``clone``.
+            changes: A clone's settings that differ from the job's, canonical keys.
+            warm: A clone starts from the job's best adapter.
+            timeout_s: How long the answer is waited for.
+
+        Returns:
+            The answer; None if there was none in time. The command stays until an executor of the task answers it.
+
+        Raises:
+            QueueCommandError: There is no such task, or it has ended.
+            ValueError: There is no such action.
+        """
+        return self._controller.job_command(task, Action(action), job, changes=changes, warm=warm, timeout_s=timeout_s)
 
     def status(self) -> ControllerStatus:
         """Every task that this process was to work on, as it is now."""

@@ -1,0 +1,169 @@
+"""The stages of a task, each by itself: the base, the context, reference log-probs, the bank; and jobs of two tasks in
+one bank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import flat
+from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task, make_trainer
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.errors import DeviceMemoryError, ModelNotFoundError, RunChangedError
+from alto.executor import (
+    BankSize,
+    MicroBatches,
+    Ranks,
+    ResumeState,
+    TaskContext,
+    build_trainer,
+    initial_states,
+    load_base,
+    stages,
+    with_references,
+)
+from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass
+from alto.runs import RunDir
+from alto.spec import BaseModelSpec, Task
+
+CPU = torch.device("cpu")
+JOBS: list[dict[str, object]] = [
+    {"lr": 1e-3, "r": 4, "batch_size": 4, "seed": 1},
+    {"lr": 5e-4, "r": 8, "batch_size": 2, "seed": 2, "target_modules": ["q_proj", "v_proj"]},
+]
+OTHERS: list[dict[str, object]] = [{"lr": 2e-3, "r": 2, "batch_size": 3, "seed": 7, "lora_dropout": 0.2}]
+
+
+def nobody(event: object) -> None:
+    raise AssertionError(f"memory ran out: {event}")
+
+
+def context_of(task: Task, data: TaskData = DATA, backbone: Backbone | None = None) -> TaskContext:
+    return TaskContext.of(task, backbone or Backbone(make_model("llama"), None, "unused"), data)
+
+
+class TestLoadingTheBase:
+    def test_gives_the_base_that_is_named(self) -> None:
+        backbone = load_base(BaseModelSpec(id="alto-tiny", dtype="bfloat16"), CPU, Ranks())
+        assert (backbone.dtype, backbone.device) == (torch.bfloat16, CPU)
+
+    def test_says_what_would_fit_where_memory_runs_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object, **__: object) -> Backbone:
+            raise torch.OutOfMemoryError("no memory, as the test wants it")
+
+        monkeypatch.setattr(stages, "load_backbone", full)
+        with pytest.raises(DeviceMemoryError, match=r"'alto-tiny' \(all of it\) on cpu, .* or load_in_4bit: true$"):
+            load_base(BaseModelSpec(id="alto-tiny"), CPU, Ranks())
+
+    def test_lets_other_errors_through(self) -> None:
+        with pytest.raises(ModelNotFoundError):
+            load_base(BaseModelSpec(id="./no/such/folder"), CPU, Ranks())
+
+
+def test_a_context_plans_the_jobs_of_its_task_in_order() -> None:
+    task = make_task(JOBS)
+    context = context_of(task)
+    assert [job.job for job in context.jobs] == list(task.jobs)
+    assert [job.shape.rank for job in context.jobs] == [4, 8]
+    assert [len(job.shape.targets) for job in context.jobs] == [14, 4]
+    assert context.base == task.base_model
+    assert context.row_metric is None
+    states = initial_states(context)
+    assert [(job.step, job.slot, job.context) for job in states] == [(0, None, context)] * 2
+    assert states[0].step_tokens == -(-4 * DATA.train.num_tokens // len(DATA.train))
+
+
+class TestReferences:
+    def test_are_left_out_where_the_objective_needs_none(self) -> None:
+        context = context_of(make_task(JOBS))
+        assert with_references(context, MicroBatches(100, nobody)) is context
+
+    def test_are_added_to_the_data_of_a_new_context(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ALTO_CACHE", str(tmp_path))
+        context = context_of(make_task(OTHERS, method="dpo"), PAIRS)
+        found = with_references(context, MicroBatches(100, nobody))
+        assert context.data.train.references is None
+        assert context.references is None
+        assert found.data.train.references.shape == (len(PAIRS.train), 2)
+        assert found.data.validation.references.shape == (len(PAIRS.validation), 2)
+        assert found.references is not None
+        assert not found.references.is_cached
+        assert found.jobs is context.jobs
+        again = with_references(context, MicroBatches(100, nobody)).references
+        assert again is not None
+        assert again.is_cached
+
+
+class TestTheBank:
+    def test_holds_nobody_yet(self, tmp_path: Path) -> None:
+        context = context_of(make_task(JOBS, max_slots=1))
+        state = build_state(
+            context,
+            ResumeState(),
+            RunDir.create(tmp_path, context.task),
+            max_tokens_per_pass=max_tokens_per_pass(context, ResumeState()),
+            on_memory_event=nobody,
+        )
+        assert list(state.jobs) == list(state.selection.training) == ["job-000", "job-001"]
+        assert state.slot_manager.num_slots == 1
+        assert state.active() == []
+        assert state.slot_manager.largest_micro_batch == 0
+        job = state.jobs["job-001"]
+        state.slot_manager.admit(job, 0)
+        assert state.active() == [job] == [state.in_slot(0)]
+        (loss,) = state.trainer.step([job])
+        assert loss > 0
+        assert 0 < state.slot_manager.largest_micro_batch <= 300
+
+    def test_begins_with_what_was_left_after_memory_ran_out(self) -> None:
+        context = context_of(make_task(JOBS, max_tokens_per_pass=300))
+        assert max_tokens_per_pass(context, ResumeState()) == 300
+        assert max_tokens_per_pass(context, ResumeState(refusal={"max_tokens_per_pass": 64})) == 64
+
+
+def test_a_run_of_other_data_is_refused_before_anything_is_built() -> None:
+    context = context_of(make_task(JOBS))
+    settings = context.task.early_exit.resolved().model_dump(mode="json")
+    line = {"seq": 0, "time": 0.0, "event": "task_started", "jobs": [], "early_exit": settings}
+    check_resumable(context, ResumeState())
+    with pytest.raises(RunChangedError, match="expected the data that the run began with"):
+        check_resumable(context, ResumeState(lines=[line]))
+
+
+def test_a_bank_holds_jobs_of_two_tasks_on_one_base() -> None:
+    """Each with rows and settings of its own: they train as in a bank of their own task."""
+    data = (DATA, TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12)))
+    tasks = (make_task(JOBS), make_task(OTHERS, num_train_epochs=1))
+    backbone = Backbone(make_model("llama"), None, "unused")
+    together = [context_of(task, rows, backbone) for task, rows in zip(tasks, data, strict=True)]
+    planned = [job for context in together for job in context.jobs]
+    size = BankSize.of(planned, backbone, num_slots=len(planned))
+    trainer = build_trainer(backbone, size, MicroBatches(300, nobody))
+    jobs = [job for context in together for job in initial_states(context)]
+    for slot, job in enumerate(jobs):
+        job.slot = slot
+        trainer.admit_fresh(job, slot)
+    by_task = (jobs[:2], jobs[2:])
+    for expected_context, mine in zip(
+        (context_of(t, d) for t, d in zip(tasks, data, strict=True)), by_task, strict=True
+    ):
+        alone = make_trainer(expected_context, len(mine))
+        others = initial_states(expected_context)
+        for slot, job in enumerate(others):
+            job.slot = slot
+            alone.admit_fresh(job, slot)
+        for _ in range(2):
+            assert trainer.step(mine) == pytest.approx(alone.step(others), rel=1e-5)
+            for job in (*mine, *others):
+                job.step += 1
+        for job, other in zip(mine, others, strict=True):
+            found, expected = flat(trainer.bank.read(job.slot)), flat(alone.bank.read(other.slot))
+            for name, matrix in expected.items():
+                torch.testing.assert_close(found[name], matrix, rtol=1e-4, atol=1e-6)
+        losses = [value.loss for value in trainer.evaluate(mine)]
+        assert losses == pytest.approx([value.loss for value in alone.evaluate(others)], rel=1e-5)
+    with pytest.raises(AssertionError, match="of one task"):
+        trainer.step([*jobs])
