@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from alto.records import Gpu
 from alto.runs.events import FORMAT, QueueEvent, RunEvent, TaskMeasured, TaskRelayed
 from alto.runs.events.codec import JournalEntry
-from alto.runs.events.fields import ALIASES, ALWAYS, KEY_ALIASES
+from alto.runs.events.fields import ALIASES, ALWAYS, KEY_ALIASES, VALUE_ALIASES
 from alto.runs.events.names import RELAYED, WIRE_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +129,8 @@ def _may_be_left_out(field: dataclasses.Field[Any]) -> bool:
 def _earlier(field: dataclasses.Field[Any]) -> str:
     """Names that version 0.1 had."""
     names = [f"`{name}`" for name in field.metadata.get(ALIASES, ())]
-    names += [f"`{old}` for `{new}`" for old, new in field.metadata.get(KEY_ALIASES, {}).items()]
+    for kind in (KEY_ALIASES, VALUE_ALIASES):
+        names += [f"`{old}` for `{new}`" for old, new in field.metadata.get(kind, {}).items()]
     return f" ALTO 0.1 wrote {', '.join(names)}." if names else ""
 
 

@@ -43,6 +43,7 @@ def test_a_plan_is_shown_and_nothing_is_run(task_file: Path):
     assert "measured now" in " ".join(CliRunner().invoke(app, ["plan", str(task_file), "--refresh"]).output.split())
 
 
+@pytest.mark.slow("queues")
 def test_a_plan_is_json_for_scripts(task_file: Path):
     shown = CliRunner().invoke(app, ["plan", str(task_file), str(task_file), "--json", "--gpu-hour-price", "2"])
     first, second = json.loads(shown.output)["tasks"]

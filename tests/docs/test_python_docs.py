@@ -10,6 +10,7 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 
 
+@pytest.mark.slow("queues")
 def test_the_page_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

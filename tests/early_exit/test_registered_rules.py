@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import alto
 from alto.cli import app
 from alto.early_exit import Divergence, OverfittingGap, Policy, Recording, Rule, audit, policy_from, replay
-from alto.errors import SpecError, UnknownKeyError, UnsupportedError
+from alto.errors import SpecError, TaskInterruptedError, UnknownKeyError, UnsupportedError
 from alto.records import ExitDecision, LossPoint
 from alto.runs import read_events, read_history
 from alto.spec import EarlyExit, Task, load_task
@@ -182,13 +182,21 @@ def test_a_verdict_that_is_not_the_rule_s_is_refused(wrong: dict[str, object]) -
 def test_its_exits_are_in_journal_report_and_replay(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's task file, trained by the engine; then the same rule on a recording of the same jobs."""
+    """The page's task file, interrupted and resumed by the engine; then the same rule on a recording of its jobs."""
     install()
     write_rows(tmp_path / "rows.jsonl", 40)
     (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
     changes = ["num_train_epochs=4", "max_length=32", "r=2", "report_to=none"]
-    engine = alto.Engine(output_dir=tmp_path / "runs")
-    result = engine.tune(load_task(tmp_path / "task.yaml", changes))
+    runs = tmp_path / "runs"
+
+    def has_evaluated() -> bool:
+        return any('"eval"' in journal.read_text(encoding="utf-8") for journal in runs.glob("*/journal.jsonl"))
+
+    with pytest.raises(TaskInterruptedError):
+        alto.Engine(output_dir=runs, is_interrupted=has_evaluated).tune(load_task(tmp_path / "task.yaml", changes))
+    (run,) = runs.iterdir()
+    engine = alto.Engine(output_dir=runs)
+    result = engine.resume(run)
 
     events = read_events(Path(result.run_dir) / "journal.jsonl")
     (ended,) = [event for event in events if event["event"] == "job_exited"]

@@ -123,6 +123,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     assert torch.linalg.norm(found_TV - output.logits[mask]) <= 1e-5 * torch.linalg.norm(found_TV)
 
 
+@pytest.mark.slow("queues")
 def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = alto.Engine(strategy="adapter_parallel", total_gpus=1, output_dir=tmp_path / "runs")
     tasks = [
@@ -150,6 +151,7 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert started["early_exit"]["rungs"] == [[0.05, 0.25]]
 
 
+@pytest.mark.slow("queues")
 def test_without_schedule_and_settings_each_task_keeps_its_own(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), max_steps=2, early_exit=False, r=4, search_space={"lr": [1e-3]})
     (result,) = alto.Engine(output_dir=tmp_path / "runs").batched_execution([task])

@@ -113,7 +113,7 @@ def states(queue: QueueDir) -> dict[str, str]:
     return {task["task"]: task["state"] for task in listed["tasks"]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("queues")
 def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_path: Path) -> None:
     files = {}
     for name, changes in (("short", {}), ("long", LONG), ("next", {})):
@@ -140,7 +140,7 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
     assert submitted == ["long", "short", "next"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("queues")
 def test_a_queue_that_waits_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with waiting_queue(tmp_path) as (process, queue):
         assert "no further tasks" in alto_command("drain", queue.root, "--when-done")

@@ -367,7 +367,7 @@ def test_a_schedule_of_other_tasks_is_refused(tmp_path: Path) -> None:
 def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="expected one of"):
         alto.Engine().schedule([make_task(tmp_path)], method="magic")
-    with pytest.raises(SpecError, match="expected local, auto or ray"):
+    with pytest.raises(SpecError, match="cluster should be one of local, auto, ray"):
         alto.Engine(cluster="slurm").schedule([make_task(tmp_path)])
 
 

@@ -112,7 +112,7 @@ def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
     for run_dir, _ in (whole, resumed):
         events = read_events(run_dir.journal_file)
         seated = [event for event in events if event["event"] in ("job_admitted", "job_resumed")]
-        assert {event["reason"] for event in seated} >= {"balances", "spreads"}
+        assert {event["reason"] for event in seated} >= {"balances", "data_parallel"}
         assert {len(event["ranks"]) for event in seated} >= {1, 2}
     started, resumed_at = (
         next(event for event in read_events(resumed[0].journal_file) if event["event"] == name)

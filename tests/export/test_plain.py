@@ -132,7 +132,7 @@ def test_ranks_and_moves_between_them_are_told(ranked_run):
         "b (lr 2e-4) completed, best validation loss 1.9000",
         "moved b to other ranks",
         "c (lr 3e-4) completed, best validation loss 1.8000",
-        "spread c over all ranks",
+        "moved c to all ranks",
     ]
 
 

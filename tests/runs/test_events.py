@@ -26,6 +26,7 @@ from alto.runs.events import (
     GpusOffered,
     JobEvaluated,
     JobExited,
+    JobResumed,
     JournalEntry,
     QueueStarted,
     SavedJob,
@@ -37,7 +38,7 @@ from alto.runs.events import (
     decode,
     encode,
 )
-from alto.runs.events.fields import ALIASES, KEY_ALIASES
+from alto.runs.events.fields import ALIASES, KEY_ALIASES, VALUE_ALIASES
 
 PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=8),
@@ -81,6 +82,8 @@ def records(kind: type) -> st.SearchStrategy[Any]:
     for field in dataclasses.fields(kind):
         if earlier := field.metadata.get(KEY_ALIASES):
             fields[field.name] = fields[field.name].filter(earlier.keys().isdisjoint)
+        if earlier := field.metadata.get(VALUE_ALIASES):
+            fields[field.name] = fields[field.name].filter(lambda text, earlier=earlier: text not in earlier)
     return st.builds(kind, **fields)
 
 
@@ -221,6 +224,9 @@ def test_words_of_version_0_1_are_read_as_those_of_today() -> None:
     )  # fmt: skip
     assert isinstance(completed.event, TaskCompleted)
     assert (completed.event.within_noise[0].job, completed.event.within_noise[0].score) == ("b", 0.5)
+    resumed = decode({"seq": 0, "time": 1.0, "event": "job_resumed", "job": "a", "slot": 0, "reason": "spreads"})
+    assert isinstance(resumed.event, JobResumed)
+    assert resumed.event.reason == "data_parallel"
     exited = decode(
         {
             "seq": 0, "time": 1.0, "event": "job_exited", "job": "a", "reason": "underperforming",

@@ -109,9 +109,9 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
     assert moved == {seating.job for seating in plan.admit if before[seating.job].slot is not None}
     for seating in plan.admit:
         was = before[seating.job]
-        assert (seating.reason in ("balances", "spreads")) == (was.slot is not None)
+        assert (seating.reason in ("balances", "data_parallel")) == (was.slot is not None)
         if was.slot is not None:
-            assert seating.reason == ("spreads" if seating.is_data_parallel else "balances")
+            assert seating.reason == ("data_parallel" if seating.is_data_parallel else "balances")
             assert seating.is_data_parallel != was.is_data_parallel or slots.rank_of(seating.slot) != slots.rank_of(
                 was.slot
             )
@@ -209,7 +209,7 @@ def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
     two = [job("a", 4, slot=1), job("b", 1, slot=6)]
     plan = plan_residents(two, FOUR)
     assert told(plan) == (
-        [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "spreads", True), ("b", 1, "spreads", True)],
+        [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "data_parallel", True), ("b", 1, "data_parallel", True)],
     )  # fmt: skip
     spread = carry_out(two, plan)
     assert told(plan_residents(spread[:1], FOUR)) == ([], [])

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
 from alto.cluster.base import Cluster
 from alto.errors import SpecError
+from alto.spec.registry import Registry
 
-__all__ = ["open_cluster"]
+__all__ = ["CLUSTERS", "OpenCluster", "open_cluster"]
+
+OpenCluster: TypeAlias = Callable[[str, int | None], Cluster]
+"""Opens a cluster, given what the user wrote and the most GPUs to use (None: all there are)."""
 
 
-def open_cluster(name: str, *, total_gpus: int | None) -> Cluster:
-    """``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
+def _local(address: str, total_gpus: int | None) -> Cluster:
+    from alto.cluster.local import LocalCluster
+
+    return LocalCluster(total_gpus=total_gpus)
+
+
+def _ray(address: str, total_gpus: int | None) -> Cluster:
+    from alto.cluster.ray import RayCluster
+
+    return RayCluster(address=address, total_gpus=total_gpus)
+
+
+def _checked(found: object) -> OpenCluster:
+    if not callable(found):
+        raise SpecError(f"expected a function of an address and a number of GPUs, found {type(found).__name__}")
+    return cast(OpenCluster, found)
+
+
+CLUSTERS: Registry[OpenCluster] = Registry(
+    group="alto.clusters",
+    key="cluster",
+    page="docs/clusters.md",
+    own={"local": _local, "auto": _ray, "ray": _ray},
+    check=_checked,
+)
+"""Kinds of clusters by name: what stands before ``://``, or the whole where there is none."""
+
+
+def open_cluster(address: str, *, total_gpus: int | None) -> Cluster:
+    """Open the cluster at ``address``.
 
     Args:
-        total_gpus: How many to use at most; None for all there are.
+        address: ``local``; ``auto`` or ``ray://HOST:PORT`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
+            an installed package registers as an entry point ``NAME`` of ``alto.clusters``.
+        total_gpus: How many GPUs to use at most; None for all there are.
 
     Raises:
         SpecError: There is no such kind of cluster, or it has fewer GPUs.
-        UnsupportedError: Ray is not installed.
+        UnsupportedError: Ray is not installed; or what a package registers cannot be used.
     """
-    if name == "local":
-        from alto.cluster.local import LocalCluster
-
-        return LocalCluster(total_gpus=total_gpus)
-    if name == "auto" or name.startswith("ray://"):
-        from alto.cluster.ray import RayCluster
-
-        return RayCluster(address=name, total_gpus=total_gpus)
-    raise SpecError(f"cluster: expected local, auto or ray://HOST:PORT, found {name!r}")
+    if address == "ray":
+        raise SpecError("cluster: expected auto or ray://HOST:PORT for a Ray cluster, found 'ray'; add its address")
+    return CLUSTERS.find(address.partition("://")[0])(address, total_gpus)

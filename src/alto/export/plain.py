@@ -34,7 +34,7 @@ __all__ = ["PlainView"]
 
 # What is said of jobs that enter a slot: before and behind their names.
 ADMITTED, RESUMED = ("admitted", ""), ("resumed", "")
-MOVES = {"balances": ("moved", " to other ranks"), "spreads": ("spread", " over all ranks")}
+MOVES = {"balances": ("moved", " to other ranks"), "data_parallel": ("moved", " to all ranks")}
 
 # A new best is told when it is this much better than the one told before; doubled after every ten lines.
 SMALLEST_NEWS = 0.005

@@ -18,13 +18,13 @@ __all__ = ["Objective", "ObjectiveImplementation", "Terms"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the rows of one pass add to the loss of every job, and to its metrics.
+    """What the rows of one micro-batch add to the loss of every job, and to its metrics.
 
     Attributes:
-        sums_J: ``[J]`` float64. Over all passes of a batch they add up to the batch's loss times its weight.
+        sums_J: ``[J]`` float64. Over all micro-batches of a batch they add up to the batch's loss times its weight.
         metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
         rows: Name to one number for each row of the batch, in order: the parts of which a metric is the sum. Where it
-            is there, jobs can be compared row by row, and a lead be told from noise.
+            is there, jobs can be compared row by row, and a lead be distinguished from noise.
     """
 
     sums_J: Tensor
@@ -34,7 +34,7 @@ class Terms:
 
 @runtime_checkable
 class ObjectiveImplementation(Protocol):
-    """What an objective computes. The base model has run when it is asked; it sees losses of tokens alone.
+    """What an objective computes. The base model has run when it is called; it sees losses of tokens alone.
 
     One of your own: a class with these methods whose instances hold no state, named by an
     :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has one.

@@ -16,7 +16,7 @@ __all__ = ["run_sums", "to_device"]
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """The sum of every run of ``values_S``, ``[R]`` float64, all runs in one launch.
 
-    Each is summed by itself, in an order that its own length decides, so its bits depend on nobody else's values. In
+    Each is summed by itself, in an order that its own length decides, so its bits depend on no other run's values. In
     float64, as that order is one after the other on a CPU.
     """
     # unsafe: the lengths are ours; to check them would make the host wait for the device.

@@ -34,7 +34,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     holders = [d for d in demands if d.job in reasons or (d.slot is not None and d.job not in parked)]
     training = [demand for demand in holders if not demand.is_waiting or demand.job in plan.ahead]
     is_data_parallel = (
-        limits.may_data_parallel and len(training) == len(demands) and _gain_by_spreading(training, slots)
+        limits.may_data_parallel and len(training) == len(demands) and _gain_by_data_parallelism(training, slots)
     )
     if is_data_parallel:
         rank_of = {demand.job: 0 for demand in training}  # where the slot that is named lies; the others are alike
@@ -47,7 +47,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
         if d.slot is None or d.is_data_parallel != is_data_parallel or slots.rank_of(d.slot) != rank_of[d.job]
     ]
     taken = {demand.slot for demand in holders if demand not in moving}
-    reason = AdmitReason.SPREADS if is_data_parallel else AdmitReason.BALANCES
+    reason = AdmitReason.DATA_PARALLEL if is_data_parallel else AdmitReason.BALANCES
     admit: list[Admission] = []
     for demand in moving:
         slot = _first_free(rank_of[demand.job], slots, taken)
@@ -61,7 +61,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     return ResidentPlan(park=(*plan.park, *moved), admit=tuple(admit), ahead=plan.ahead)
 
 
-def _gain_by_spreading(training: Sequence[JobDemand], slots: RankSlots) -> bool:
+def _gain_by_data_parallelism(training: Sequence[JobDemand], slots: RankSlots) -> bool:
     """Whether ranks would be idle otherwise, every bank has a slot for each, and some job has several rows a step."""
     return (
         len(training) < slots.num_ranks and len(training) <= slots.per_rank and any(d.batch_size > 1 for d in training)

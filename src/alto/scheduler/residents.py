@@ -23,7 +23,7 @@ class AdmitReason(StrEnum):
     ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
     limit, and no other job trains. ``runs_ahead``: it is certain to be kept at its rung, and no other job can use the
     capacity. ``balances``: it leaves a rank that has more to do than this one, or all ranks, or frees a slot for one
-    that does. ``spreads``: jobs are fewer than ranks, and so each of them trains on all ranks.
+    that does. ``data_parallel``: jobs are fewer than ranks, and so each of them trains on all ranks.
     """
 
     SAME_BATCH_SIZE = "same_batch_size"
@@ -32,7 +32,7 @@ class AdmitReason(StrEnum):
     ALONE = "alone"
     RUNS_AHEAD = "runs_ahead"
     BALANCES = "balances"
-    SPREADS = "spreads"
+    DATA_PARALLEL = "data_parallel"
 
 
 class ParkReason(StrEnum):

@@ -96,11 +96,13 @@ class JobConfig(SpecModel):
     )
 
     def __init__(self, /, **values: Any) -> None:
-        # A setting of a method that has no place here is refused as such, instead of taken for a misspelt field.
-        method = find_method("sft")
-        fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
-        given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
-        super().__init__(**method.without_others(given))
+        if not values.keys() <= JobConfig.model_fields.keys():
+            # A setting of a method that has no place here is refused as such, instead of taken for a misspelt field.
+            method = find_method("sft")
+            fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
+            given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
+            values = method.without_others(given)
+        super().__init__(**values)
 
     @classmethod
     def of(cls, method: Method, values: Mapping[str, Any]) -> JobConfig:

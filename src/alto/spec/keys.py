@@ -51,7 +51,7 @@ TASK_ALIASES: Mapping[str, str] = {
 
 _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
-_FROZEN_BASE = "The reference of dpo is the frozen base, asked once for all jobs; remove the key."
+_FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
 _ONLY_LOSS_TYPES = "The loss of dpo is one of 'loss_type' alone; remove the key."
 _CUT_AT_THE_END = "A conversation is cut behind its first 'max_length' tokens, the prompt's included; remove the key."
 

@@ -18,12 +18,19 @@ OWN_METHODS = tuple(OBJECTIVES.own)
 """Methods that need no package."""
 
 
-def _own_entries() -> dict[str, ObjectiveEntry]:
-    return {name: entry for name, entry in OBJECTIVES.own.items() if isinstance(entry, ObjectiveEntry)}
+_OWN_SETTINGS: Mapping[str, type[ObjectiveSettings]] = {
+    name: entry.settings for name, entry in OBJECTIVES.own.items() if isinstance(entry, ObjectiveEntry)
+}
 
+_METHODS_WITH: Mapping[str, tuple[str, ...]] = {
+    key: tuple(name for name, settings in _OWN_SETTINGS.items() if key in settings.model_fields)
+    for kind in _OWN_SETTINGS.values()
+    for key in kind.model_fields
+}
+"""By setting: those of ALTO's methods that have it."""
 
 SETTING_ALIASES: Mapping[str, str] = {
-    alias: key for entry in _own_entries().values() for alias, key in entry.settings.aliases.items()
+    alias: key for settings in _OWN_SETTINGS.values() for alias, key in settings.aliases.items()
 }
 """Other spellings of the settings of ALTO's own methods."""
 
@@ -48,8 +55,7 @@ class Method:
     @property
     def known_keys(self) -> tuple[str, ...]:
         """Names of its settings, then of those of ALTO's other methods, which :meth:`without_others` refuses."""
-        others = (key for entry in _own_entries().values() for key in entry.settings.model_fields)
-        return tuple(dict.fromkeys((*self.fields, *others)))
+        return tuple(dict.fromkeys((*self.fields, *_METHODS_WITH)))
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -64,7 +70,7 @@ class Method:
         """
         kept = {}
         for key, value in given.items():
-            having = [name for name, entry in _own_entries().items() if key in entry.settings.model_fields]
+            having = _METHODS_WITH.get(key, ())
             if key in self.fields or not having:
                 kept[key] = value
             elif value is not None and value != [None]:

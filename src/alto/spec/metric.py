@@ -1,4 +1,4 @@
-"""By what a task tells its adapters apart: the validation loss, or something its method measures, of which more is
+"""What a task compares its adapters by: the validation loss, or something its method measures, of which more is
 better."""
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALIASES", "ALWAYS", "DAMAGED_IS_NONE", "IF_ABSENT", "KEY_ALIASES", "wire"]
+__all__ = ["ALIASES", "ALWAYS", "DAMAGED_IS_NONE", "IF_ABSENT", "KEY_ALIASES", "VALUE_ALIASES", "wire"]
 
 IF_ABSENT = "if_absent"
 ALWAYS = "always"
 ALIASES = "aliases"
 KEY_ALIASES = "key_aliases"
+VALUE_ALIASES = "value_aliases"
 DAMAGED_IS_NONE = "damaged_is_none"
 
 _UNSET = object()
@@ -22,6 +23,7 @@ def wire(
     always: bool = False,
     aliases: tuple[str, ...] = (),
     key_aliases: Mapping[str, str] | None = None,
+    value_aliases: Mapping[str, str] | None = None,
     damaged_is_none: bool = False,
 ) -> dict[str, Any]:
     """Metadata of a dataclass field.
@@ -32,12 +34,14 @@ def wire(
         always: Write the field even if it has its default, which is left out otherwise.
         aliases: Names that the field had in earlier versions.
         key_aliases: Of a mapping: earlier names of its keys, each with today's.
+        value_aliases: Of a text: earlier spellings, each with today's.
         damaged_is_none: A value of another type is read as None, not refused.
     """
     told = {
         ALWAYS: always,
         ALIASES: aliases,
         KEY_ALIASES: dict(key_aliases or {}),
+        VALUE_ALIASES: dict(value_aliases or {}),
         DAMAGED_IS_NONE: damaged_is_none,
     }
     return told if if_absent is _UNSET else told | {IF_ABSENT: if_absent}

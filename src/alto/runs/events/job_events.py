@@ -29,6 +29,9 @@ __all__ = [
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
 """Numbers of an exit that version 0.1 calls otherwise."""
 
+_REASONS = {"spreads": "data_parallel"}
+"""Reasons of an admission that version 0.1 calls otherwise."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAdmitted:
@@ -45,7 +48,7 @@ class JobAdmitted:
     job: str
     slot: int
     step: int = field(metadata=wire(if_absent=0))
-    reason: str = field(metadata=wire(if_absent=""))
+    reason: str = field(metadata=wire(if_absent="", value_aliases=_REASONS))
     ranks: tuple[int, ...] = ()
 
 
@@ -64,7 +67,7 @@ class JobResumed:
     job: str
     slot: int
     step: int = field(metadata=wire(if_absent=0))
-    reason: str = field(metadata=wire(if_absent=""))
+    reason: str = field(metadata=wire(if_absent="", value_aliases=_REASONS))
     ranks: tuple[int, ...] = ()
 
 

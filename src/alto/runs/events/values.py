@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from alto.records import Gpu
-from alto.runs.events.fields import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES
+from alto.runs.events.fields import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
 
 __all__ = ["Path", "WrongValueError", "from_wire", "pointer", "to_wire"]
 
@@ -258,11 +258,12 @@ def _record(kind: type) -> _Reader:
 
 def _field_reader(field: dataclasses.Field[Any], hint: Any) -> _Reader:
     inner = _reader(hint)
-    renamed = field.metadata.get(KEY_ALIASES)
-    if renamed:
+    if renamed := field.metadata.get(KEY_ALIASES):
         return lambda value, path, unknown: {
             renamed.get(key, key): item for key, item in inner(value, path, unknown).items()
         }
+    if reworded := field.metadata.get(VALUE_ALIASES):
+        return lambda value, path, unknown: reworded.get(text := inner(value, path, unknown), text)
     if field.metadata.get(DAMAGED_IS_NONE):
         return _none_if_damaged(inner)
     return inner
