@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import examples
 from fake_cluster import Clock, leave_result
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -411,7 +412,7 @@ class ControlPlane(RuleBasedStateMachine):
 
 
 ControlPlane.TestCase.settings = settings(
-    max_examples=12,
+    max_examples=examples(60),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

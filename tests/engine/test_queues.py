@@ -89,7 +89,11 @@ def test_a_finished_queue_gives_its_results_again(
     ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
 ) -> None:
     queue, results, _ = ran
-    again = alto.Engine(output_dir=queue.root.parent).resume_queue(queue.root)
+    engine = alto.Engine(output_dir=queue.root.parent)
+    before = engine._setup
+    again = engine.resume_queue(queue.root)
+    assert engine._setup == before, "the queue's own settings are not the engine's"
+    assert before.total_gpus is None
     assert [result.best_validation_loss for result in again] == [result.best_validation_loss for result in results]
     kinds = [event["event"] for event in read_events(queue.run.journal_file)]
     assert kinds.count("executor_started") == 3
