@@ -55,7 +55,7 @@ def finish(run: RunDir) -> list[dict[str, Any]]:
     """Begin or go on with a run; its events."""
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
-    with Journal(run.journal_file, past=resume_state.lines) as journal:
+    with Journal(run.journal_file, past=resume_state.entries) as journal:
         Executor.build(context, journal, RunStart(run_dir=run, resume_state=resume_state)).run()
     return read_journal(run.root)
 

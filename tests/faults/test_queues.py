@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from journals import entries
-from queues import one_by_one, tiny_tasks
 from tiny import save_model
 
 import alto
@@ -112,11 +111,12 @@ def test_a_queue_whose_executor_and_controller_are_killed_and_that_is_stopped_lo
     assert len(outcomes["two"]) == 2
     assert outcomes["two"][-1] == "finished"
     assert outcomes["three"] == ["interrupted", "finished"]
-    # By an executor too, which has as many threads: another number rounds sums otherwise.
-    undisturbed = tiny_tasks(tmp_path, model, ["undisturbed"], num_train_epochs=EPOCHS)
-    engine = alto.Engine(total_gpus=1, output_dir=tmp_path / "undisturbed")
-    (alone,) = engine.batched_execution(undisturbed, one_by_one(undisturbed, ["undisturbed"]))
-    expected = losses_of(Path(alone.run_dir))
+    (tmp_path / "undisturbed").mkdir()
+    with program(tmp_path / "undisturbed", model, 1, EPOCHS, NAMES[0]) as controller:
+        assert controller.wait(LIMIT_S) == 0
+    undisturbed = queue_in(tmp_path / "undisturbed")
+    assert undisturbed is not None
+    expected = losses_of(undisturbed.run_of(NAMES[0]).root)
     for name in NAMES:
         run = queue.run_of(name)
         assert losses_of(run.root) == expected

@@ -19,6 +19,8 @@ from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Outcome
 from alto.cluster.local import LocalCluster
 from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
+from alto.runs import JournalEntry
+from alto.runs.events import JobEvaluated, TaskResumed
 
 HEARTBEAT_S = 8.0
 DEATHS = (
@@ -51,9 +53,9 @@ def undisturbed(
     task: alto.Task, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[alto.TaskResult, list[Mapping[str, Any]]]:
     """The result on two ranks, and what observers saw."""
-    seen: list[Mapping[str, Any]] = []
+    seen: list[JournalEntry] = []
     engine = alto.Engine(output_dir=tmp_path_factory.mktemp("undisturbed"), observers=[seen.append])
-    return engine.tune(task), seen
+    return engine.tune(task), [entry.to_dict() for entry in seen]
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +140,14 @@ class StopsAfter:
     """An observer that asks to stop at the n-th evaluation that is not replayed."""
 
     def __init__(self, num_evals: int) -> None:
-        self.seen: list[Mapping[str, Any]] = []
+        self.seen: list[JournalEntry] = []
         self._num_evals = num_evals
 
-    def observe(self, event: Mapping[str, Any]) -> None:
-        self.seen.append(event)
+    def observe(self, entry: JournalEntry) -> None:
+        self.seen.append(entry)
 
     def is_interrupted(self) -> bool:
-        new = (event for event in self.seen if event["event"] == "eval" and not event.get("replayed"))
+        new = (entry for entry in self.seen if isinstance(entry.event, JobEvaluated) and not entry.is_replayed)
         return len(list(new)) >= self._num_evals
 
 
@@ -162,10 +164,11 @@ def test_a_run_goes_on_with_fewer_gpus(task: alto.Task, alone: alto.TaskResult, 
     engine = alto.Engine(output_dir=tmp_path, observers=[stops.observe], is_interrupted=stops.is_interrupted)
     with pytest.raises(TaskInterruptedError):
         engine.resume(root, num_gpus=2)
-    replayed = [event for event in stops.seen if event.get("replayed")]
-    assert [event["event"] for event in replayed] == [event["event"] for event in past[: len(replayed)]]
-    assert stops.seen[len(replayed)]["event"] == "task_resumed"
-    assert stops.seen[len(replayed)]["num_ranks"] == 2
+    replayed = [entry for entry in stops.seen if entry.is_replayed]
+    assert [entry.name for entry in replayed] == [event["event"] for event in past[: len(replayed)]]
+    resumed = stops.seen[len(replayed)].event
+    assert isinstance(resumed, TaskResumed)
+    assert resumed.num_ranks == 2
 
     result = alto.Engine(output_dir=tmp_path).resume(root, num_gpus=1)
     assert audit(entries(read_journal(root))) == ()

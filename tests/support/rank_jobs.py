@@ -208,7 +208,7 @@ def train(
     turns = itertools.count()
     journal: Journal = SilentJournal()
     if ranks.is_first:
-        journal = Journal(run_dir.journal_file, past=resume_state.lines, check=run_dir.check_lock)
+        journal = Journal(run_dir.journal_file, past=resume_state.entries, check=run_dir.check_lock)
     stops = contextlib.nullcontext() if interrupt_after is None else contextlib.suppress(TaskInterruptedError)
     with journal, stops:
         context = TaskContext.of(task, backbone, DATA, ranks)

@@ -114,7 +114,8 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
 def load_network(
     spec: BaseModelSpec, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None
 ) -> PreTrainedModel:
-    """The model itself on ``device``, its forward pass as it comes. Arguments and errors as :func:`load_backbone`."""
+    """The model itself on ``device``, its forward pass as it comes; ``spec``, ``mesh`` and errors as of
+    :func:`load_backbone`."""
     model, config, path = spec.id, load_config(spec), resolve_model(spec.id)
     device = torch.device(device)
     if mesh is not None:

@@ -74,6 +74,8 @@ class GpuOffers:
     to end and resume the task so.
 
     Args:
+        state: Of the task.
+        recorder: Writes an offer into the journal.
         throughput: What steps on the ranks of this executor were measured to take; None where nothing was measured,
             and nothing can be offered.
     """

@@ -36,7 +36,13 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
 
 
 def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
-    """Give a clone that begins with fresh weights the start value of other jobs that have the same loss."""
+    """Give a clone that begins with fresh weights the start value of other jobs that have the same loss.
+
+    Args:
+        clone: A job of the task that was just added.
+        state: Of the task, in whose selection the value is kept.
+        recorder: Writes the value into the journal.
+    """
     metric = state.context.task.metric
     for job in state.jobs.values():
         start = state.selection.start_of(job.id)

@@ -30,7 +30,7 @@ class RunStart:
         run_dir: Where it is kept.
         resume_state: Of an interrupted run; an empty one begins the task.
         forecast: What was found out about the task beforehand; None where nothing was measured.
-        base: Fingerprint and precision of the base model; None where nobody will ask for them.
+        base: Fingerprint and precision of the base model; None where the journal need not say.
     """
 
     run_dir: RunDir

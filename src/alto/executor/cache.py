@@ -41,7 +41,13 @@ def load(kind: Kind, key: Mapping[str, Any]) -> Any:
 
 
 def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
-    """Remove what was saved under ``key`` and cannot be it, with a warning that names the file."""
+    """Remove what was saved under ``key`` and cannot be it, with a warning that names the file.
+
+    Args:
+        kind: Of what is kept.
+        key: As it was saved under.
+        why: What is wrong with it, for the warning.
+    """
     file = _file(kind, key)
     warnings.warn(f"{file} is damaged ({why!s:.200}); it is discarded, and measured again", stacklevel=2)
     with contextlib.suppress(OSError):
@@ -49,7 +55,13 @@ def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
 
 
 def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
-    """Keep ``measured``; a cache that cannot be written costs the next run another measurement, and nothing else."""
+    """Keep ``measured``; a cache that cannot be written costs the next run another measurement, and nothing else.
+
+    Args:
+        kind: Of what is kept.
+        key: Everything that it depends on, in values that JSON can hold.
+        measured: In values that JSON can hold.
+    """
     file = _file(kind, key)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,9 @@ class StateStore:
         """Put a state where :meth:`folder` says, whole or not at all; it counts from the next :meth:`commit` on.
 
         Args:
+            job: Its id.
+            kind: Which of its two states.
+            step: Steps that the job had done.
             fill: Writes the state's files into an empty folder.
 
         Raises:

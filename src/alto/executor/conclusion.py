@@ -1,4 +1,4 @@
-"""The end of a task: who has won, or why nobody has."""
+"""The end of a task: which job has won, or why none has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def conclude(
     """Choose the winner of a task whose jobs have all ended, check its adapter, and record both.
 
     Args:
+        state: Of the task.
+        recorder: Writes the result into the journal.
         run_dir: Where the best adapters of all jobs lie.
+        hooks: Who judges finalists and checks the best adapter.
         stop_if_asked: Raises where the run is to stop; called while finalists answer.
 
     Raises:

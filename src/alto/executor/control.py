@@ -28,6 +28,10 @@ class Control:
     which commands took effect.
 
     Args:
+        state: Of the task.
+        lifecycle: Changes the state of jobs as commands ask.
+        recorder: Writes refusals and start values of clones into the journal.
+        mailbox: Of the run.
         answers: To commands that took effect before the run was resumed, by id.
     """
 
@@ -55,9 +59,10 @@ class Control:
         mailbox: Mailbox,
         resume_state: ResumeState,
     ) -> Self:
-        """With the answers that the journal of an interrupted run knows. Arguments beside those of the constructor:
+        """With the answers that the journal of an interrupted run knows.
 
         Args:
+            state, lifecycle, recorder, mailbox: As of the constructor.
             resume_state: What the run is resumed from; an empty one knows of no command.
         """
         found = (_answered(entry.event) for entry in resume_state.entries)

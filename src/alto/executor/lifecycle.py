@@ -14,7 +14,13 @@ __all__ = ["JobLifecycle"]
 
 
 class JobLifecycle:
-    """Moves jobs through their lives: admitted, parked, ended, reopened, added; and saves them."""
+    """Moves jobs through their lives: admitted, parked, ended, reopened, added; and saves them.
+
+    Args:
+        state: Of the task; what changes.
+        recorder: Writes each change into the journal.
+        run_dir: Of the run, whose lock is checked before states are saved.
+    """
 
     def __init__(self, state: TaskState, recorder: JournalRecorder, run_dir: RunDir) -> None:
         self._state = state
@@ -44,7 +50,7 @@ class JobLifecycle:
 
         Args:
             decision: Why it ends early; None where all its steps are done.
-            command: Id of the user's command that asked for it; None where nobody did.
+            command: Id of the user's command that asked for it; None where a rule did.
         """
         self._recorder.losses(job)
         slot = self._state.slot_manager.evict(job) if job.slot is not None else None

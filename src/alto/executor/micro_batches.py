@@ -86,11 +86,17 @@ class MicroBatches:
             refused.add((slots, rows))
 
     def count(self, dataset: EncodedDataset, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
-        """How many micro-batches ``work`` is cut into."""
+        """How many micro-batches ``work`` is cut into; ``dataset``, ``work`` and ``split_jobs`` as of :meth:`run`."""
         return sum(1 for _ in split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
 
     def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
-        """Say that memory ran out, and how large micro-batches are from now on."""
+        """Say that memory ran out, and how large micro-batches are from now on.
+
+        Args:
+            phase: What did not fit.
+            slots: Local slots of the jobs that had a part in it.
+            num_tokens: Tokens of the micro-batch; 0 where it was none.
+        """
         self._on_memory_event(
             MemoryEvent(phase=phase, slots=tuple(slots), num_tokens=num_tokens, max_tokens_per_pass=self.max_tokens)
         )

@@ -66,7 +66,7 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
 
 
 def plan_jobs(task: Task, model: PreTrainedModel, num_rows: int) -> tuple[PlannedJob, ...]:
-    """Every job of ``task``. Arguments and errors as :func:`plan_job`."""
+    """Every job of ``task``; ``model``, ``num_rows`` and errors as of :func:`plan_job`."""
     return tuple(plan_job(job, task, model, num_rows) for job in task.jobs)
 
 

@@ -132,8 +132,8 @@ class Ranks:
         return value if self.is_first else _decoded(codec, raw.numpy().tobytes(), kind)
 
     def broadcast_tensor(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A tensor of ``shape`` on the CPU that the first rank has, or None where it has none; the others' ``value``
-        does not count."""
+        """A tensor of ``shape`` and ``dtype`` on the CPU that the first rank has, or None where it has none; the
+        others' ``value`` does not count."""
         if self.is_alone or not self.broadcast(value is not None, bool):
             return value if self.is_first else None
         tensor = torch.zeros(*shape, dtype=dtype)
@@ -156,8 +156,14 @@ class Ranks:
 def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = PROOF_TIMEOUT) -> None:
     """Exchange proofs with every other rank, over the connection that all later messages between the two take.
 
-    Who has got hold of one end cannot have the proof from the other, which is connected to somebody else; and without
-    special rights nobody can write into a TCP connection of two other processes.
+    A process that has got hold of one end cannot have the proof from the other, which is connected to another process;
+    and without special rights no process can write into a TCP connection of two others.
+
+    Args:
+        rank: Of this process.
+        size: How many ranks there are.
+        secret: What all of them know and no other process does.
+        timeout: How long the other end of a connection may take.
 
     Raises:
         RankConnectionError: One did not prove that it knows ``secret``.

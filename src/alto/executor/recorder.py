@@ -109,7 +109,7 @@ class JournalRecorder:
         self._journal.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
 
     def job_parked(self, job: JobState, slot: int | None, reason: str) -> None:
-        """A job has left ``slot`` and will come back."""
+        """A job has left ``slot`` and will come back; ``reason`` says why."""
         self._journal.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
 
     def job_completed(self, job: JobState, slot: int | None, best: LossPoint | None) -> None:
@@ -141,7 +141,7 @@ class JournalRecorder:
         self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
 
     def job_added(self, clone: JobState, origin: JobState, command: str) -> None:
-        """A job has come up while the task runs."""
+        """A job has come up while the task runs: ``clone`` of ``origin``, as the user's command of that id asks."""
         description = describe_job(clone)
         self._journal.append(
             JobAdded(
@@ -189,7 +189,7 @@ class JournalRecorder:
         )
 
     def rung_held(self, index: int, rung: Rung, result: RungResult) -> None:
-        """Jobs were ranked at rung number ``index`` (from 0)."""
+        """Jobs were ranked at ``rung``, the one of number ``index`` (from 0); ``result`` says which continue."""
         self._journal.append(
             WarmupEnded(
                 rung=index,
@@ -205,6 +205,7 @@ class JournalRecorder:
         Args:
             command: Its id.
             job: The job that it names.
+            why: In a sentence.
         """
         self._journal.append(CommandRefused(command=command, job=job, why=why))
 

@@ -63,9 +63,10 @@ class SlotManager:
         max_tokens_per_pass: int,
         on_memory_event: OnMemoryEvent,
     ) -> Self:
-        """With a bank for ``jobs``, none of which is resident yet. Beside the constructor's arguments:
+        """With a bank for ``jobs``, none of which is resident yet.
 
         Args:
+            context, run_dir, on_memory_event: As of the constructor.
             jobs: Every job that may be admitted before the next :meth:`fit`.
             max_tokens_per_pass: Most tokens of a micro-batch to begin with.
 

@@ -75,25 +75,26 @@ class Trainer:
         return None
 
     def admit_fresh(self, job: JobState, local_slot: int) -> None:
-        """Give a slot of this rank's bank to a job that has not trained yet."""
+        """Give ``local_slot`` of this rank's bank to a job that has not trained yet."""
         self.bank.occupy(local_slot, job.shape)
         self.bank.initialise(local_slot, job.config.seed, job.config.init_lora_weights)
         self.optimizer.reset(local_slot, job.config.optim)
 
     def admit_warm(self, job: JobState, local_slot: int, weights: AdapterWeights) -> None:
-        """Give a slot of this rank's bank to a job that has not trained yet and begins with ``weights``."""
+        """Give ``local_slot`` of this rank's bank to a job that has not trained yet and begins with ``weights``."""
         self.bank.occupy(local_slot, job.shape)
         self.bank.write(local_slot, weights)
         self.optimizer.reset(local_slot, job.config.optim)
 
     def readmit(self, job: JobState, local_slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
-        """Give a slot of this rank's bank to a job that was parked, with the weights and optimizer state it had."""
+        """Give ``local_slot`` of this rank's bank to a job that was parked, with the ``weights`` and the state of its
+        ``optimizer`` that it had."""
         self.bank.occupy(local_slot, job.shape)
         self.bank.write(local_slot, weights)
         self.optimizer.write(local_slot, job.config.optim, optimizer)
 
     def release(self, local_slot: int) -> None:
-        """Free a slot of this rank's bank."""
+        """Free ``local_slot`` of this rank's bank."""
         self.bank.release(local_slot)
 
     def step(self, jobs: Sequence[JobState]) -> list[float]:

@@ -97,7 +97,8 @@ class Measured:
 
 
 def slot_bytes(task: Task, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
-    """Bytes of a bank with ``num_slots`` slots in which any job of the task can sit, optimizer included."""
+    """Bytes of a bank with ``num_slots`` slots into each of which any job of ``task`` fits, optimizer state included;
+    ``shapes`` are those of its jobs."""
     return bank_bytes(
         _layout(shapes), num_slots, {job.config.optim for job in task.jobs}, ADAPTER_DTYPES[task.adapter_dtype]
     )

@@ -57,7 +57,7 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
 def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> TaskData:
     """``count`` rows of random tokens to train on, and a few to evaluate; of pairs, what the base would give them is 0.
 
-    Their lengths go around ``lengths`` in strides, so that short and long ones mix.
+    Token ids are below ``vocabulary``. Their lengths go around ``lengths`` in strides, so that short and long ones mix.
     """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
