@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from budgets import examples
@@ -61,6 +61,12 @@ from alto.scheduler.queue import Queue, QueueSettings, TaskState
 NUM_GPUS = 3
 SETTINGS = QueueSettings(backoff_s=0.5, max_backoff_s=2.0, max_attempts=1000)
 MAX_TURNS = 2000
+
+
+Fate: TypeAlias = "tuple[int, bool] | None"
+"""After how many writes the process is killed in the next one, and whether that is torn; None lets it live."""
+
+FATES = st.none() | st.tuples(st.integers(0, 4), st.booleans())
 
 
 class KilledError(BaseException):
@@ -229,25 +235,25 @@ class ControlPlane(RuleBasedStateMachine):
         self.start()
 
     @contextmanager
-    def mortal(self) -> Iterator[None]:
+    def mortal(self, fate: Fate) -> Iterator[None]:
+        """What is done inside may be the last that this process does."""
+        if fate is not None:
+            self.world.writes_left, self.world.tears = fate
         try:
             yield
         except KilledError:
             self.die()
+        self.world.writes_left = None
 
     @rule()
     def killed_between_two_turns(self) -> None:
         self.die()
 
-    @rule(writes=st.integers(0, 6), tears=st.booleans())
-    def killed_soon_at_a_write(self, writes: int, tears: bool) -> None:
-        self.world.writes_left, self.world.tears = writes, tears
-
     # -- commands --------------------------------------------------------------------------------------------------
 
-    @rule(num_gpus=st.integers(1, 2), priority=st.integers(0, 2), tenant=st.sampled_from(["", "a", "b"]))
-    def submit(self, num_gpus: int, priority: int, tenant: str) -> None:
-        with self.mortal():
+    @rule(num_gpus=st.integers(1, 2), priority=st.integers(0, 2), tenant=st.sampled_from(["", "a", "b"]), fate=FATES)
+    def submit(self, num_gpus: int, priority: int, tenant: str, fate: Fate) -> None:
+        with self.mortal(fate):
             task = self.task.replace(num_gpus=num_gpus)
             self.accepted.append(self.live.submit(task, tenant=tenant, priority=priority))
 
@@ -258,14 +264,14 @@ class ControlPlane(RuleBasedStateMachine):
             self.sent[QueueMailbox(self.queue_dir.run).submit(values)] = QueueAction.SUBMIT
 
     @precondition(lambda self: self.accepted)
-    @rule(data=st.data(), by_command=st.booleans())
-    def cancel(self, data: st.DataObject, by_command: bool) -> None:
+    @rule(data=st.data(), by_command=st.booleans(), fate=FATES)
+    def cancel(self, data: st.DataObject, by_command: bool, fate: Fate) -> None:
         task = data.draw(st.sampled_from(self.accepted))
         if by_command:
             with self.world.unharmed():
                 self.sent[QueueMailbox(self.queue_dir.run).ask(QueueAction.CANCEL, task)] = QueueAction.CANCEL
             return
-        with self.mortal():
+        with self.mortal(fate):
             try:
                 self.live.cancel(task)
                 self.cancelled.add(task)
@@ -284,9 +290,9 @@ class ControlPlane(RuleBasedStateMachine):
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    @rule(turns=st.integers(1, 8))
-    def time_passes(self, turns: int) -> None:
-        with self.mortal():
+    @rule(turns=st.integers(1, 8), fate=FATES)
+    def time_passes(self, turns: int, fate: Fate) -> None:
+        with self.mortal(fate):
             for _ in range(turns):
                 self.controller.turn()
 

@@ -21,6 +21,7 @@ from alto.cluster import (
     EntryWritten,
     GpuCame,
     GpuGone,
+    Launch,
     Outcome,
     Submission,
     TaskRun,
@@ -187,6 +188,39 @@ def test_a_task_whose_node_is_lost_runs_again_where_gpus_are(tmp_path: Path) -> 
         "gpu_lost",
         "gpu_added",
     ]
+
+
+def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -> None:
+    """A node goes with both of its GPUs: between the two losses, one of them is still there for the queue."""
+    bench = Bench(tmp_path, {"a": 20.0, "b": 20.0, "c": 20.0}, num_gpus={"c": 2})
+    start = FakeCluster.start
+    present = {Gpu("n", 0), Gpu("n", 1)}
+
+    def checked(cluster: FakeCluster, launch: Launch) -> None:
+        assert present.issuperset(launch.gpus)
+        start(cluster, launch)
+
+    def lose(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.clock() > 105.0 and cluster.script is lose:
+            cluster.script = bring_back
+            present.clear()
+            for _, launch in list(cluster.running.values()):
+                yield cluster.end(launch, Outcome.LOST)
+            yield GpuGone(gpu=Gpu("n", 0))
+            yield GpuGone(gpu=Gpu("n", 1))
+
+    def bring_back(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.clock() > 110.0:
+            cluster.script = lambda cluster: ()
+            present.update({Gpu("n", 0), Gpu("n", 1)})
+            yield GpuCame(gpu=Gpu("n", 0))
+            yield GpuCame(gpu=Gpu("n", 1))
+
+    bench.cluster.script = lose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeCluster, "start", checked)
+        bench.run()
+    assert {task.state for task in read_queue_history(bench.queue_dir.root).tasks.values()} == {TaskStage.FINISHED}
 
 
 def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_planned_anew(tmp_path: Path) -> None:

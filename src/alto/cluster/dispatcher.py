@@ -194,32 +194,36 @@ class Dispatcher:
             raise self._broken_by
         wake_s = None if self._is_draining else self._queue.next_wake_s
         wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
-        for event in self._cluster.poll(wait_s):
-            self._handle(event)
-        if self._is_draining:
+        # All at once, so that nothing is started on a GPU whose loss is further down in the list.
+        news = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
+        if self._is_draining:  # the queue is told nothing, so that it starts no other executors
             self._end_drain()
-        elif wake_s is not None and wake_s <= self._now_s():
-            self._apply(Woken(time_s=self._now_s()))
+            return
+        if wake_s is not None and wake_s <= self._now_s():
+            news.append(Woken(time_s=self._now_s()))
+        if news:
+            self._do_all(self._queue.apply(*news))
 
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 
-    def _handle(self, event: ClusterEvent) -> None:
+    def _handle(self, event: ClusterEvent) -> QueueEvent | None:
+        """Journal ``event``; what the queue is told of it."""
         match event:
             case EntryWritten():
-                self._handle_entry(event)
+                return self._handle_entry(event)
             case ExecutorEnded():
-                self._handle_end(event)
+                return self._handle_end(event)
             case GpuGone(gpu=gpu):
                 self._journal.append(journaled.GpuLost(node=gpu.node, index=gpu.index))
-                self._apply(GpuLost(time_s=self._now_s(), gpu=gpu))
+                return GpuLost(time_s=self._now_s(), gpu=gpu)
             case GpuCame(gpu=gpu):
                 self._journal.append(journaled.GpuAdded(node=gpu.node, index=gpu.index))
-                self._apply(GpuAdded(time_s=self._now_s(), gpu=gpu))
+                return GpuAdded(time_s=self._now_s(), gpu=gpu)
 
-    def _handle_entry(self, written: EntryWritten) -> None:
+    def _handle_entry(self, written: EntryWritten) -> QueueEvent | None:
         attempt = self._running.get(written.task)
         if attempt is None or attempt.launch.attempt != written.attempt:
-            return
+            return None
         attempt.history.apply(written.entry)
         self._show(
             JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
@@ -228,33 +232,30 @@ class Dispatcher:
         if isinstance(event, journaled.TaskStarted | journaled.TaskResumed):
             attempt.began_at, attempt.share_before = self._clock(), share
             attempt.start_s = attempt.began_at - attempt.launched_at
-            self._apply(Started(time_s=self._now_s(), task=written.task, attempt=written.attempt))
-        elif isinstance(event, journaled.GpusOffered):
-            self._apply(
-                Offered(
-                    time_s=self._now_s(),
-                    task=written.task,
-                    attempt=written.attempt,
-                    num_gpus=event.num_gpus,
-                    duration_s=attempt.start_s + event.duration_s,
-                    kept_duration_s=event.data_parallel_duration_s,
-                )
+            return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
+        if isinstance(event, journaled.GpusOffered):
+            return Offered(
+                time_s=self._now_s(),
+                task=written.task,
+                attempt=written.attempt,
+                num_gpus=event.num_gpus,
+                duration_s=attempt.start_s + event.duration_s,
+                kept_duration_s=event.data_parallel_duration_s,
             )
-        elif isinstance(event, _STANDS) and attempt.began_at is not None:
+        if isinstance(event, _STANDS) and attempt.began_at is not None:
             remaining_s = remaining_duration_s(
                 attempt.expected_s,
                 elapsed_s=self._clock() - attempt.began_at,
                 share_before=attempt.share_before,
                 share_done=share,
             )
-            self._apply(
-                Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
-            )
+            return Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
+        return None
 
-    def _handle_end(self, ended: ExecutorEnded) -> None:
+    def _handle_end(self, ended: ExecutorEnded) -> QueueEvent | None:
         attempt = self._running.get(ended.task)
         if attempt is None or attempt.launch.attempt != ended.attempt:
-            return
+            return None
         del self._running[ended.task]
         run = self._runs[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
@@ -267,19 +268,16 @@ class Dispatcher:
             )
         )
         if ended.outcome is Outcome.FINISHED:
-            self._apply(Finished(time_s=self._now_s(), task=ended.task, attempt=ended.attempt))
-            return
-        self._apply(
-            Failed(
-                time_s=self._now_s(),
-                task=ended.task,
-                attempt=ended.attempt,
-                reason=ended.reason,
-                is_retryable=ended.outcome is Outcome.LOST
-                or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
-                remaining_s=max(attempt.expected_s * (1.0 - attempt.history.settled_share), 1.0),
-                came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
-            )
+            return Finished(time_s=self._now_s(), task=ended.task, attempt=ended.attempt)
+        return Failed(
+            time_s=self._now_s(),
+            task=ended.task,
+            attempt=ended.attempt,
+            reason=ended.reason,
+            is_retryable=ended.outcome is Outcome.LOST
+            or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
+            remaining_s=max(attempt.expected_s * (1.0 - attempt.history.settled_share), 1.0),
+            came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
         )
 
     def _end_drain(self) -> None:
@@ -308,11 +306,6 @@ class Dispatcher:
         except Exception as error:
             self._broken_by = error
             raise
-
-    def _apply(self, event: QueueEvent) -> None:
-        """Tell the queue; while executors save and end, it is told nothing, so that it starts no others."""
-        if not self._is_draining:
-            self._do_all(self._queue.apply(event))
 
     def _do_all(self, actions: Sequence[Action]) -> None:
         for action in actions:
