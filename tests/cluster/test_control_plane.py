@@ -424,3 +424,18 @@ ControlPlane.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestControlPlane = ControlPlane.TestCase
+
+
+def test_killed_at_every_write_of_every_command() -> None:
+    """The same machine on the one path that meets each instant between what a command writes."""
+    plane = ControlPlane()
+    plane.begin()
+    for writes in range(5):
+        for tears in (False, True):
+            plane.submit(1, 0, "", (writes, tears))
+            plane.submit_by_command(1)
+            for _ in range(2):
+                plane.time_passes(2, (writes, tears))
+    plane.time_passes(8, None)
+    plane.killed_between_two_turns()
+    plane.teardown()
