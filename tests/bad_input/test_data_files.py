@@ -94,7 +94,7 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
         ([{**PAIR, "prompt": "long " * 2000}], "found none of 1 with two different replies in max_length 1024; raise"),
         (
             [{side: [{"role": "user", "content": side}, *ANSWER] for side in ("chosen", "rejected")}],
-            "pairs.jsonl:1: expected both conversations of a pair to begin with the same turn, the prompt, found ['chosen'",
+            "pairs.jsonl:1: expected both conversations of a pair to begin with the same turn, the prompt, found",
         ),
         ([{"prompt": "\x1b[31m\u202e", "chosen": "c", "rejected": 7}], "expected rejected to be a text, found 7"),
     ],
