@@ -62,8 +62,8 @@ def measure_throughput(base: PreTrainedModel, workload: Workload, repeats: int) 
 def _alto_epoch_s(ours: Ours, workload: Workload) -> float:
     start = time.perf_counter()
     for step in range(len(workload.data.train)):
-        for run in ours.runs(1):
-            run.step = step
+        for job in ours.jobs(1):
+            job.step = step
         ours.step(1)
     return time.perf_counter() - start
 

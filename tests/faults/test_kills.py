@@ -13,8 +13,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_trials.py"
 NUM_KILLS = 52
-SEEDS = (1, 2)
-"""Of which instants."""
+SEEDS = (1,)
+"""Of which instants; others by hand, as 52 kills take three minutes."""
 
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
