@@ -207,7 +207,7 @@ Both keys may be left to the engine.
 A free slot goes to a job of the batch size that most residents have, else to the largest that fits; one that does not
 fit lets smaller ones pass. Residents keep their slots; one that waits at a rung gives its up when another job can use
 it. In room that nobody wants, jobs that are certain to be kept train past the rung. The field `reason` of
-`job_admitted` and `job_resumed` says why a job was seated: {reasons}, or
+`job_admitted` and `job_resumed` says why a job was admitted: {reasons}, or
 `from_checkpoint` after `alto resume`; that of `job_parked` why it left: {leaving}.
 
 On several ranks (`num_gpus`), slots are counted through: those of rank 0 first. Jobs are dealt out so that all ranks
