@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, adapter_scale, inject, linear_modules
-from alto.objectives import find_objective, job_losses
+from alto.objectives import Learners, find_objective, job_losses
 from kernels_lib.variants import JobFacts, Variant, share
 from kernels_lib.workload import Workload
 
@@ -123,7 +123,7 @@ def reference_facts(
     for batch in workload.batches(batch_size, base.device):
         schedule = TokenSchedule.build(batch.slots, batch.job_tokens, [scales[slot] for slot in batch.slots])
         with context.use(schedule) if adapters is not None else nullcontext():
-            losses_J = job_losses(find_objective("sft"), backbone, batch)
+            losses_J = job_losses(backbone, batch, [Learners(find_objective("sft"), ())])
             if adapters is not None:
                 losses_J.sum().backward()
         for slot, loss in zip(batch.slots, losses_J.tolist(), strict=True):

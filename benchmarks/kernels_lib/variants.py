@@ -21,7 +21,7 @@ from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.executor import BankSize, JobState, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import AdapterWeights, adapter_scale, linear_modules
-from alto.objectives import find_objective, job_losses
+from alto.objectives import Learners, find_objective, job_losses
 from kernels_lib.workload import LEARNING_RATE, Workload
 
 __all__ = ["VARIANTS", "JobFacts", "Variant", "build", "share", "usable_variants"]
@@ -278,7 +278,7 @@ def _batched_backward(
     slots, losses = [], []
     for batch in workload.batches(batch_size, backbone.device):
         with use(batch):
-            losses_J = job_losses(find_objective("sft"), backbone, batch)
+            losses_J = job_losses(backbone, batch, [Learners(find_objective("sft"), ())])
             losses_J.sum().backward()
         slots += batch.slots
         losses.append(losses_J.detach())

@@ -40,9 +40,9 @@ class Workload:
 
     def batches(self, batch_size: int, device: torch.device) -> Iterator[TokenBatch]:
         """The passes of a step that batches all jobs."""
-        work = [JobRows(slot, rows) for slot, rows in enumerate(self.rows(batch_size))]
-        for jobs in split_into_micro_batches(self.data.train, work, self.max_tokens_per_pass):
-            yield collate(self.data.train, jobs, device)
+        work = [JobRows(self.data.train, slot, rows) for slot, rows in enumerate(self.rows(batch_size))]
+        for jobs in split_into_micro_batches(work, self.max_tokens_per_pass):
+            yield collate(jobs, device)
 
     def micro_batches(self, batch_size: int) -> int:
         """How many they are."""

@@ -229,7 +229,7 @@ def _off(tensors):
 def _swapped(slot, rows, workload):
     from alto.data import JobRows
 
-    return JobRows(slot, workload.rows(1)[len(workload.ranks) - 1 - slot])
+    return JobRows(workload.data.train, slot, workload.rows(1)[len(workload.ranks) - 1 - slot])
 
 
 def test_flops_are_those_that_pytorch_counts(base, workload):

@@ -19,7 +19,8 @@ def dataset_of(*lengths: int) -> EncodedDataset:
 
 
 def test_collate_lays_rows_end_to_end() -> None:
-    batch = collate(dataset_of(3, 4, 5), [JobRows(7, (2, 0)), JobRows(2, (1,))])
+    dataset = dataset_of(3, 4, 5)
+    batch = collate([JobRows(dataset, 7, (2, 0)), JobRows(dataset, 2, (1,))])
     assert batch.slots == (7, 2)
     assert batch.sequence_lengths == (5, 3, 4)
     assert batch.job_tokens == (8, 4)
@@ -31,14 +32,18 @@ def test_collate_lays_rows_end_to_end() -> None:
 
 
 def test_a_target_is_the_token_that_follows_in_its_own_row() -> None:
-    batch = collate(dataset_of(6, 2, 9), [JobRows(0, (0, 1, 2)), JobRows(1, (2, 1))])
+    dataset = dataset_of(6, 2, 9)
+    batch = collate([JobRows(dataset, 0, (0, 1, 2)), JobRows(dataset, 1, (2, 1))])
     assert torch.equal(batch.input_ids_T[batch.loss_positions_S + 1], batch.loss_targets_S)
     assert (batch.position_ids_T[batch.loss_positions_S + 1] > 0).all()
 
 
 def test_the_same_rows_may_serve_many_jobs() -> None:
     dataset = dataset_of(3, 4)
-    alone, together = collate(dataset, [JobRows(0, (1,))]), collate(dataset, [JobRows(0, (1,)), JobRows(1, (1,))])
+    alone, together = (
+        collate([JobRows(dataset, 0, (1,))]),
+        collate([JobRows(dataset, 0, (1,)), JobRows(dataset, 1, (1,))]),
+    )
     assert together.input_ids_T.tolist() == alone.input_ids_T.tolist() * 2
     assert together.job_targets == alone.job_targets * 2
 
@@ -52,8 +57,8 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
 ) -> None:
     dataset = dataset_of(*lengths)
     one_job = st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6)
-    jobs = [JobRows(slot, tuple(rows)) for slot, rows in enumerate(data.draw(st.lists(one_job, max_size=5)))]
-    micro_batches = list(split_into_micro_batches(dataset, jobs, max_tokens, split_jobs=split_jobs))
+    jobs = [JobRows(dataset, slot, tuple(rows)) for slot, rows in enumerate(data.draw(st.lists(one_job, max_size=5)))]
+    micro_batches = list(split_into_micro_batches(jobs, max_tokens, split_jobs=split_jobs))
 
     assert [(part.slot, row) for parts in micro_batches for part in parts for row in part.rows] == [
         (job.slot, row) for job in jobs for row in job.rows
@@ -76,17 +81,17 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
 
 def test_passes_are_as_few_as_order_allows() -> None:
     dataset = dataset_of(4, 4, 4)
-    jobs = [JobRows(slot, (slot,)) for slot in range(3)]
-    assert list(split_into_micro_batches(dataset, jobs, 8)) == [jobs[:2], jobs[2:]]
-    assert list(split_into_micro_batches(dataset, jobs, 12)) == [jobs]
-    large = JobRows(0, (0, 1, 2))
-    parts = [JobRows(0, (0, 1), 0, 6), JobRows(0, (2,), 8, 6)]
-    assert list(split_into_micro_batches(dataset, [large], 8)) == [[part] for part in parts]
-    small = JobRows(1, (0,))
-    after_small = [[small, JobRows(0, (0,), 0, 6)], [JobRows(0, (1, 2), 4, 6)]]
-    assert list(split_into_micro_batches(dataset, [small, large], 8)) == after_small
-    assert list(split_into_micro_batches(dataset, [large], 12)) == [[large]]
-    assert list(split_into_micro_batches(dataset, [large], 8, split_jobs=True)) == [[part] for part in parts]
+    jobs = [JobRows(dataset, slot, (slot,)) for slot in range(3)]
+    assert list(split_into_micro_batches(jobs, 8)) == [jobs[:2], jobs[2:]]
+    assert list(split_into_micro_batches(jobs, 12)) == [jobs]
+    large = JobRows(dataset, 0, (0, 1, 2))
+    parts = [JobRows(dataset, 0, (0, 1), 0, 6), JobRows(dataset, 0, (2,), 8, 6)]
+    assert list(split_into_micro_batches([large], 8)) == [[part] for part in parts]
+    small = JobRows(dataset, 1, (0,))
+    after_small = [[small, JobRows(dataset, 0, (0,), 0, 6)], [JobRows(dataset, 0, (1, 2), 4, 6)]]
+    assert list(split_into_micro_batches([small, large], 8)) == after_small
+    assert list(split_into_micro_batches([large], 12)) == [[large]]
+    assert list(split_into_micro_batches([large], 8, split_jobs=True)) == [[part] for part in parts]
 
 
 @given(lengths_strategy, st.integers(1, 6), st.data())
@@ -94,7 +99,7 @@ def test_the_ranks_share_all_rows_once_in_order_and_evenly(
     lengths: list[int], num_ranks: int, data: st.DataObject
 ) -> None:
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=10))
-    shares = share_rows(dataset_of(*lengths), JobRows(3, tuple(rows)), num_ranks)
+    shares = share_rows(JobRows(dataset_of(*lengths), 3, tuple(rows)), num_ranks)
 
     assert len(shares) == num_ranks
     parts = [share for share in shares if share is not None]
@@ -112,21 +117,24 @@ def test_the_ranks_share_all_rows_once_in_order_and_evenly(
 
 def test_rows_of_equal_length_are_shared_evenly() -> None:
     dataset = dataset_of(*[5] * 8)
-    whole = JobRows(0, tuple(range(8)))
+    whole = JobRows(dataset, 0, tuple(range(8)))
     for num_ranks, expected in [(2, [4, 4]), (4, [2, 2, 2, 2]), (8, [1] * 8), (3, [3, 2, 3])]:
-        shares = share_rows(dataset, whole, num_ranks)
+        shares = share_rows(whole, num_ranks)
         assert [len(share.rows) for share in shares if share is not None] == expected
-    alone = JobRows(0, (4,))
-    assert sum(share is None for share in share_rows(dataset, alone, 3)) == 2
+    alone = JobRows(dataset, 0, (4,))
+    assert sum(share is None for share in share_rows(alone, 3)) == 2
 
 
 def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> None:
     """What a rank does with its share; masks of dropout hang on ``first_token``."""
     dataset = dataset_of(4, 4, 4, 4)
-    _, share = share_rows(dataset, JobRows(0, (0, 1, 2, 3)), 2)
-    assert share == JobRows(0, (2, 3), 8, 8)
-    assert list(split_into_micro_batches(dataset, [share], 8)) == [[share]]
-    assert list(split_into_micro_batches(dataset, [share], 4)) == [[JobRows(0, (2,), 8, 8)], [JobRows(0, (3,), 12, 8)]]
+    _, share = share_rows(JobRows(dataset, 0, (0, 1, 2, 3)), 2)
+    assert share == JobRows(dataset, 0, (2, 3), 8, 8)
+    assert list(split_into_micro_batches([share], 8)) == [[share]]
+    assert list(split_into_micro_batches([share], 4)) == [
+        [JobRows(dataset, 0, (2,), 8, 8)],
+        [JobRows(dataset, 0, (3,), 12, 8)],
+    ]
 
 
 def test_an_idle_batch_is_one_token_of_nobody() -> None:

@@ -124,7 +124,7 @@ def test_a_pass_takes_positions_and_prefixes_from_the_pairs() -> None:
     dataset = encode(pair("q", "xy", "z"), pair("long", "a", "bcd"))
     references = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64)
     dataset = dataclasses.replace(dataset, references=references)
-    batch = collate(dataset, [JobRows(slot=3, rows=(1, 0))])
+    batch = collate([JobRows(dataset, slot=3, rows=(1, 0))])
     assert batch.sequence_lengths == (8, 5, 6, 3)
     assert batch.sequence_prefixes == (0, 5, 0, 2)
     assert batch.position_ids_T.tolist() == [*range(8), *range(5, 10), *range(6), *range(2, 5)]

@@ -114,7 +114,7 @@ def test_peft_loads_the_best_adapter_with_the_bank_s_logits_and_loss(
     bank = AdapterBank(BankLayout(modules=job.shape.targets, max_rank=job.shape.rank), 1)
     bank.occupy(0, job.shape)
     bank.write(0, read_adapter(folder))
-    tokens = collate(data.validation, [JobRows(0, tuple(range(len(data.validation))))])
+    tokens = collate([JobRows(data.validation, 0, tuple(range(len(data.validation))))])
     schedule = TokenSchedule.build(tokens.slots, tokens.job_tokens, scales=[adapter_scale(job.config)], dropout=None)
     with torch.no_grad(), inject(base, bank).use(schedule):
         hidden_TH = backbone.hidden_states(tokens.input_ids_T, tokens.position_ids_T, tokens.sequence_lengths)

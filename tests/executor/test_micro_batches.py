@@ -15,7 +15,7 @@ from alto.executor.micro_batches import MicroBatches
 LENGTHS = (40, 10, 30, 20)
 ROWS = tuple(torch.arange(length) for length in LENGTHS)
 DATASET = EncodedDataset(input_ids=ROWS, targets=ROWS, num_truncated=0, num_skipped=0)
-WORK = [JobRows(0, (0, 1)), JobRows(1, (2, 3))]
+WORK = [JobRows(DATASET, 0, (0, 1)), JobRows(DATASET, 1, (2, 3))]
 EVERY_ROW_ONCE = [(0, 0), (0, 1), (1, 2), (1, 3)]
 Jobs = Sequence[JobRows]
 
@@ -37,7 +37,7 @@ class Device:
 
     def run(self, work: Jobs = WORK) -> None:
         self.done.clear()
-        self.micro_batches.run(DATASET, work, self._run_micro_batch, forget=self.done.clear)
+        self.micro_batches.run(work, self._run_micro_batch, forget=self.done.clear)
 
     def _note(self, event: MemoryEvent) -> None:
         self.events.append(event)

@@ -64,9 +64,9 @@ def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     context = context_of(make_task(tmp_path, dataset=str(file), validation_dataset=str(file), method="dpo"))
     seen = []
 
-    def watched(objective: Any, backbone: Any, batch: Any, configs: Any) -> Any:
-        seen.append((objective.name, max(batch.sequence_prefixes)))
-        return job_losses(objective, backbone, batch, configs)
+    def watched(backbone: Any, batch: Any, learners: Any) -> Any:
+        seen.extend((group.objective.name, max(batch.sequence_prefixes)) for group in learners)
+        return job_losses(backbone, batch, learners)
 
     monkeypatch.setattr("alto.executor.trainer.job_losses", watched)
     found = take_measures(context)

@@ -3,12 +3,14 @@ one bank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import flat
 from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task, make_trainer
+from resident_jobs import with_references as referenced
 
 from alto.backbone import Backbone
 from alto.data import TaskData
@@ -133,37 +135,60 @@ def test_a_run_of_other_data_is_refused_before_anything_is_built() -> None:
         check_resumable(context, ResumeState(lines=[line]))
 
 
-def test_a_bank_holds_jobs_of_two_tasks_on_one_base() -> None:
-    """Each with rows and settings of its own: they train as in a bank of their own task."""
-    data = (DATA, TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12)))
-    tasks = (make_task(JOBS), make_task(OTHERS, num_train_epochs=1))
+def tasks_on_one_base() -> list[tuple[Task, TaskData]]:
+    """Of three methods, each with rows and settings of its own."""
+    others = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
+    return [
+        (make_task(JOBS), DATA),
+        (make_task(OTHERS, num_train_epochs=1), others),
+        (make_task(OTHERS, method="dpo", beta=0.3), PAIRS),
+        (make_task(JOBS[:1], method="orpo"), PAIRS),
+    ]
+
+
+@pytest.mark.parametrize("max_tokens", [300, 70])
+def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) -> None:
+    """All in one step, SFT beside DPO and ORPO, whole and in micro-batches that hold jobs of two tasks."""
     backbone = Backbone(make_model("llama"), None, "unused")
-    together = [context_of(task, rows, backbone) for task, rows in zip(tasks, data, strict=True)]
-    planned = [job for context in together for job in context.jobs]
+    contexts = [ready(task, data, backbone) for task, data in tasks_on_one_base()]
+    planned = [job for context in contexts for job in context.jobs]
     size = BankSize.of(planned, backbone, num_slots=len(planned))
-    trainer = build_trainer(backbone, size, MicroBatches(300, nobody))
-    jobs = [job for context in together for job in initial_states(context)]
+    trainer = build_trainer(backbone, size, MicroBatches(max_tokens, nobody))
+    jobs = [job for context in contexts for job in initial_states(context)]
     for slot, job in enumerate(jobs):
         job.slot = slot
         trainer.admit_fresh(job, slot)
-    by_task = (jobs[:2], jobs[2:])
-    for expected_context, mine in zip(
-        (context_of(t, d) for t, d in zip(tasks, data, strict=True)), by_task, strict=True
-    ):
-        alone = make_trainer(expected_context, len(mine))
-        others = initial_states(expected_context)
-        for slot, job in enumerate(others):
-            job.slot = slot
-            alone.admit_fresh(job, slot)
-        for _ in range(2):
-            assert trainer.step(mine) == pytest.approx(alone.step(others), rel=1e-5)
-            for job in (*mine, *others):
+    losses = []
+    for _ in range(2):
+        losses.append(trainer.step(jobs))
+        for job in jobs:
+            job.step += 1
+    found = trainer.evaluate(jobs)
+
+    by_job = dict(zip(map(id, jobs), zip(*losses, found, strict=True), strict=True))
+    for task, data in tasks_on_one_base():
+        context = ready(task, data, Backbone(make_model("llama"), None, "unused"))
+        alone = make_trainer(context, 1)
+        for job in initial_states(context):
+            job.slot = 0
+            alone.admit_fresh(job, 0)
+            expected = []
+            for _ in range(2):
+                expected += alone.step([job])
                 job.step += 1
-        for job, other in zip(mine, others, strict=True):
-            found, expected = flat(trainer.bank.read(job.slot)), flat(alone.bank.read(other.slot))
-            for name, matrix in expected.items():
-                torch.testing.assert_close(found[name], matrix, rtol=1e-4, atol=1e-6)
-        losses = [value.loss for value in trainer.evaluate(mine)]
-        assert losses == pytest.approx([value.loss for value in alone.evaluate(others)], rel=1e-5)
-    with pytest.raises(AssertionError, match="of one task"):
-        trainer.step([*jobs])
+            (value,) = alone.evaluate([job])
+            together = next(other for other in jobs if (other.config, other.context.task) == (job.config, task))
+            *losses_found, value_found = by_job[id(together)]
+            assert losses_found == pytest.approx(expected, rel=1e-5)
+            assert value_found.loss == pytest.approx(value.loss, rel=1e-5)
+            assert value_found.metrics == pytest.approx(value.metrics, rel=1e-4, abs=1e-6)
+            weights = flat(alone.bank.read(0))
+            for name, matrix in flat(trainer.bank.read(together.slot)).items():
+                torch.testing.assert_close(matrix, weights[name], rtol=1e-4, atol=1e-6)
+            alone.release(0)
+
+
+def ready(task: Task, data: TaskData, backbone: Backbone) -> TaskContext:
+    """A context whose objective has what it needs."""
+    context = context_of(task, data, backbone)
+    return replace(context, data=referenced(backbone, data)) if context.objective.needs_reference else context

@@ -19,7 +19,15 @@ from alto.data import EncodedDataset, JobRows, TokenBatch, collate
 from alto.errors import DataError
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
-from alto.objectives import Objective, Terms, find_objective, job_losses, micro_batch_terms, reference_log_probs
+from alto.objectives import (
+    Learners,
+    Objective,
+    Terms,
+    find_objective,
+    job_losses,
+    micro_batch_terms,
+    reference_log_probs,
+)
 from alto.spec import JobConfig
 from alto.spec.method import find_method
 from alto.spec.objectives import LOSS_TYPES, DpoSettings, OrpoSettings
@@ -29,7 +37,12 @@ DATA = replace(
     PAIRS, references=-40 * torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 )
 DPO, ORPO = find_objective("dpo"), find_objective("orpo")
-JOBS = [JobRows(2, (0, 3, 9)), JobRows(0, (1,)), JobRows(1, tuple(range(10, 38))), JobRows(3, (4, 2, 7, 39))]
+JOBS = [
+    JobRows(DATA, 2, (0, 3, 9)),
+    JobRows(DATA, 0, (1,)),
+    JobRows(DATA, 1, tuple(range(10, 38))),
+    JobRows(DATA, 3, (4, 2, 7, 39)),
+]
 
 
 def config(loss_type: str | None = None, **values: Any) -> JobConfig:
@@ -100,7 +113,7 @@ def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: Job
 def test_losses_and_gradients_are_those_of_the_papers(
     objective: Objective, expected: Callable[..., Tensor], configs: list[JobConfig]
 ) -> None:
-    batch = collate(DATA, JOBS)
+    batch = collate(JOBS)
     losses_S = draw_losses(batch)
     (found_J, gradient_S), _ = reduced(objective, losses_S, batch, configs)
     log_probs_S = (-losses_S.double()).requires_grad_()
@@ -121,13 +134,15 @@ def reduced(
     """Loss per job, the gradient of their sum towards the token losses, and the terms."""
     losses_S = losses_S.detach().clone().requires_grad_()
     backbone: Any = GivenLosses(losses_S)
-    losses_J = job_losses(objective, backbone, batch, configs)
+    losses_J = job_losses(backbone, batch, [Learners(objective, tuple(configs))])
     (gradient_S,) = torch.autograd.grad(losses_J.sum(), losses_S)
     with torch.no_grad():
-        return (losses_J.detach(), gradient_S), micro_batch_terms(objective, backbone, batch, configs)
+        return (losses_J.detach(), gradient_S), micro_batch_terms(
+            backbone, batch, [Learners(objective, tuple(configs))]
+        )[0]
 
 
-COMPANY = [JobRows(slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
+COMPANY = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
 """Small jobs: whose pairs fill no vector alone, and all do together."""
 
 MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
@@ -143,7 +158,7 @@ MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
     ids=[*LOSS_TYPES, "mixed", "orpo"],
 )
 def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
-    batch, configs = collate(DATA, COMPANY), configs * (len(COMPANY) // 4)
+    batch, configs = collate(COMPANY), configs * (len(COMPANY) // 4)
     clean_S = draw_losses(batch)
     poisoned_S = clean_S.clone()
     poisoned_S[batch.job_targets[0]] = float("nan")  # of the second job
@@ -152,7 +167,7 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
     assert poisoned_terms.sums_J.isnan().nonzero().flatten().tolist() == [1]
     parts = zip(*(x.split(batch.job_targets) for x in (clean_S, clean, poisoned)), strict=True)
     for index, (mine_S, gradient, beside_nan) in enumerate(parts):
-        (_, expected), alone = reduced(objective, mine_S, collate(DATA, [COMPANY[index]]), [configs[index]])
+        (_, expected), alone = reduced(objective, mine_S, collate([COMPANY[index]]), [configs[index]])
         company = [terms] if index == 1 else [terms, poisoned_terms]
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
@@ -162,9 +177,9 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
 
 
 def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:
-    batch = collate(DATA, JOBS[:1])
+    batch = collate(JOBS[:1])
     losses_S = draw_losses(batch)
-    terms = micro_batch_terms(DPO, GivenLosses(losses_S), batch, [config("sigmoid", beta=0.5)])
+    terms = micro_batch_terms(GivenLosses(losses_S), batch, [Learners(DPO, (config("sigmoid", beta=0.5),))])[0]
     log_probs = -torch.stack([part.double().sum() for part in losses_S.split(batch.sequence_targets)]).view(-1, 2)
     scores = log_probs - DATA.references[list(JOBS[0].rows)]
     expected = {
@@ -179,7 +194,7 @@ def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:
 
 
 def test_a_reply_that_is_certain_has_finite_odds_and_gradients() -> None:
-    batch = collate(DATA, JOBS[1:2])
+    batch = collate(JOBS[1:2])
     losses_S = draw_losses(batch)
     losses_S[: batch.sequence_targets[0]] = 0.0
     (found_J, gradient_S), _ = reduced(ORPO, losses_S, batch, [config()])
@@ -203,16 +218,16 @@ def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
     tiny_model: Callable[..., PreTrainedModel], architecture: str
 ) -> None:
     configs = [config("sigmoid"), config("ipo", beta=0.5), config("hinge")]
-    jobs = [JobRows(slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
     whole = laid_out_whole(PAIRS)
     assert whole.num_tokens > 1.2 * PAIRS.num_tokens
     results = []
     for pairs in (PAIRS, whole):
         backbone = Backbone(tiny_model(architecture), None, "tiny")
-        batch = collate(pairs, jobs)
+        jobs = [JobRows(pairs, slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
+        batch = collate(jobs)
         with torch.no_grad():
             references = reference_log_probs(backbone, batch)
-        batch = replace(batch, references_Q2=references)
+        batch = replace(batch, references_Q2=references, job_references=batch.job_rows)
         bank, run = adapted(backbone)
         results.append((references, run(DPO, batch, configs), bank.grads_ZP))
     (references, losses, gradients), (wanted_references, wanted_losses, wanted_gradients) = results
@@ -235,7 +250,7 @@ def adapted(backbone: Backbone) -> tuple[AdapterBank, Callable[..., Tensor]]:
 
     def run(objective: Objective, batch: TokenBatch, configs: Sequence[JobConfig]) -> Tensor:
         with context.use(TokenSchedule.build(batch.slots, batch.job_tokens, [2.0] * len(batch.slots))):
-            losses = job_losses(objective, backbone, batch, configs)
+            losses = job_losses(backbone, batch, [Learners(objective, tuple(configs))])
             losses.sum().backward()
         return losses.detach()
 

@@ -24,7 +24,7 @@ from alto.data import JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
 from alto.executor import Executor, RunStart, TaskContext
 from alto.export.importance import importance_of_settings
-from alto.objectives import find_objective, job_losses, micro_batch_terms
+from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
 from alto.spec import Task, load_task
 
@@ -62,8 +62,8 @@ def task(install: Install) -> Task:
 def test_its_loss_is_that_of_the_paper(task: Task) -> None:
     objective, backbone = find_objective("simpo"), Backbone(make_model("llama"), None, "unused")
     with torch.no_grad():
-        batch = collate(PAIRS.train, [JobRows(0, (3, 1, 8))])
-        (found,) = job_losses(objective, backbone, batch, [task.jobs[1].config]).tolist()
+        batch = collate([JobRows(PAIRS.train, 0, (3, 1, 8))])
+        (found,) = job_losses(backbone, batch, [Learners(objective, (task.jobs[1].config,))]).tolist()
         expected = []
         for row in (3, 1, 8):
             chosen, rejected = replies_of(backbone, row)
@@ -73,7 +73,7 @@ def test_its_loss_is_that_of_the_paper(task: Task) -> None:
 
 def replies_of(backbone: Backbone, row: int) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of the tokens of both replies, float64."""
-    batch = collate(PAIRS.train, [JobRows(0, (row,))])
+    batch = collate([JobRows(PAIRS.train, 0, (row,))])
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
     )
@@ -195,9 +195,13 @@ def test_terms_that_are_not_one_per_job_are_refused(install: Install, line: str,
     source = FILES[TERMS].replace("import Pairs", "import Pairs, Terms")
     install(terms=("", source.replace(line, wrong)))
     task, backbone = make_task(CONFIGS[:2], method="simpo"), Backbone(make_model("llama"), None, "unused")
-    batch = collate(PAIRS.train, [JobRows(0, (3, 1)), JobRows(1, (8,))])
+    batch = collate([JobRows(PAIRS.train, 0, (3, 1)), JobRows(PAIRS.train, 1, (8,))])
     with pytest.raises(ShapeError, match=f"SimPO.terms: expected numbers per job .* found {re.escape(found)}"):
-        micro_batch_terms(find_objective("simpo"), backbone, batch, [job.config for job in task.jobs])
+        micro_batch_terms(
+            backbone,
+            batch,
+            [Learners(find_objective("simpo"), tuple(job.config for job in task.jobs))],
+        )
 
 
 def test_one_that_needs_the_reference_takes_pairs_alone(install: Install) -> None:

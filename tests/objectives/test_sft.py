@@ -13,11 +13,10 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TokenBatch, collate
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
-from alto.objectives import find_objective, job_losses, micro_batch_terms
+from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
 
 ModelFactory = Callable[..., PreTrainedModel]
 SFT = find_objective("sft")
-JOBS = [JobRows(2, (0, 3)), JobRows(0, (1,)), JobRows(1, (4, 2, 0))]
 
 
 def make_dataset() -> EncodedDataset:
@@ -35,14 +34,15 @@ def make_dataset() -> EncodedDataset:
 
 
 DATA = make_dataset()
+JOBS = [JobRows(DATA, 2, (0, 3)), JobRows(DATA, 0, (1,)), JobRows(DATA, 1, (4, 2, 0))]
 
 
 def sft_losses(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
-    return job_losses(SFT, backbone, batch)
+    return job_losses(backbone, batch, [Learners(SFT, ())])
 
 
 def sft_sums(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
-    return micro_batch_terms(SFT, backbone, batch).sums_J
+    return micro_batch_terms(backbone, batch, [Learners(SFT, ())])[0].sums_J
 
 
 def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:
@@ -62,7 +62,7 @@ def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:
 def test_every_jobs_loss_is_the_models_own(tiny_model: ModelFactory, architecture: str) -> None:
     own = tiny_model(architecture)
     expected = [own_loss(own, job.rows) for job in JOBS]
-    found = sft_losses(Backbone(tiny_model(architecture), None, "tiny"), collate(DATA, JOBS))
+    found = sft_losses(Backbone(tiny_model(architecture), None, "tiny"), collate(JOBS))
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
     assert max(expected) - min(expected) > 1e-2, "the jobs' losses are too alike to tell them apart"
 
@@ -76,7 +76,7 @@ def test_a_mean_over_rows_instead_of_tokens_would_show(tiny_model: ModelFactory)
 
 @torch.no_grad()
 def test_sums_are_means_times_trained_tokens(tiny_model: ModelFactory) -> None:
-    backbone, batch = Backbone(tiny_model("llama"), None, "tiny"), collate(DATA, JOBS)
+    backbone, batch = Backbone(tiny_model("llama"), None, "tiny"), collate(JOBS)
     counts = [sum(int((DATA.targets[row] >= 0).sum()) for row in job.rows) for job in JOBS]
     expected = [loss * count for loss, count in zip(sft_losses(backbone, batch).tolist(), counts, strict=True)]
     assert sft_sums(backbone, batch).tolist() == pytest.approx(expected, rel=1e-6)
@@ -97,7 +97,7 @@ class GivenLosses:
 
 @pytest.mark.parametrize("reduce", [sft_losses, sft_sums])
 def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
-    batch = collate(DATA, JOBS)
+    batch = collate(JOBS)
     clean_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 9
     poisoned_S = clean_S.clone()
     poisoned_S[batch.job_targets[0]] = float("nan")
@@ -106,7 +106,7 @@ def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tens
     assert torch.equal(poisoned_J[[0, 2]], clean_J[[0, 2]])
     assert torch.equal(poisoned, clean)
     for index, (job, losses_S) in enumerate(zip(JOBS, clean_S.split(batch.job_targets), strict=True)):
-        (alone,), gradient = reduced(reduce, losses_S, collate(DATA, [job]))
+        (alone,), gradient = reduced(reduce, losses_S, collate([job]))
         assert torch.equal(alone, clean_J[index])
         assert torch.equal(gradient, clean.split(batch.job_targets)[index])
         assert float(alone) == pytest.approx(float(losses_S.double().sum()) * float(gradient[0]), rel=1e-6)
@@ -114,7 +114,7 @@ def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tens
 
 @torch.no_grad()
 def test_a_long_mean_is_exact() -> None:
-    batch = dataclasses.replace(collate(DATA, JOBS[1:2]), job_targets=(100_000,), job_weights=(100_000,))
+    batch = dataclasses.replace(collate(JOBS[1:2]), job_targets=(100_000,), job_weights=(100_000,))
     losses_S = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     assert float(sft_losses(GivenLosses(losses_S), batch)[0]) == pytest.approx(
         float(losses_S.double().mean()), rel=1e-7
@@ -133,10 +133,10 @@ def reduced(
 
 def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: ModelFactory) -> None:
     backbone, bank, run = adapted(tiny_model)
-    together = run(collate(DATA, JOBS))
+    together = run(collate(JOBS))
     gradients = bank.grads_ZP.clone()
     bank.grads_ZP.zero_()
-    alone = [float(run(collate(DATA, [job]))[0]) for job in JOBS]
+    alone = [float(run(collate([job]))[0]) for job in JOBS]
     assert together.tolist() == pytest.approx(alone, rel=1e-5)
     for slot in range(3):
         assert float((gradients[slot] - bank.grads_ZP[slot]).norm() / gradients[slot].norm()) < 1e-4
@@ -145,7 +145,7 @@ def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: Model
 
 @torch.no_grad()
 def test_adapters_of_zero_weight_change_nothing(tiny_model: ModelFactory) -> None:
-    batch = collate(DATA, JOBS)
+    batch = collate(JOBS)
     expected = sft_losses(Backbone(tiny_model("llama"), None, "tiny"), batch)
     backbone = Backbone(tiny_model("llama"), None, "tiny")
     modules = linear_modules(backbone.model)

@@ -120,7 +120,7 @@ def with_references(backbone: Backbone, data: TaskData) -> TaskData:
     """``data`` with what ``backbone`` gives every reply."""
 
     def answered(pairs: EncodedDataset) -> EncodedDataset:
-        batch = collate(pairs, [JobRows(0, tuple(range(len(pairs))))], backbone.device)
+        batch = collate([JobRows(pairs, 0, tuple(range(len(pairs))))], backbone.device)
         return replace(pairs, references=reference_log_probs(backbone, batch).cpu())
 
     return replace(data, train=answered(data.train), validation=answered(data.validation))

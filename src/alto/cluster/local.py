@@ -14,6 +14,7 @@ from alto.cluster.device_locks import DeviceLocks
 from alto.cluster.entry import ending_by
 from alto.cluster.launches import check_launch
 from alto.cluster.local_executor import LocalExecutor, Timeouts
+from alto.cluster.zygote import Zygote
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
@@ -64,6 +65,7 @@ class LocalCluster:
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
         used = range(len(self._node.gpus)) if self._devices else ()
         self._locks = DeviceLocks([_lock_name(index, self._devices[index]) for index in used])
+        self._zygote = Zygote()
         self._executors: dict[str, LocalExecutor] = {}
         self._events: list[ClusterEvent] = []
 
@@ -84,6 +86,7 @@ class LocalCluster:
         try:
             self._executors[launch.task] = LocalExecutor(
                 launch,
+                self._zygote,
                 devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
                 num_threads=max(1, num_threads),
                 timeouts=self._timeouts,
@@ -125,6 +128,7 @@ class LocalCluster:
             self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
             if self._executors:
                 time.sleep(WATCH_INTERVAL_S)
+        self._zygote.close()
         self._locks.release()
 
 

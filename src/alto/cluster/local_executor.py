@@ -13,6 +13,7 @@ from alto.cluster.attempt import AttemptDir, unwritten_ending
 from alto.cluster.base import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome
 from alto.cluster.process_group import ProcessGroup
 from alto.cluster.rendezvous import FOLDER, Rendezvous
+from alto.cluster.zygote import Zygote
 from alto.errors import RunError
 from alto.runs import JournalEntry, JournalTail, RunDir
 
@@ -41,6 +42,7 @@ class LocalExecutor:
     """A process group that works on the run of ``launch``.
 
     Args:
+        zygote: Forks its first process.
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
 
@@ -48,7 +50,9 @@ class LocalExecutor:
         OSError: It cannot be started. (`RunWriteError` is one.)
     """
 
-    def __init__(self, launch: Launch, *, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts) -> None:
+    def __init__(
+        self, launch: Launch, zygote: Zygote, *, devices: tuple[str, ...], num_threads: int, timeouts: Timeouts
+    ) -> None:
         self.launch = launch
         self._timeouts = timeouts
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
@@ -56,12 +60,11 @@ class LocalExecutor:
         self._skip_past()
         self._rendezvous = Rendezvous() if launch.num_ranks > 1 else None
         self._group = ProcessGroup(
-            launch.task,
+            zygote,
             "alto.cluster.worker",
             (
                 str(self._attempt.root),
                 *("--entry", launch.entry),
-                *("--controller", str(os.getpid())),
                 *("--grace-s", str(timeouts.drain_s)),
             ),
             env={
@@ -146,7 +149,8 @@ class LocalExecutor:
         self._group.kill()
 
     def _ending(self) -> ExecutorEnded:
-        said = self._attempt.ending() or unwritten_ending(self._group.exit_code, self._attempt)
+        code = self._group.exit_code
+        said = self._attempt.ending() or (unwritten_ending(code, self._attempt) if code is not None else None)
         return ExecutorEnded(
             task=self.launch.task,
             attempt=self.launch.attempt,
@@ -157,6 +161,8 @@ class LocalExecutor:
 
     def _why_it_is_gone(self) -> str:
         code = self._group.exit_code
+        if code is None:
+            return self._group.why_not_started or "its process is gone, with the one that had started it"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"its process {how} and did not say why; see {self._attempt.stderr}"
 

@@ -1,17 +1,14 @@
-"""The processes of one executor, started and watched with torch elastic."""
+"""The processes of one executor: a session, whose first process a zygote forks."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-from alto.cluster.processes import HELD_SIGNALS, kill_session
+from alto.cluster.processes import kill_session
+from alto.cluster.zygote import Zygote
 
 __all__ = ["ProcessGroup"]
 
@@ -20,80 +17,64 @@ class ProcessGroup:
     """A session of its own for a Python module; whatever its processes start belongs to it too.
 
     Args:
-        name: For torch elastic's messages.
-        module: What is run, as by ``python -m``. `HELD_SIGNALS` are blocked until it unblocks them.
+        zygote: Forks the first process.
+        module: Whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
+        args: As on a command line.
         env: Added to this process's environment.
 
     Raises:
-        OSError: The process cannot be started.
+        OSError: The zygote cannot be started.
     """
 
-    def __init__(self, name: str, module: str, args: Sequence[str], *, env: Mapping[str, str]) -> None:
-        with _own_signal_handlers():
-            self._context = start_processes(
-                name=name,
-                entrypoint=sys.executable,
-                args={0: ("-m", module, *args)},
-                envs={0: dict(env)},
-                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the executor redirects its own output
-            )
-        self.leader = self._context.pids()[0]
-        self._exit_code: int | None = None
+    def __init__(self, zygote: Zygote, module: str, args: Sequence[str], *, env: Mapping[str, str]) -> None:
+        self._zygote = zygote
+        self._first = zygote.fork(module, args, {**os.environ, **env})
+        self._is_to_stop = False
+        self._is_to_die = False
+        self._has_ended = False
 
     def has_ended(self) -> bool:
         """Whether no process of it lives; where the first has died, the others are killed."""
-        if self._exit_code is not None:
+        if self._has_ended:
             return True
+        self._zygote.poll()
+        if not self._first.has_exited:
+            self._signal()
+            return False
         # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
-        if os.waitid(os.P_PID, self.leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if self._first.pid is not None and not kill_session(self._first.pid):
             return False
-        if not kill_session(self.leader):
-            return False
-        with _without_messages():
-            result = self._context.wait(timeout=0)
-        assert result is not None
-        self._exit_code = result.failures[0].exitcode if result.failures else 0
+        self._zygote.reap(self._first)
+        self._has_ended = True
         return True
 
     @property
-    def exit_code(self) -> int:
-        """Of its first process, negative for a signal."""
-        assert self._exit_code is not None, "it runs"
-        return self._exit_code
+    def exit_code(self) -> int | None:
+        """Of its first process, negative for a signal; None where it is not known."""
+        assert self._has_ended, "it runs"
+        return self._first.exit_code
+
+    @property
+    def why_not_started(self) -> str:
+        """Why it could not be started; empty where it was."""
+        return self._first.reason
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the first process alone: those it started work for it until it has saved."""
-        if self._exit_code is None:
-            os.kill(self.leader, signal.SIGTERM)
+        """SIGTERM to the first process alone, once it is there: those it started work for it until it has saved."""
+        self._is_to_stop = True
+        self._signal()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes; :meth:`has_ended` tells when they are gone."""
-        if self._exit_code is None:
-            kill_session(self.leader)
+        """SIGKILL to all of its processes, once they are there; :meth:`has_ended` tells when they are gone."""
+        self._is_to_die = True
+        self._signal()
 
-
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Keep this process's signal handlers: called on the main thread, torch elastic puts its own in their place and
-    leaves them there; on another it only warns that it cannot. The new process inherits the mask of this thread."""
-    before = {number: signal.getsignal(number) for number in HELD_SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    try:
-        with _without_messages():
-            yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _without_messages() -> Iterator[None]:
-    """Torch elastic prints every process that died; the queue reports it, and why."""
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    def _signal(self) -> None:
+        if self._first.pid is None or self._has_ended:
+            return
+        if self._is_to_die:
+            kill_session(self._first.pid)
+        elif self._is_to_stop:
+            self._is_to_stop = False
+            with contextlib.suppress(ProcessLookupError):  # its zygote has died and does not keep its number
+                os.kill(self._first.pid, signal.SIGTERM)

@@ -1,22 +1,22 @@
 """The ranks of an executor beside its first: processes that the first one starts, watches and takes with it.
 
-The first is ``alto.cluster.worker``; each other is ``python -m alto.cluster.rank_processes``, in the session of the
-first. One that dies leaves the others waiting for it in the middle of a pass, so the executor ends, within `GRACE_S`
-of that; one that hangs lets the heartbeat of the first stop, which whoever watches the executor sees.
+The first is ``alto.cluster.worker``; it forks each other before it has touched a GPU, in its own session. One that dies
+leaves the others waiting for it in the middle of a micro-batch, so the executor ends, within `GRACE_S` of that; one
+that hangs lets the heartbeat of the first stop, which the cluster sees.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.context import ForkProcess
+from typing import NoReturn
 
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
 from alto.cluster.base import Outcome
@@ -32,6 +32,8 @@ GRACE_S = 5.0
 
 WATCH_INTERVAL_S = 0.2
 
+_FORK = multiprocessing.get_context("fork")
+
 
 class RankProcesses:
     """Ranks 1 to ``size - 1``.
@@ -46,7 +48,7 @@ class RankProcesses:
         self._entry = entry
         self._size = size
         self._on_death = on_death
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, ForkProcess] = {}
 
     def start(self) -> None:
         """Start them, and watch them from then on.
@@ -72,22 +74,16 @@ class RankProcesses:
             time.sleep(WATCH_INTERVAL_S)
         return _best_explained(deaths) if deaths else own
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> ForkProcess:
         path = self._attempt.rank_log(rank)
         with writing(self._attempt.run_dir, path):
-            log = path.open("ab")
-        with log:
-            return subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "alto.cluster.rank_processes", str(self._attempt.root)),
-                    *("--entry", self._entry),
-                    *("--first", str(os.getpid())),
-                ],
-                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            process = _FORK.Process(target=_work_as, args=(rank, self._attempt, self._entry, os.getpid(), log))
+            process.start()
+        finally:
+            os.close(log)
+        return process
 
     def _watch(self) -> None:
         while not self._deaths():
@@ -97,7 +93,7 @@ class RankProcesses:
 
     def _deaths(self) -> list[Ending]:
         """How the ranks ended that did not end well, by rank."""
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {rank: process.exitcode for rank, process in self._processes.items()}
         return [self._ending(rank, code) for rank, code in codes.items() if code]
 
     def _ending(self, rank: int, code: int) -> Ending:
@@ -120,20 +116,21 @@ def _best_explained(deaths: list[Ending]) -> Ending:
     return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
 
 
-def main() -> None:
-    """Work as one rank; ends this process."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("attempt_dir", type=Path)
-    parser.add_argument("--entry", required=True, help="module:function")
-    parser.add_argument("--first", type=int, required=True, help="the process of the first rank")
-    arguments = parser.parse_args()
-    rank = int(os.environ["RANK"])
+def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -> NoReturn:
+    """Work as one rank; ends this process.
+
+    Args:
+        first: The process of the first rank.
+        log: Descriptor of the file that it prints into.
+    """
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the first rank is asked, and asks the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    threading.Thread(target=_die_with, args=(arguments.first,), daemon=True).start()
-    attempt = AttemptDir(arguments.attempt_dir)
-    ending = ending_of(lambda: load_entry(arguments.entry)(str(attempt.run_dir), lambda: False))
+    threading.Thread(target=_die_with, args=(first,), daemon=True).start()
+    ending = ending_of(lambda: load_entry(entry)(str(attempt.run_dir), lambda: False))
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
     is_written = is_well
     if not is_well:
@@ -150,7 +147,3 @@ def _die_with(first: int) -> None:
     while os.getppid() == first:
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

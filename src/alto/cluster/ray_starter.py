@@ -9,6 +9,7 @@ from pathlib import Path
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome
 from alto.cluster.entry import ending_by
 from alto.cluster.local_executor import LocalExecutor, Timeouts
+from alto.cluster.zygote import Zygote
 
 __all__ = ["Starter"]
 
@@ -28,6 +29,7 @@ class Starter:
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
         self._executor: LocalExecutor | None = None
+        self._zygote = Zygote()
         if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
             self._events.append(
                 _ended(
@@ -51,6 +53,7 @@ class Starter:
         try:
             self._executor = LocalExecutor(
                 launch,
+                self._zygote,
                 devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if has_gpus else (),
                 num_threads=max(1, round(len(os.sched_getaffinity(0)) * core_share)),
                 timeouts=timeouts,
@@ -85,6 +88,7 @@ class Starter:
         """Kill the executor; no process of it is left when this returns."""
         while self._executor is not None and not self._executor.kill():
             time.sleep(WATCH_INTERVAL_S)
+        self._zygote.close()
 
 
 def _ended(launch: Launch, outcome: Outcome, reason: str, error: str = "") -> ExecutorEnded:

@@ -1,4 +1,4 @@
-"""``python -m alto.cluster.worker``: the first process of an executor on this machine, and its first rank.
+"""The first process of an executor on this machine, and its first rank; forked by a zygote.
 
 It waits until nobody else works on the run, does its work, says how that ended, and leaves no process behind. SIGTERM
 asks the work to save and end; so does the death of the controller that started it, and then it is not waited for
@@ -75,8 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("attempt_dir", type=Path)
     parser.add_argument("--entry", required=True, help="module:function")
-    parser.add_argument("--controller", type=int, required=True, help="its process")
     parser.add_argument("--grace-s", type=float, required=True, help="for saving, once the controller has died")
+    parser.add_argument("--parent", type=int, required=True, help="the zygote's process")
     arguments = parser.parse_args()
     attempt = AttemptDir(arguments.attempt_dir)
     heartbeat = Heartbeat(attempt)
@@ -101,9 +101,9 @@ def main() -> None:
     redirected = ending_of(lambda: _redirect_output(attempt))
     if redirected.outcome is not Outcome.FINISHED:
         end(redirected)
-    threading.Thread(target=_outlive, args=(arguments.controller, arguments.grace_s), daemon=True).start()
     rank_processes = RankProcesses(attempt, arguments.entry, int(os.environ["WORLD_SIZE"]), on_death=end)
     started = ending_of(rank_processes.start)
+    threading.Thread(target=_outlive, args=(arguments.parent, arguments.grace_s), daemon=True).start()
     if started.outcome is not Outcome.FINISHED:
         end(started)
     end(rank_processes.verdict(ending_of(lambda: _work(attempt.run_dir, arguments.entry, heartbeat))))
@@ -150,9 +150,9 @@ def _listening(heartbeat: Heartbeat) -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _outlive(controller: int, grace_s: float) -> None:
-    """Once the controller is dead: stop, and be gone after the grace."""
-    while os.getppid() == controller:
+def _outlive(zygote: int, grace_s: float) -> None:
+    """Once the controller is dead, and with it the zygote: stop, and be gone after the grace."""
+    while os.getppid() == zygote:
         time.sleep(WATCH_INTERVAL_S)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
@@ -166,7 +166,3 @@ def _leave_nobody_behind() -> None:
     while not kill_session(os.getpid(), spare=os.getpid()):
         time.sleep(0.01)
     remove_rendezvous()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,18 +18,37 @@ __all__ = ["JobRows", "TokenBatch", "collate", "dummy_batch", "share_rows", "spl
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job: of its batch, of a rank's share of that, or of one pass.
+    """Rows of one job: of its batch, of a rank's share of that, or of one micro-batch.
 
     Attributes:
+        dataset: Where the rows are; jobs of other tasks have others.
         slot: Where the job's adapter lies.
         first_token: Tokens of the job's batch that come before these rows: in other passes, or on other ranks.
         weight: What the rows of the job's whole batch count for; None where ``rows`` are all of it.
     """
 
+    dataset: EncodedDataset = field(compare=False, repr=False)
     slot: int
     rows: tuple[int, ...]
     first_token: int = 0
     weight: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.dataset.input_ids[row].numel() for row in self.rows)
+
+    @property
+    def batch_weight(self) -> int:
+        """What the rows of the job's whole batch count for."""
+        return sum(self.dataset.weights[row] for row in self.rows) if self.weight is None else self.weight
+
+    def single_rows(self) -> Iterator[JobRows]:
+        """Each row by itself."""
+        first_token = self.first_token
+        for row in self.rows:
+            one = replace(self, rows=(row,), first_token=first_token, weight=self.batch_weight)
+            yield one
+            first_token += one.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +66,13 @@ class TokenBatch:
         sequence_targets: How many of the ``S`` positions are each sequence's.
         job_targets: How many are each job's.
         job_rows: Rows of every job.
+        job_sequences: Sequences of every job.
         job_weights: What the rows of the job's whole batch count for, which may be split over micro-batches: its
             trained tokens, or its pairs.
         job_first_tokens: How many tokens of it come before these.
-        references_Q2: Of every pair, what the frozen base gives the chosen and the rejected reply, float64 nats; None
-            where they were not computed.
+        job_references: Of how many of its rows ``references_Q2`` has every job: all or none.
+        references_Q2: What the frozen base gives the chosen and the rejected reply of pairs, float64 nats; None where
+            no job of the batch has them.
     """
 
     slots: tuple[int, ...]
@@ -65,36 +86,65 @@ class TokenBatch:
     sequence_targets: tuple[int, ...]
     job_targets: tuple[int, ...]
     job_rows: tuple[int, ...]
+    job_sequences: tuple[int, ...]
     job_weights: tuple[int, ...]
     job_first_tokens: tuple[int, ...]
+    job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
 
+    def part(self, first: int, last: int) -> TokenBatch:
+        """The jobs from number ``first`` up to, not with, ``last``, as a batch of their own; tensors are views, but for
+        one."""
+        tokens, sequences = _range(self.job_tokens, first, last), _range(self.job_sequences, first, last)
+        targets, references = _range(self.job_targets, first, last), _range(self.job_references, first, last)
+        return TokenBatch(
+            slots=self.slots[first:last],
+            input_ids_T=self.input_ids_T[tokens],
+            position_ids_T=self.position_ids_T[tokens],
+            sequence_lengths=self.sequence_lengths[sequences],
+            sequence_prefixes=self.sequence_prefixes[sequences],
+            job_tokens=self.job_tokens[first:last],
+            loss_positions_S=self.loss_positions_S[targets] - tokens.start,
+            loss_targets_S=self.loss_targets_S[targets],
+            sequence_targets=self.sequence_targets[sequences],
+            job_targets=self.job_targets[first:last],
+            job_rows=self.job_rows[first:last],
+            job_sequences=self.job_sequences[first:last],
+            job_weights=self.job_weights[first:last],
+            job_first_tokens=self.job_first_tokens[first:last],
+            job_references=self.job_references[first:last],
+            references_Q2=_rows(self.references_Q2, references),
+        )
 
-def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
+
+def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
     """Lay the rows of ``jobs`` end to end."""
-    rows = [row for job in jobs for row in job.rows]
-    spans = [span for row in rows for span in dataset.spans[row]]
+    rows = [(job.dataset, row) for job in jobs for row in job.rows]
+    spans_J = [[span for row in job.rows for span in job.dataset.spans[row]] for job in jobs]
+    spans = [span for of_job in spans_J for span in of_job]
     lengths = [span.length for span in spans]
-    targets_T = torch.cat([dataset.targets[row] for row in rows])
+    targets_T = torch.cat([dataset.targets[row] for dataset, row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
-    references = dataset.references
+    references = [job.dataset.references[list(job.rows)] for job in jobs if job.dataset.references is not None]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
-        input_ids_T=_send(torch.cat([dataset.input_ids[row] for row in rows]), device),
+        input_ids_T=_send(torch.cat([dataset.input_ids[row] for dataset, row in rows]), device),
         position_ids_T=_send(
             torch.cat([torch.arange(span.prefix, span.prefix + span.length) for span in spans]), device
         ),
         sequence_lengths=tuple(lengths),
         sequence_prefixes=tuple(span.prefix for span in spans),
-        job_tokens=tuple(_num_tokens(dataset, job.rows) for job in jobs),
+        job_tokens=tuple(job.num_tokens for job in jobs),
         loss_positions_S=_send(loss_positions_S, device),
         loss_targets_S=_send(targets_T[loss_positions_S], device),
         sequence_targets=tuple(int((part >= 0).sum()) for part in targets_T.split(lengths)),
-        job_targets=tuple(sum(dataset.num_trained[row] for row in job.rows) for job in jobs),
+        job_targets=tuple(sum(job.dataset.num_trained[row] for row in job.rows) for job in jobs),
         job_rows=tuple(len(job.rows) for job in jobs),
-        job_weights=tuple(_weight(dataset, job) for job in jobs),
+        job_sequences=tuple(len(of_job) for of_job in spans_J),
+        job_weights=tuple(job.batch_weight for job in jobs),
         job_first_tokens=tuple(job.first_token for job in jobs),
-        references_Q2=None if references is None else _send(references[list(rows)], device),
+        job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
+        references_Q2=_send(torch.cat(references), device) if references else None,
     )
 
 
@@ -114,21 +164,22 @@ def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
         sequence_targets=(1,),
         job_targets=(1,),
         job_rows=(1,),
+        job_sequences=(1,),
         job_weights=(1,),
         job_first_tokens=(),
     )
 
 
-def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[JobRows | None]:
+def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
     """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each, none with
     more than the mean and its longest row; None for a rank that gets none."""
-    rows = list(_single_rows(dataset, job))
-    total, shares, first = _num_tokens(dataset, job.rows), [], 0
+    rows = list(job.single_rows())
+    total, shares, first = job.num_tokens, [], 0
     for rank in range(num_ranks):
         wanted = total * (rank + 1) / num_ranks
         last = first
         # A row belongs to the rank in whose part of the tokens its middle lies.
-        while last < len(rows) and rows[last].first_token + _num_tokens(dataset, rows[last].rows) / 2 <= wanted:
+        while last < len(rows) and rows[last].first_token + rows[last].num_tokens / 2 <= wanted:
             last += 1
         part = rows[first:last]
         shares.append(replace(part[0], rows=tuple(row for one in part for row in one.rows)) if part else None)
@@ -137,7 +188,7 @@ def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[Jo
 
 
 def split_into_micro_batches(
-    dataset: EncodedDataset, jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
+    jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
 ) -> Iterator[list[JobRows]]:
     """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.
 
@@ -150,9 +201,9 @@ def split_into_micro_batches(
     current: list[JobRows] = []
     filled = 0
     for job in jobs:
-        is_whole = not split_jobs and _num_tokens(dataset, job.rows) <= max_tokens
-        for part in [job] if is_whole else _single_rows(dataset, job):
-            tokens = _num_tokens(dataset, part.rows)
+        is_whole = not split_jobs and job.num_tokens <= max_tokens
+        for part in [job] if is_whole else job.single_rows():
+            tokens = part.num_tokens
             if current and filled + tokens > max_tokens:
                 yield current
                 current, filled = [], 0
@@ -165,19 +216,14 @@ def split_into_micro_batches(
         yield current
 
 
-def _single_rows(dataset: EncodedDataset, job: JobRows) -> Iterator[JobRows]:
-    weight, first_token = _weight(dataset, job), job.first_token
-    for row in job.rows:
-        yield JobRows(job.slot, (row,), first_token, weight)
-        first_token += _num_tokens(dataset, (row,))
+def _range(counts: Sequence[int], first: int, last: int) -> slice:
+    """Where things lie of which each job has so many, those of the jobs from ``first`` to ``last``."""
+    start = sum(counts[:first])
+    return slice(start, start + sum(counts[first:last]))
 
 
-def _weight(dataset: EncodedDataset, job: JobRows) -> int:
-    return sum(dataset.weights[row] for row in job.rows) if job.weight is None else job.weight
-
-
-def _num_tokens(dataset: EncodedDataset, rows: Sequence[int]) -> int:
-    return sum(dataset.input_ids[row].numel() for row in rows)
+def _rows(references_Q2: Tensor | None, rows: slice) -> Tensor | None:
+    return None if references_Q2 is None or rows.start == rows.stop else references_Q2[rows]
 
 
 def _send(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -77,9 +77,9 @@ def _micro_batches(
     on_done: Callable[[int], None],
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Every row under every adapter, pass by pass: its tokens, and the loss of each that is trained."""
-    everything = [JobRows(slot, tuple(range(len(dataset)))) for slot in range(len(served))]
-    for jobs in split_into_micro_batches(dataset, everything, max_tokens_per_pass, split_jobs=True):
-        batch = collate(dataset, jobs, backbone.device)
+    everything = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot in range(len(served))]
+    for jobs in split_into_micro_batches(everything, max_tokens_per_pass, split_jobs=True):
+        batch = collate(jobs, backbone.device)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
             losses_S = token_losses(backbone, batch)

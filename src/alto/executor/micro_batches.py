@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from alto.backbone import release_memory
-from alto.data import EncodedDataset, JobRows, split_into_micro_batches
+from alto.data import JobRows, split_into_micro_batches
 from alto.errors import DeviceMemoryError
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError
 
@@ -39,7 +39,6 @@ class MicroBatches:
 
     def run(
         self,
-        dataset: EncodedDataset,
         work: Sequence[JobRows],
         run_micro_batch: Callable[[Sequence[JobRows]], None],
         *,
@@ -50,7 +49,6 @@ class MicroBatches:
         """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
 
         Args:
-            dataset: The rows that ``work`` names.
             work: Rows by slot.
             run_micro_batch: Does one micro-batch; raises :class:`NoMemoryError` where it does not fit.
             forget: Undoes all micro-batches so far.
@@ -64,7 +62,7 @@ class MicroBatches:
         refused = set()
         while True:
             failure = self._first_failure(
-                dataset, work, run_micro_batch, split_jobs=split_jobs, num_micro_batches=num_micro_batches
+                work, run_micro_batch, split_jobs=split_jobs, num_micro_batches=num_micro_batches
             )
             if failure is None:
                 return
@@ -73,7 +71,7 @@ class MicroBatches:
             release_memory()
             slots = tuple(job.slot for job in jobs)
             rows = tuple(row for job in jobs for row in job.rows)
-            num_tokens = _num_tokens(dataset, jobs)
+            num_tokens = _num_tokens(jobs)
             self.max_tokens = max(1, min(self.max_tokens, num_tokens // 2))
             self.report(phase, slots, num_tokens)
             if not self._can_retry:
@@ -85,9 +83,9 @@ class MicroBatches:
                 raise RowTooLargeError(jobs[0].slot, num_tokens)
             refused.add((slots, rows))
 
-    def count(self, dataset: EncodedDataset, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
-        """How many micro-batches ``work`` is cut into; ``dataset``, ``work`` and ``split_jobs`` as of :meth:`run`."""
-        return sum(1 for _ in split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
+    def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
+        """How many micro-batches ``work`` is cut into; ``work`` and ``split_jobs`` as of :meth:`run`."""
+        return sum(1 for _ in split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
 
     def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
         """Say that memory ran out, and how large micro-batches are from now on.
@@ -103,7 +101,6 @@ class MicroBatches:
 
     def _first_failure(
         self,
-        dataset: EncodedDataset,
         work: Sequence[JobRows],
         run_micro_batch: Callable[[Sequence[JobRows]], None],
         *,
@@ -111,15 +108,15 @@ class MicroBatches:
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
         """The first micro-batch that does not fit, and what it was about; None when all is done."""
-        micro_batches = list(split_into_micro_batches(dataset, work, self.max_tokens, split_jobs=split_jobs))
+        micro_batches = list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:
                 run_micro_batch(jobs)
             except NoMemoryError as error:
                 return error.phase, jobs
-            self.largest = max(self.largest, _num_tokens(dataset, jobs))
+            self.largest = max(self.largest, _num_tokens(jobs))
         return None
 
 
-def _num_tokens(dataset: EncodedDataset, jobs: Sequence[JobRows]) -> int:
-    return sum(dataset.input_ids[row].numel() for job in jobs for row in job.rows)
+def _num_tokens(jobs: Sequence[JobRows]) -> int:
+    return sum(job.num_tokens for job in jobs)

@@ -100,22 +100,22 @@ def _computed(
     context: TaskContext, dataset: EncodedDataset, micro_batches: MicroBatches, on_turn: Callable[[], None]
 ) -> Tensor:
     backbone, ranks = context.backbone, context.ranks
-    everything = JobRows(0, tuple(range(len(dataset))))
-    shares = share_rows(dataset, everything, ranks.size)
+    everything = JobRows(dataset, 0, tuple(range(len(dataset))))
+    shares = share_rows(everything, ranks.size)
     work = [[] if share is None else [share] for share in shares]
-    num_micro_batches = max(micro_batches.count(dataset, rows, split_jobs=True) for rows in work)
+    num_micro_batches = max(micro_batches.count(rows, split_jobs=True) for rows in work)
     found: dict[int, Sequence[float]] = {}
 
     def compute(parts: Sequence[JobRows]) -> None:
         on_turn()
         with watching("evaluation"):
-            batch = collate(dataset, parts, backbone.device) if parts else dummy_batch(backbone.device)
+            batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
             log_probs = reference_log_probs(backbone, batch).tolist()
         found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
 
     try:
         micro_batches.run(
-            dataset, work[ranks.rank], compute, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
+            work[ranks.rank], compute, forget=found.clear, split_jobs=True, num_micro_batches=num_micro_batches
         )
     except RowTooLargeError as error:
         raise DeviceMemoryError(

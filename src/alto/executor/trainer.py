@@ -23,7 +23,7 @@ from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
 from alto.kernels import DropoutKey, TokenSchedule, upload
 from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
-from alto.objectives import job_losses, micro_batch_terms, terms_of, token_losses
+from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import JobConfig
 
@@ -33,8 +33,8 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains whichever jobs are in its slots. Decides nothing. :func:`alto.executor.assembly.build_trainer` makes one.
 
-    Rows and objective come from the context of the jobs' task, so the bank may hold jobs of several tasks; those of one
-    call are of one task.
+    Rows and objective come from the context of each job's task: the bank may hold jobs of several tasks, which train in
+    the same micro-batches. Jobs of a task stand next to each other wherever jobs are given.
 
     Where memory jobs out in a step or an evaluation, it is begun again from the same state in smaller micro-batches.
 
@@ -122,23 +122,22 @@ class Trainer:
         index_of = {
             local_slot: index for index, job in enumerate(jobs) if (local_slot := self.local_slot(job)) is not None
         }
-        batches = [(job, tuple(job.order.rows_of_step(job.step))) for job in jobs]
-        context = _context_of(jobs)
-        rows, objective = context.data.train, context.objective
-        work, num_micro_batches = self._work(rows, batches)
+        work, num_micro_batches = self._work(
+            [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs]
+        )
         losses: Tensor | None = None
 
         def train(parts: Sequence[JobRows]) -> None:
             nonlocal losses
             with watching("forward"):
                 losses = torch.zeros(len(jobs), device=self._backbone.device) if losses is None else losses
-                batch = self._collate(rows, parts)
-                configs = [here[local_slot].config for local_slot in batch.slots]
+                batch = self._collate(parts)
+                learners = _learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
             with self._forward_context.use(schedule):
                 with watching("forward"):
-                    losses_J = job_losses(objective, self._backbone, batch, configs)
+                    losses_J = job_losses(self._backbone, batch, learners)
                 with watching("backward"):
                     losses_J.sum().backward()
                     if parts:
@@ -150,7 +149,7 @@ class Trainer:
             for local_slot in here:
                 self.bank.grads_ZP[local_slot].zero_()
 
-        self.micro_batches.run(rows, work, train, forget=forget, num_micro_batches=num_micro_batches)
+        self.micro_batches.run(work, train, forget=forget, num_micro_batches=num_micro_batches)
         for job in jobs:
             if job.is_data_parallel:
                 local_slot = self.slots.local_slot_of(_slot(job))
@@ -212,28 +211,31 @@ class Trainer:
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
         here = self._here(jobs)
-        context = _context_of(jobs)
-        validation = context.data.validation
-        rows = tuple(range(len(validation)))
-        work, num_micro_batches = self._work(validation, [(job, rows) for job in jobs], split_jobs=True)
-        tallies = {local_slot: _new_tally(context) for local_slot in here}
+        splits = [job.context.data.validation for job in jobs]
+        work, num_micro_batches = self._work(
+            [(job, split, tuple(range(len(split)))) for job, split in zip(jobs, splits, strict=True)], split_jobs=True
+        )
+        tallies = {local_slot: _new_tally(job.context) for local_slot, job in here.items()}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(validation, parts)
-                configs = [here[local_slot].config for local_slot in batch.slots]
+                batch = self._collate(parts)
+                learners = _learners([here[local_slot] for local_slot in batch.slots])
                 with self._forward_context.use(_schedule(batch, here, training=False)):
-                    terms = micro_batch_terms(context.objective, self._backbone, batch, configs)
-                Tally.add_micro_batch(
-                    [tallies[local_slot] for local_slot in batch.slots], [part.rows for part in parts], terms
-                )
+                    found = micro_batch_terms(self._backbone, batch, learners)
+                left = iter(parts)
+                for group, terms in zip(learners, found, strict=bool(parts)):
+                    of_group = list(itertools.islice(left, len(group.configs)))
+                    Tally.add_micro_batch(
+                        [tallies[part.slot] for part in of_group], [part.rows for part in of_group], terms
+                    )
 
-        self._evaluate(validation, work, accumulate, tallies.values(), num_micro_batches)
-        nothing = _new_tally(context)
-        return self._evaluated(
-            [nothing if local_slot is None else tallies[local_slot] for local_slot in map(self.local_slot, jobs)],
-            validation,
-        )
+        self._evaluate(work, accumulate, tallies.values(), num_micro_batches)
+        found = [
+            _new_tally(job.context) if local_slot is None else tallies[local_slot]
+            for job, local_slot in zip(jobs, map(self.local_slot, jobs), strict=True)
+        ]
+        return self._evaluated(found, splits)
 
     @torch.no_grad()
     def evaluate_base(self, context: TaskContext, configs: Sequence[JobConfig]) -> list[Evaluated]:
@@ -245,14 +247,14 @@ class Trainer:
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
         validation = context.data.validation
-        shares = share_rows(validation, JobRows(0, tuple(range(len(validation)))), self._ranks.size)
+        shares = share_rows(JobRows(validation, 0, tuple(range(len(validation)))), self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
-        num_micro_batches = max(self.micro_batches.count(validation, work, split_jobs=True) for work in of_rank)
+        num_micro_batches = max(self.micro_batches.count(work, split_jobs=True) for work in of_rank)
         tallies = [_new_tally(context) for _ in configs]
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._collate(validation, parts)
+                batch = self._collate(parts)
                 schedule = TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(parts))
                 with self._forward_context.use(schedule):
                     losses_S = token_losses(self._backbone, batch)
@@ -260,12 +262,11 @@ class Trainer:
                     terms = terms_of(context.objective, losses_S, batch, [config])
                     Tally.add_micro_batch([tally], [part.rows for part in parts], terms)
 
-        self._evaluate(validation, of_rank[self._ranks.rank], accumulate, tallies, num_micro_batches)
-        return self._evaluated(tallies, validation)
+        self._evaluate(of_rank[self._ranks.rank], accumulate, tallies, num_micro_batches)
+        return self._evaluated(tallies, [validation] * len(tallies))
 
     def _evaluate(
         self,
-        validation: EncodedDataset,
         work: Sequence[JobRows],
         accumulate: Callable[[Sequence[JobRows]], None],
         tallies: Iterable[Tally],
@@ -278,18 +279,15 @@ class Trainer:
             for tally in tallies:
                 tally.forget()
 
-        self.micro_batches.run(
-            validation, work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches
-        )
+        self.micro_batches.run(work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
 
-    def _evaluated(self, tallies: Sequence[Tally], validation: EncodedDataset) -> list[Evaluated]:
-        """What the tallies of all ranks together say."""
+    def _evaluated(self, tallies: Sequence[Tally], splits: Sequence[EncodedDataset]) -> list[Evaluated]:
+        """What the tallies of all ranks together say, each of its split."""
         values = [tally.values() for tally in tallies]
         totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
-        weight = sum(validation.weights)
         return [
-            tally.evaluated(list(itertools.islice(totals, len(of_one))), weight)
-            for tally, of_one in zip(tallies, values, strict=True)
+            tally.evaluated(list(itertools.islice(totals, len(of_one))), sum(split.weights))
+            for tally, of_one, split in zip(tallies, values, splits, strict=True)
         ]
 
     def _here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
@@ -297,22 +295,22 @@ class Trainer:
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
     def _work(
-        self, dataset: EncodedDataset, batches: Sequence[tuple[JobState, tuple[int, ...]]], *, split_jobs: bool = False
+        self, batches: Sequence[tuple[JobState, EncodedDataset, tuple[int, ...]]], *, split_jobs: bool = False
     ) -> tuple[list[JobRows], int]:
         """What of ``batches`` is this rank's, and how many micro-batches the rank with the most of them
         makes."""
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
-        for job, rows in batches:
+        for job, dataset, rows in batches:
             slot = _slot(job)
-            part = JobRows(self.slots.local_slot_of(slot), rows)
+            part = JobRows(dataset, self.slots.local_slot_of(slot), rows)
             if job.is_data_parallel:
-                for work, share in zip(of_rank, share_rows(dataset, part, len(of_rank)), strict=True):
+                for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
                     work += [share] if share is not None else []
             else:
                 of_rank[self.slots.rank_of(slot)].append(part)
         if self._ranks.is_alone:
             return of_rank[0], 0
-        num_micro_batches = max(self.micro_batches.count(dataset, work, split_jobs=split_jobs) for work in of_rank)
+        num_micro_batches = max(self.micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
         return of_rank[self._ranks.rank], num_micro_batches
 
     def _update(self, jobs: Sequence[JobState], norms: Tensor) -> None:
@@ -322,15 +320,16 @@ class Trainer:
         ]
         self.optimizer.step(updates, norms)
 
-    def _collate(self, dataset: EncodedDataset, parts: Sequence[JobRows]) -> TokenBatch:
-        return collate(dataset, parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
+    def _collate(self, parts: Sequence[JobRows]) -> TokenBatch:
+        return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
 
 
-def _context_of(jobs: Sequence[JobState]) -> TaskContext:
-    """The task of ``jobs``."""
-    context = jobs[0].context
-    assert all(job.context is context for job in jobs), "jobs that train together are of one task"
-    return context
+def _learners(jobs: Sequence[JobState]) -> list[Learners]:
+    """The jobs of a micro-batch by task; of a task, one after the other."""
+    return [
+        Learners(of_task[0].context.objective, tuple(job.config for job in of_task))
+        for of_task in (list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context)))
+    ]
 
 
 def _new_tally(context: TaskContext) -> Tally:

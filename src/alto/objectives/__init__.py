@@ -1,12 +1,20 @@
 """From the losses of tokens to one loss per job."""
 
 from alto.objectives.base import Objective, ObjectiveImplementation, Terms
-from alto.objectives.micro_batch import job_losses, micro_batch_terms, reference_log_probs, terms_of, token_losses
+from alto.objectives.micro_batch import (
+    Learners,
+    job_losses,
+    micro_batch_terms,
+    reference_log_probs,
+    terms_of,
+    token_losses,
+)
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.objectives.registry import find_objective
 from alto.objectives.sums import run_sums
 
 __all__ = [
+    "Learners",
     "Objective",
     "ObjectiveImplementation",
     "Pairs",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
@@ -13,7 +15,7 @@ from alto.objectives.base import Objective, Terms
 from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
-__all__ = ["job_losses", "micro_batch_terms", "reference_log_probs", "terms_of", "token_losses"]
+__all__ = ["Learners", "job_losses", "micro_batch_terms", "reference_log_probs", "terms_of", "token_losses"]
 
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
@@ -24,25 +26,55 @@ def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
     return backbone.token_losses(hidden_TH.index_select(0, batch.loss_positions_S), batch.loss_targets_S)
 
 
-def micro_batch_terms(
-    objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
-) -> Terms:
+@dataclass(frozen=True, slots=True)
+class Learners:
+    """Consecutive jobs of a micro-batch that share an objective.
+
+    Attributes:
+        objective: What they learn.
+        configs: One per job.
+    """
+
+    objective: Objective
+    configs: tuple[JobConfig, ...]
+
+
+def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> list[Terms]:
     """What ``batch`` adds to the loss of every job in it; of a dummy batch, one number that counts nowhere.
 
     Args:
-        configs: One per job.
+        batch: With the jobs of ``learners``, in that order.
+        learners: One or more for each objective; none of a dummy batch.
+
+    Returns:
+        The terms of each of ``learners``.
 
     Raises:
-        ShapeError: The objective does not give a number per job (and, where it gives rows, per row), or other metrics
+        ShapeError: An objective does not give a number per job (and, where it gives rows, per row), or other metrics
             than it names.
     """
-    return terms_of(objective, token_losses(backbone, batch), batch, configs)
+    losses_S = token_losses(backbone, batch)
+    if not batch.slots:
+        return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]
+    if len(learners) == 1:
+        return [terms_of(learners[0].objective, losses_S, batch, learners[0].configs)]
+    found, first, first_target = [], 0, 0
+    for group in learners:
+        last = first + len(group.configs)
+        part = batch.part(first, last)
+        num_targets = sum(part.job_targets)
+        part_losses_S = losses_S[first_target : first_target + num_targets]
+        found.append(terms_of(group.objective, part_losses_S, part, group.configs))
+        first, first_target = last, first_target + num_targets
+    return found
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-    """:func:`micro_batch_terms` of a batch whose trained tokens have ``losses_S``."""
-    if not batch.slots:
-        return Terms(sums_J=run_sums(losses_S, batch.job_targets))
+    """What a batch whose trained tokens have ``losses_S`` adds to the loss of its jobs, which share an objective.
+
+    Raises:
+        ShapeError: As of :func:`micro_batch_terms`.
+    """
     terms = objective.terms(losses_S, batch, configs)
     wanted = dict.fromkeys(("loss", *objective.metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
@@ -61,12 +93,10 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
     return terms
 
 
-def job_losses(
-    objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
-) -> Tensor:
-    """Loss of every job, ``[J]`` float32; of one whose batch is spread over micro-batches, what this
-    one adds to it."""
-    sums_J = micro_batch_terms(objective, backbone, batch, configs).sums_J
+def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> Tensor:
+    """Loss of every job, ``[J]`` float32; of one whose batch is spread over micro-batches, what this one adds to it.
+    Arguments as of :func:`micro_batch_terms`."""
+    sums_J = torch.cat([terms.sums_J for terms in micro_batch_terms(backbone, batch, learners)])
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 

@@ -1,0 +1,331 @@
+"""A process that has imported what executors need and forks them, so that none waits for its own imports.
+
+:class:`Zygote` is the side of the cluster. ``python -m alto.cluster.zygote`` is the process: it imports, then answers
+requests on a socket until the socket is closed, and ends. It never touches a GPU, because a process that is forked from
+one that has cannot use it.
+
+Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "args": [...], "env": {...}, "cwd": ...}``
+and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id, "code": ...}`` (negative for a signal),
+``{"failed": id, "reason": ...}``. A process that has exited keeps its number until it is reaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alto.cluster.processes import HELD_SIGNALS
+
+__all__ = ["ForkedProcess", "Zygote"]
+
+IMPORTED = ("alto.cluster.worker", "alto.engine.work")
+"""Modules that every executor uses, and what they import in turn."""
+
+PARENT_INTERVAL_S = 1.0
+"""How often the zygote looks whether its parent lives, whose end of the socket another process may hold too."""
+
+
+class ForkedProcess:
+    """A process that a zygote was asked to fork, in a session of its own.
+
+    Attributes:
+        pid: None until it was forked.
+        has_exited: Whether it has ended, or could not be forked, or was lost with its zygote.
+        exit_code: Negative for a signal; None where nobody knows it.
+        reason: Why it could not be forked; empty where it was.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pid: int | None = None
+        self.has_exited = False
+        self.exit_code: int | None = None
+        self.reason = ""
+        self._pidfd: int | None = None
+
+    def forked(self, pid: int) -> None:
+        """It runs."""
+        self.pid = pid
+        with contextlib.suppress(ProcessLookupError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def exited(self, code: int | None, reason: str = "") -> None:
+        """It has ended."""
+        self.has_exited, self.exit_code, self.reason = True, code, reason
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def look_for_its_end(self) -> None:
+        """Find out by itself whether it runs, where no zygote is left to report it."""
+        if self._pidfd is None:
+            self.exited(None)
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pidfd, selectors.EVENT_READ)  # readable once it has ended
+            if selector.select(0):
+                self.exited(None)
+
+
+class Zygote:
+    """Forks processes from one that has imported everything. Its process starts with the first fork.
+
+    Use it from one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: _Channel | None = None
+        self._log: Path | None = None
+        self._num_forked = 0
+        self._running: dict[int, ForkedProcess] = {}
+        self._orphans: list[ForkedProcess] = []
+
+    def fork(self, module: str, args: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
+        """Run ``main()`` of ``module`` in a new process; returns at once.
+
+        Args:
+            module: As by ``python -m``.
+            args: ``sys.argv`` behind the program's name; the zygote adds ``--parent`` and its process.
+            env: Its whole environment.
+
+        Raises:
+            OSError: The zygote itself cannot be started.
+        """
+        self._start()
+        self._num_forked += 1
+        forked = ForkedProcess(self._num_forked)
+        self._running[forked.number] = forked
+        self._send({"fork": forked.number, "module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd()})
+        return forked
+
+    def poll(self) -> None:
+        """Take in what the zygote has reported."""
+        if self._channel is not None:
+            for message in self._channel.receive():
+                self._handle(message)
+            if self._channel.is_closed:
+                self._lose()
+        for forked in list(self._orphans):
+            forked.look_for_its_end()
+            if forked.has_exited:
+                self._orphans.remove(forked)
+
+    def reap(self, forked: ForkedProcess) -> None:
+        """Give the number of a process back that has exited; from now on another may have it."""
+        if self._running.pop(forked.number, None) is not None:
+            self._send({"reap": forked.number})
+
+    def close(self) -> None:
+        """End the zygote; what it has forked finds out that its parent has gone."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()  # it may be importing, and has nothing to save
+            self._process.wait()
+            self._process = None
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+            self._log = None
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._lose()
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        descriptor, name = tempfile.mkstemp(prefix="alto-zygote-", suffix=".log")
+        try:
+            self._process = subprocess.Popen(
+                (sys.executable, "-m", "alto.cluster.zygote", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                start_new_session=True,  # the terminal's ctrl-C is the controller's
+            )
+        except OSError:
+            ours.close()
+            Path(name).unlink()
+            raise
+        finally:
+            theirs.close()
+            os.close(descriptor)
+        self._channel, self._log = _Channel(ours), Path(name)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+            if self._channel.is_closed:
+                self._lose()
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"forked": number, "pid": pid}:
+                self._running[number].forked(pid)
+            case {"exited": number, "code": code}:
+                self._running[number].exited(code)
+            case {"failed": number, "reason": reason}:
+                self._running.pop(number).exited(None, reason)
+
+    def _lose(self) -> None:
+        """The zygote is dead: what it has forked goes on until it finds that out, what it had not will never run."""
+        last_words = self._last_words()
+        for forked in self._running.values():
+            if forked.pid is None:
+                forked.exited(None, f"the process that starts executors has died{last_words}")
+            elif not forked.has_exited:
+                self._orphans.append(forked)
+        self._running = {}
+        self.close()
+
+    def _last_words(self) -> str:
+        assert self._log is not None
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return f"; it printed: {lines[-1].strip()}" if lines else ""
+
+
+class _Channel:
+    """One end of a socket over which messages go."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.is_closed = False
+        self._unread = b""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """All of it; where the other end is closed, this one is too."""
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.is_closed = True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What has come since the last call, without waiting for more."""
+        while not self.is_closed:
+            try:
+                found = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                found = b""
+            self._unread += found
+            self.is_closed = not found
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.socket.close()
+
+
+def main() -> None:
+    """Import, then fork what is asked for until nobody is left to ask."""
+    parent = os.getppid()
+    requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    for number in HELD_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector of no child writes into the pages that all share
+    _Server(requests, parent).serve()
+
+
+class _Server:
+    """The process itself: one thread, which waits for requests and for the ends of its children."""
+
+    def __init__(self, requests: _Channel, parent: int) -> None:
+        self._requests = requests
+        self._parent = parent
+        self._numbers: dict[int, int] = {}
+        self._exited: dict[int, int] = {}
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_write)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests.socket, selectors.EVENT_READ)
+            selector.register(self._wakeup_read, selectors.EVENT_READ)
+            while not self._requests.is_closed and os.getppid() == self._parent:
+                selector.select(PARENT_INTERVAL_S)
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(self._wakeup_read, 512):
+                        pass
+                for request in self._requests.receive():
+                    self._do(request)
+                self._report_exits()
+
+    def _do(self, request: Mapping[str, Any]) -> None:
+        if "reap" in request:
+            pid = self._exited.pop(request["reap"])
+            os.waitpid(pid, 0)
+            return
+        try:
+            pid = self._fork(request)
+        except OSError as error:
+            self._requests.send({"failed": request["fork"], "reason": f"it cannot be started: {error}"})
+            return
+        self._numbers[pid] = request["fork"]
+        self._requests.send({"forked": request["fork"], "pid": pid})
+
+    def _fork(self, request: Mapping[str, Any]) -> int:
+        # Signals that ask to stop wait until the new process listens.
+        mask, parent = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS), os.getpid()
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return pid
+        try:
+            self._become(request, parent)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _become(self, request: Mapping[str, Any], parent: int) -> None:
+        """Be the process that was asked for; never returns."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in HELD_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        self._requests.close()
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
+        os.setsid()
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # read on import else
+        sys.argv = [request["module"], *request["args"], "--parent", str(parent)]
+        importlib.import_module(request["module"]).main()
+
+    def _report_exits(self) -> None:
+        for pid, number in list(self._numbers.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                del self._numbers[pid]
+                self._exited[number] = pid
+                is_signal = ended.si_code != os.CLD_EXITED
+                self._requests.send({"exited": number, "code": -ended.si_status if is_signal else ended.si_status})
+
+
+if __name__ == "__main__":
+    main()

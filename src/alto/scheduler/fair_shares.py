@@ -1,0 +1,80 @@
+"""How tasks that share an executor divide its slots and its tokens: by weight, and what one leaves, others get.
+
+Pure: the same tasks in the same order get the same shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["TokenShares", "jain_index", "slot_shares"]
+
+
+def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slots: int) -> dict[str, int]:
+    """Slots of each task: in proportion to its weight, but no more than it wants; what is left goes to the others in
+    the same proportion.
+
+    Every task that wants slots gets one as long as there are any, the heaviest first.
+
+    Args:
+        wanted: Slots that each task can use, by name, in the order of their arrival.
+        weights: Positive; of at least these tasks.
+        num_slots: To be divided.
+
+    Returns:
+        A number for every task; together at most ``num_slots``, and exactly that many where so many are wanted.
+    """
+    shares = dict.fromkeys(wanted, 0)
+    # The next slot goes to the task that has least of what is due to it; equal ones in the order of arrival.
+    for _ in range(min(num_slots, sum(wanted.values()))):
+        open_tasks = [task for task in wanted if shares[task] < wanted[task]]
+        without = [task for task in open_tasks if not shares[task]]
+        if without:
+            shares[max(without, key=lambda task: weights[task])] = 1
+        else:
+            shares[min(open_tasks, key=lambda task: (shares[task] + 1) / weights[task])] += 1
+    return shares
+
+
+@dataclass(slots=True)
+class TokenShares:
+    """Which tasks train in the next step, so that over many steps each trains tokens in proportion to its weight.
+
+    Start-time fair queueing: a task's clock is what it has trained, in tokens, over its weight. The task with the
+    earliest clock trains, and with it every task whose clock is not later than the earliest one would be after its own
+    step. A task that comes, or comes back, starts at the earliest clock of the others, so that it neither owes nor is
+    owed anything for the time that it was not there.
+
+    Attributes:
+        clocks: Of every task that is there, in tokens of weight 1.
+        trained: Tokens that each task was given, also of those that have left.
+    """
+
+    clocks: dict[str, float] = field(default_factory=dict)
+    trained: dict[str, int] = field(default_factory=dict)
+
+    def choose(self, costs: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
+        """The tasks that train in the next step, in the order of ``costs``; their clocks advance.
+
+        Args:
+            costs: Tokens of the next step of every task that could train, at least one task.
+            weights: Positive; of at least these tasks.
+        """
+        self.clocks = {task: clock for task, clock in self.clocks.items() if task in costs}
+        earliest = min(self.clocks.values(), default=0.0)
+        for task in costs:
+            self.clocks[task] = max(self.clocks.get(task, earliest), earliest)
+        first = min(costs, key=lambda task: self.clocks[task])
+        until = self.clocks[first] + costs[first] / weights[first]
+        chosen = tuple(task for task in costs if task == first or self.clocks[task] < until)
+        for task in chosen:
+            self.clocks[task] += costs[task] / weights[task]
+            self.trained[task] = self.trained.get(task, 0) + costs[task]
+        return chosen
+
+
+def jain_index(shares: Mapping[str, float]) -> float:
+    """How fair shares are: 1 where all are equal, 1/n where one of n tasks has everything."""
+    total, squares = sum(shares.values()), sum(share * share for share in shares.values())
+    return total * total / (len(shares) * squares) if squares else 1.0
