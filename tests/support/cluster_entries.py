@@ -40,6 +40,7 @@ def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Works until it is asked to stop, and saves then."""
+    is_interrupted()  # from now on it is asked, and not stopped where it is
     tell(run_dir, "began", pid=os.getpid())
     while not is_interrupted():
         time.sleep(0.01)

@@ -65,7 +65,6 @@ class LocalCluster:
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
         used = range(len(self._node.gpus)) if self._devices else ()
         self._locks = DeviceLocks([_lock_name(index, self._devices[index]) for index in used])
-        self._zygote = Zygote()
         self._executors: dict[str, LocalExecutor] = {}
         self._events: list[ClusterEvent] = []
 
@@ -86,7 +85,7 @@ class LocalCluster:
         try:
             self._executors[launch.task] = LocalExecutor(
                 launch,
-                self._zygote,
+                Zygote.shared(),
                 devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
                 num_threads=max(1, num_threads),
                 timeouts=self._timeouts,
@@ -128,7 +127,6 @@ class LocalCluster:
             self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
             if self._executors:
                 time.sleep(WATCH_INTERVAL_S)
-        self._zygote.close()
         self._locks.release()
 
 

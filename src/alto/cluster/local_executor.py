@@ -179,7 +179,6 @@ def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> 
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
-        "PYTHONUNBUFFERED": "1",  # the log of a killed process is whole
         **(_allocator() if devices else {}),
     }
 

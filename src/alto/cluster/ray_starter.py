@@ -29,7 +29,6 @@ class Starter:
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
         self._executor: LocalExecutor | None = None
-        self._zygote = Zygote()
         if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
             self._events.append(
                 _ended(
@@ -53,7 +52,7 @@ class Starter:
         try:
             self._executor = LocalExecutor(
                 launch,
-                self._zygote,
+                Zygote.shared(),
                 devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if has_gpus else (),
                 num_threads=max(1, round(len(os.sched_getaffinity(0)) * core_share)),
                 timeouts=timeouts,
@@ -88,7 +87,6 @@ class Starter:
         """Kill the executor; no process of it is left when this returns."""
         while self._executor is not None and not self._executor.kill():
             time.sleep(WATCH_INTERVAL_S)
-        self._zygote.close()
 
 
 def _ended(launch: Launch, outcome: Outcome, reason: str, error: str = "") -> ExecutorEnded:

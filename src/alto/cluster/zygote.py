@@ -22,10 +22,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +36,20 @@ __all__ = ["ForkedProcess", "Zygote"]
 
 IMPORTED = ("alto.cluster.worker", "alto.engine.work")
 """Modules that every executor uses, and what they import in turn."""
+
+READ_BY_IMPORTS = (
+    "PYTHON",
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "ALTO_",
+    "LD_",
+    "OPENBLAS_",
+    "MKL_",
+)
+"""How the names of environment variables begin that libraries may read when they are imported."""
 
 PARENT_INTERVAL_S = 1.0
 """How often the zygote looks whether its parent lives, whose end of the socket another process may hold too."""
@@ -83,18 +98,34 @@ class ForkedProcess:
 
 
 class Zygote:
-    """Forks processes from one that has imported everything. Its process starts with the first fork.
-
-    Use it from one thread at a time.
+    """Forks processes from one that has imported everything. Its process starts with the first fork, and ends with this
+    one. Use :meth:`shared`; any thread may.
     """
 
+    _shared: ClassVar[Zygote | None] = None
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: _Channel | None = None
-        self._log: Path | None = None
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._environment = _environment_of_imports()
+        self._server: _Started | None = None
         self._num_forked = 0
         self._running: dict[int, ForkedProcess] = {}
         self._orphans: list[ForkedProcess] = []
+
+    @classmethod
+    def shared(cls) -> Zygote:
+        """The one of this process; another one where variables that imports read have changed since it was made.
+
+        What the one before has forked is still watched through it.
+        """
+        with cls._sharing:
+            found = cls._shared
+            is_ours = found is not None and found._owner == os.getpid()  # a process that was forked has another
+            if found is None or not is_ours or found._environment != _environment_of_imports():
+                cls._shared = found = cls()
+            return found
 
     def fork(self, module: str, args: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
         """Run ``main()`` of ``module`` in a new process; returns at once.
@@ -107,72 +138,52 @@ class Zygote:
         Raises:
             OSError: The zygote itself cannot be started.
         """
-        self._start()
-        self._num_forked += 1
-        forked = ForkedProcess(self._num_forked)
-        self._running[forked.number] = forked
-        self._send({"fork": forked.number, "module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd()})
-        return forked
+        request = {"module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd()}
+        with self._lock:
+            self._start()
+            self._num_forked += 1
+            forked = ForkedProcess(self._num_forked)
+            self._running[forked.number] = forked
+            self._send({"fork": forked.number, **request})
+            return forked
 
     def poll(self) -> None:
         """Take in what the zygote has reported."""
-        if self._channel is not None:
-            for message in self._channel.receive():
-                self._handle(message)
-            if self._channel.is_closed:
-                self._lose()
-        for forked in list(self._orphans):
-            forked.look_for_its_end()
-            if forked.has_exited:
-                self._orphans.remove(forked)
+        with self._lock:
+            if self._server is not None:
+                for message in self._server.channel.receive():
+                    self._handle(message)
+                if self._server.channel.is_closed:
+                    self._lose()
+            for forked in list(self._orphans):
+                forked.look_for_its_end()
+                if forked.has_exited:
+                    self._orphans.remove(forked)
 
     def reap(self, forked: ForkedProcess) -> None:
         """Give the number of a process back that has exited; from now on another may have it."""
-        if self._running.pop(forked.number, None) is not None:
-            self._send({"reap": forked.number})
+        with self._lock:
+            if self._running.pop(forked.number, None) is not None:
+                self._send({"reap": forked.number})
 
     def close(self) -> None:
-        """End the zygote; what it has forked finds out that its parent has gone."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            self._process.kill()  # it may be importing, and has nothing to save
-            self._process.wait()
-            self._process = None
-        if self._log is not None:
-            self._log.unlink(missing_ok=True)
-            self._log = None
+        """End the zygote's process; what it has forked finds out that its parent has gone."""
+        with self._lock:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
 
     def _start(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
+        if self._server is not None and self._server.process.poll() is not None:
             self._lose()
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
-        descriptor, name = tempfile.mkstemp(prefix="alto-zygote-", suffix=".log")
-        try:
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", "alto.cluster.zygote", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
-                start_new_session=True,  # the terminal's ctrl-C is the controller's
-            )
-        except OSError:
-            ours.close()
-            Path(name).unlink()
-            raise
-        finally:
-            theirs.close()
-            os.close(descriptor)
-        self._channel, self._log = _Channel(ours), Path(name)
+        if self._server is None:
+            self._server = _Started()
+            weakref.finalize(self, self._server.close)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-            if self._channel.is_closed:
+        if self._server is not None:
+            self._server.channel.send(message)
+            if self._server.channel.is_closed:
                 self._lose()
 
     def _handle(self, message: Mapping[str, Any]) -> None:
@@ -186,7 +197,8 @@ class Zygote:
 
     def _lose(self) -> None:
         """The zygote is dead: what it has forked goes on until it finds that out, what it had not will never run."""
-        last_words = self._last_words()
+        assert self._server is not None
+        last_words = self._server.last_words()
         for forked in self._running.values():
             if forked.pid is None:
                 forked.exited(None, f"the process that starts executors has died{last_words}")
@@ -195,10 +207,49 @@ class Zygote:
         self._running = {}
         self.close()
 
-    def _last_words(self) -> str:
-        assert self._log is not None
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+class _Started:
+    """A process of a zygote, as its parent has it.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        ours, theirs = socket.socketpair()
+        self.channel = _Channel(ours)
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    (sys.executable, "-m", "alto.cluster.zygote", str(theirs.fileno())),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    start_new_session=True,  # the terminal's ctrl-C is the controller's
+                )
+            except OSError:
+                self.channel.close()
+                self._log.close()
+                raise
+
+    def last_words(self) -> str:
+        """The end of a sentence on why it has died; empty where it printed nothing."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
         return f"; it printed: {lines[-1].strip()}" if lines else ""
+
+    def close(self) -> None:
+        """Kill it: it may be importing, and has nothing to save."""
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+def _environment_of_imports() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
 
 
 class _Channel:
@@ -310,9 +361,13 @@ class _Server:
         os.close(self._wakeup_read)
         os.close(self._wakeup_write)
         os.setsid()
+        if sys.path[0] == os.getcwd():  # as python -m has it
+            sys.path[0] = request["cwd"]
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # the log of a killed process is whole
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # read on import else
         sys.argv = [request["module"], *request["args"], "--parent", str(parent)]
         importlib.import_module(request["module"]).main()
