@@ -277,7 +277,7 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
     assert bench.starts == {"a": 1}
     (ended,) = bench.events("executor_ended")
     assert ended["outcome"] == "finished"
-    assert ended["reason"].startswith("Ended after it had its result: was ")
+    assert ended["reason"].startswith("Ended after its result was complete: was ")
     assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED
 
 

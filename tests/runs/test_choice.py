@@ -15,7 +15,9 @@ def test_nothing_is_said_of_a_plain_winner(small_run) -> None:
 def test_jobs_that_the_rows_cannot_tell_from_the_winner_are_named(preference_run) -> None:
     preference_run[-1]["within_noise"] = [{"job": job, "score": 0.7, "validation_loss": 0.7} for job in "ab"]
     (note,) = choice_notes(RunHistory.of(entries(preference_run)))
-    assert note == "reward accuracy: 50 validation rows cannot tell c from a, b; the lowest validation loss decided."
+    assert (
+        note == "reward accuracy: 50 validation rows cannot separate c from a, b; the lowest validation loss decided."
+    )
 
 
 def test_losses_of_other_scales_are_not_said_to_decide(preference_run) -> None:
@@ -32,7 +34,7 @@ def test_losses_of_other_scales_are_not_said_to_decide(preference_run) -> None:
 def test_a_winner_that_was_ended_as_underperforming_comes_with_the_reason(small_run) -> None:
     small_run[-1] |= {"best_job": "b", "best_validation_loss": 1.8}
     (note,) = choice_notes(RunHistory.of(entries(small_run)))
-    assert "b was ended as underperforming at 10 % of its steps, as rank 3 of 3, and won with its" in note
+    assert "b was ended as underperforming at 10 % of its steps, as rank 3 of 3, and won nevertheless with its" in note
     assert note.endswith("Later rungs, or early_exit: {preset: cautious}, let more jobs train for longer.")
     small_run[0]["early_exit"]["policy"] = "paper"
     (note,) = choice_notes(RunHistory.of(entries(small_run)))

@@ -20,7 +20,7 @@ from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_config", "load_network", "load_tokenizer", "resolve_model"]
 
@@ -179,7 +179,7 @@ def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
             f"num_gpus: expected an unquantised model to share out, found that {spec.id!r} lies quantised on disk; use "
-            f"the unquantised model with '{QUANTISATION_KEYS['4bit']}: true', or set num_gpus to 1"
+            f"the unquantised model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
         )
     if not spec.use_safetensors:
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from alto.errors import ModelError, UnsupportedError
 from alto.spec import BaseModelSpec, Quantisation
-from alto.spec.base_model import QUANTISATION_KEYS, quantisation_keys, quantisation_of
+from alto.spec.base_model import LOAD_IN_4BIT, QUANTISATION_KEYS, quantisation_keys, quantisation_of
 
 __all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
 
@@ -168,7 +168,7 @@ def _quantisation_on_disk(model: str, config: PreTrainedConfig) -> Quantisation:
     if method != "bitsandbytes" or found == "none":
         raise UnsupportedError(
             f"model: expected a base model that is unquantised or quantised by bitsandbytes in 4 or 8 bits, found that "
-            f"{model!r} is quantised by {method}; use the unquantised model, with '{QUANTISATION_KEYS['4bit']}: true' "
+            f"{model!r} is quantised by {method}; use the unquantised model, with '{LOAD_IN_4BIT}' "
             "to make it small"
         )
     return found

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from alto.errors import DeviceMemoryError
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler.fit import max_tokens, saturation
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["Packing", "PackingRequest", "choose_packing"]
 
@@ -110,7 +111,7 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
         fits = f"rows of at most {fitting:,} tokens fit beside one slot: set max_length: {fitting}" if fitting else ""
         remedy = "; ".join(
             filter(
-                None, (fits, "or gradient_checkpointing: true, load_in_4bit: true, more GPUs (num_gpus) or a smaller r")
+                None, (fits, f"or gradient_checkpointing: true, {LOAD_IN_4BIT}, more GPUs (num_gpus) or a smaller r")
             )
         )
     else:
