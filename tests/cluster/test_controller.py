@@ -254,7 +254,7 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
 
     bench.cluster.script = tell
     bench.run()
-    moved = [event["reason"] for event in bench.events("planned") if "a is now thought to take" in event["reason"]]
+    moved = [event["reason"] for event in bench.events("planned") if "a is now estimated to take" in event["reason"]]
     assert moved
     assert bench.starts == {"a": 1, "b": 1, "c": 1, "d": 1}
     assert {entry.event.task for entry in bench.shown if isinstance(entry.event, TaskRelayed)} == {"a"}

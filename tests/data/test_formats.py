@@ -237,7 +237,7 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "found"),
     [
-        ({}, "found none; say which is which with columns"),
+        ({}, "found none; name roles with columns"),
         ({"prompt": "p", "answer": "a"}, "found prompt, answer; say which"),
         ({"a\x1b[31m": 1}, r"found a\x1b[31m; say which"),
         ({f"column{number}": 1 for number in range(40)}, "and 28 more"),
