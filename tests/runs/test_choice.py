@@ -24,11 +24,11 @@ def test_losses_of_other_scales_are_not_said_to_decide(preference_run) -> None:
     preference_run[-1]["within_noise"] = [{"job": "a", "gain": 0.7, "validation_loss": 0.7}]
     preference_run[0]["jobs"][0]["config"]["beta"] = 0.5
     (note,) = choice_notes(RunHistory.of(entries(preference_run)))
-    assert note.endswith("cannot tell c from a; the highest reward accuracy (losses of different scale) decided.")
+    assert note.endswith("cannot separate c from a; the highest reward accuracy (losses of different scale) decided.")
     base = {"event": "base_evaluated", "time": 0.0, "values": [{"jobs": list("abc"), "validation_loss": 0.69}]}
     base["values"][0]["metrics"] = {"reward_accuracy": 0.5}
     (note,) = choice_notes(RunHistory.of(entries([preference_run[0], base, *preference_run[1:]])))
-    assert note.endswith("cannot tell c from a; the lowest validation loss, as a share of the base's, decided.")
+    assert note.endswith("cannot separate c from a; the lowest validation loss, as a share of the base's, decided.")
 
 
 def test_a_winner_that_was_ended_as_underperforming_comes_with_the_reason(small_run) -> None:
