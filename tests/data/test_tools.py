@@ -280,8 +280,8 @@ def test_what_nothing_reads_is_listed_once_with_counts(tmp_path: Path, tokenizer
     rows = [plain] * 10 + [{**kept, "source": "book", "tools": [WEATHER], "id": 7}] * 3
     notes = read(tmp_path, rows).encode(tokenizer).notes
     assert notes[:2] == (
-        "Columns that nothing reads: source (in 13 rows), id (in 3 rows); assign one to a role with columns if it should be "
-        "read.",
+        "Columns that nothing reads: source (in 13 rows), id (in 3 rows); assign one to a role with columns if it "
+        "should be read.",
         "Parts of conversations that the chat template does not show: tools (of 3 of 3 rows), reasoning_content (of 3 "
         "of 3 messages), tool_call_id (of 3 of 3 messages).",
     )
