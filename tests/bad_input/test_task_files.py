@@ -109,12 +109,12 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("method: simpo", "method should be one of sft, dpo, orpo, found 'simpo'. Correct the name, or install"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo and orpo, found with"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo, found with method"),
-        ("method: dpo\nbeta: 0", "beta (how dearly leaving the base is paid) should be a finite number >= 1e-06 and"),
+        ("method: dpo\nbeta: 0", "beta (penalty of leaving the base) should be a finite number >= 1e-06 and"),
         ("method: dpo\nbeta: .nan", "Write a finite number"),
         ("method: dpo\nbeta: high", "found 'high' (text). Write a number"),
         ("method: dpo\nloss_type: simpo", "loss_type should be one of sigmoid, sigmoid_norm, ipo, hinge"),
         ("method: dpo\nloss_type: hinge\nlabel_smoothing: 0.1", "label_smoothing should be 0 with loss_type 'hinge'"),
-        ("method: dpo\nref_model: other", "asks for 'ref_model', which is not supported. The reference of dpo is the"),
+        ("method: dpo\nref_model: other", "has the key 'ref_model', which is not supported. The reference of dpo is"),
         ("trust_remote_code: 1", "should be true or false, found 1"),
         ("use_safetensors: maybe", "should be true or false, found 'maybe'"),
         ("target_modules: 'a{99999999999999999999}'", "the repetition number is too large"),
@@ -133,7 +133,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("\ttab: 1", "should be valid YAML"),
         ("lr: " + "[" * 3000 + "]" * 3000, "more than 32 levels"),
         ("".join(" " * depth + "a:\n" for depth in range(1500)), "more than 32 levels"),
-        ("search_space: {lr: &a [*a]}", "an alias that stands inside of what it repeats"),
+        ("search_space: {lr: &a [*a]}", "an alias inside of the value that it repeats"),
     ],
 )  # fmt: skip
 def test_a_wrong_task_is_refused_in_words(refusal: Any, folder: Path, lines: str, message: str) -> None:

@@ -254,7 +254,7 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
 
     bench.cluster.script = tell
     bench.run()
-    moved = [event["reason"] for event in bench.events("planned") if "a is now thought to take" in event["reason"]]
+    moved = [event["reason"] for event in bench.events("planned") if "a is now estimated to take" in event["reason"]]
     assert moved
     assert bench.starts == {"a": 1, "b": 1, "c": 1, "d": 1}
     assert {entry.event.task for entry in bench.shown if isinstance(entry.event, TaskRelayed)} == {"a"}
@@ -277,7 +277,7 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
     assert bench.starts == {"a": 1}
     (ended,) = bench.events("executor_ended")
     assert ended["outcome"] == "finished"
-    assert ended["reason"].startswith("Ended after it had its result: was ")
+    assert ended["reason"].startswith("Ended after its result was complete: was ")
     assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED
 
 

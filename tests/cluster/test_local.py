@@ -165,7 +165,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LOCK_TIMEOUT_S", 0.1)
     run = RunDir(tmp_path)
-    with run.locked(), pytest.raises(RunBusyError, match="another process still does"):
+    with run.locked(), pytest.raises(RunBusyError, match="found that one still works"):
         worker._wait_until_free(run)
 
 
@@ -238,7 +238,7 @@ def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
     ("how", "outcome", "error", "reason"),
     [
         ("return", Outcome.FINISHED, "", "could not write down how it ended"),
-        ("write", Outcome.FAILED, "DiskFullError", "is full or cannot be written; make room"),
+        ("write", Outcome.FAILED, "DiskFullError", "is full or cannot be written; free disk space"),
         ("RunBusyError", Outcome.LOST, "", "could not write down how it ended"),
         ("SpecError", Outcome.FAILED, "", "could not write down how it ended"),
         ("TaskInterruptedError", Outcome.INTERRUPTED, "", "could not write down how it ended"),

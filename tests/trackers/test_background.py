@@ -99,7 +99,7 @@ def test_tracker_that_raises_is_told_nothing_more(
     assert bad.calls.count(when) == 1
     assert good.calls[-1] == "finish"
     (message,) = caplog.messages
-    assert message.startswith("tracker bad failed and is told nothing more, training goes on without it. ")
+    assert message.startswith("tracker bad failed and gets no more events; training continues without it. ")
     assert type(error).__name__ in message
     assert "\n" not in message
 
@@ -175,7 +175,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
     worker.join(LIMIT_S)
     assert tracker.calls == ["start", *["log"] * 10, "finish"]
     (message,) = caplog.messages
-    assert message.startswith("tracker lagging could not keep up and was not told of 990 events")
+    assert message.startswith("tracker lagging could not keep up and missed 990 events")
 
 
 def test_error_of_the_training_passes_through_and_trackers_are_finished(small_run: list[Event], tmp_path: Path) -> None:

@@ -25,15 +25,16 @@ def submit(
     queue: QueueFolder,
     files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
     tenant: Annotated[
-        str | None, typer.Option("--tenant", help="Whose quota the tasks count against; else as their files say.")
+        str | None,
+        typer.Option("--tenant", help="Whose quota the tasks count against; by default as set in their files."),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option("--priority", help="Higher goes first; else as their files say.")
+        int | None, typer.Option("--priority", help="Higher goes first; by default as set in their files.")
     ] = None,
     overrides: Overrides = None,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Have the tasks in FILES run by the queue as soon as it is their turn."""
+    """Submit the tasks in FILES to the queue; it runs them as soon as it is their turn."""
     tasks = [load_task(file, overrides or ()) for file in files]
     queue_dir = QueueDir.open(queue)
     from alto.engine.runner import portable
@@ -56,7 +57,7 @@ def cancel(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks, as alto list names them.")],
     wait_s: Wait = 60.0,
 ) -> None:
-    """Take tasks out of the queue; those that run save and end."""
+    """Cancel tasks; those that run save and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
     for command in [mailbox.ask(QueueAction.CANCEL, task) for task in tasks]:
@@ -66,14 +67,14 @@ def cancel(
 def drain(
     queue: QueueFolder,
     when_done: Annotated[
-        bool, typer.Option("--when-done", help="Not now: take no more tasks, and end once all have ended.")
+        bool, typer.Option("--when-done", help="Not now: accept no more tasks, and end once all have ended.")
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """End the queue: what runs saves and ends, and alto resume goes on with it."""
+    """End the queue: running tasks save and end, and alto resume continues them."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
-        typer.echo("Nobody works on this queue.")
+        typer.echo("No process works on this queue.")
         return
     mailbox = QueueMailbox(queue_dir.run)
     command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
@@ -84,7 +85,7 @@ def list_tasks(
     queue: QueueFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print the tasks as JSON and nothing else.")] = False,
 ) -> None:
-    """List the tasks of the queue, and how far they are; never disturbs it."""
+    """List the tasks of the queue and their progress; only reads its files."""
     queue_dir = QueueDir.open(queue)
     is_live = queue_dir.run.is_locked()
     progress = QueueProgress.read(queue_dir.root)
@@ -98,16 +99,17 @@ def list_tasks(
     console = Console()
     console.print(task_list(progress))
     if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
-        console.print(f"nobody works on it; go on with: alto resume {queue_dir.root}", soft_wrap=True, markup=False)
+        text = f"no process works on it; continue with: alto resume {queue_dir.root}"
+        console.print(text, soft_wrap=True, markup=False)
 
 
 def _show_answer(queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float) -> None:
     if not queue_dir.run.is_locked():
-        typer.echo(f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}")
+        typer.echo(f"No process works on this queue; the command takes effect with: alto resume {queue_dir.root}")
         return
     answer = mailbox.wait_for_answer(command, wait_s)
     if answer is None:
-        typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
+        typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible, or on resumption.")
     elif answer.done:
         typer.echo(answer.message)
     else:

@@ -40,7 +40,7 @@ CLUSTERS: Registry[OpenCluster] = Registry(
     own={"local": _local, "auto": _ray, "ray": _ray},
     check=_checked,
 )
-"""Kinds of clusters by name: what stands before ``://``, or the whole where there is none."""
+"""Kinds of clusters by name: the part before ``://``, or the whole address without one."""
 
 
 def open_cluster(address: str, *, total_gpus: int | None) -> Cluster:

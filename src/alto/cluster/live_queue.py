@@ -1,8 +1,7 @@
 """A queue on disk while a controller works on it: tasks are submitted and cancelled by this process and by others.
 
-What is wanted is in ``queue.yaml``: a task is submitted, or cancelled, once that file says so. A controller that dies
-after that has the journal follow when it is started anew; a command that was not answered then is answered, and has
-its effect once.
+``queue.yaml`` is the source of truth: a task is submitted or cancelled once that file is written. If a controller dies
+after that, the restarted one completes the journal and answers open commands; each command takes effect once.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class QueueIntake:
     Attributes:
         entry: What its executors do, as of :class:`alto.cluster.Launch`.
         is_parallel: As of :class:`alto.cluster.TaskRun`.
-        check: Raises what is wrong with a task that is submitted.
-        estimate_s: What a task that is submitted is estimated to take, in seconds.
+        check: Raises an error for a submitted task that is not valid.
+        estimate_s: Estimated duration of a submitted task, in seconds.
         trusted: Tasks of the queue that may run the Python code that comes with their base model.
         trusts_commands: Whether tasks that other processes submit may.
     """
@@ -85,25 +84,25 @@ class LiveQueue:
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int, duration_s: float | None = None) -> str:
-        """Take in a task; once this has returned, the queue has it whatever happens.
+        """Submit a task; once this has returned, the submission is durable.
 
         Args:
             task: With absolute paths.
-            duration_s: What it is estimated to take; None takes what the queue knows.
+            duration_s: Estimated duration in seconds; None uses the queue's own estimate.
 
         Returns:
             Its name in the queue.
 
         Raises:
             AltoError: What is wrong with the task.
-            QueueCommandError: The queue takes none any more.
+            QueueCommandError: The queue accepts no more tasks.
         """
         duration_s = self._intake.estimate_s(task) if duration_s is None else duration_s
         command = _Submit(task=task, tenant=tenant, priority=priority, duration_s=duration_s)
         return self._controller.call(lambda: self._submit(command, trusts=task.trust_remote_code))
 
     def cancel(self, task: str) -> None:
-        """Take a task out of the queue, or have its executor save and end.
+        """Cancel a task: remove it from the queue, or let its executor save and end.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -115,10 +114,10 @@ class LiveQueue:
         self._keeps_open = False
 
     def wait(self) -> None:
-        """Until the queue has completed: every task has ended, and no other is waited for.
+        """Wait until the queue has completed: every task has ended, and it waits for no others.
 
         Raises:
-            TaskInterruptedError: It was asked to save and end before; all tasks have.
+            TaskInterruptedError: The queue was drained before; all running tasks have saved and ended.
             RunWriteError, RunBusyError, ClusterLostError: What ended its controller.
         """
         while True:
@@ -146,7 +145,7 @@ class LiveQueue:
         for command in self._mailbox.pending():
             try:
                 answer = Answer(done=True, message=self._carry_out(command))
-            except (RunBusyError, RunWriteError):  # the queue cannot go on; the command waits for whoever resumes it
+            except (RunBusyError, RunWriteError):  # the queue has failed; it answers the command when it is resumed
                 raise
             except AltoError as error:
                 answer = Answer(done=False, message=str(error))
@@ -229,7 +228,7 @@ class LiveQueue:
         return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
 
     def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
-        """What ``queue.yaml`` says and the journal does not yet: a controller died between the two."""
+        """Journal what only ``queue.yaml`` has: a controller died between the two writes."""
         submitted, cancelled = set[str](), set[str]()
         for event in (entry.event for entry in self._journal.past):
             if isinstance(event, journaled.QueueStarted):
@@ -257,7 +256,7 @@ class LiveQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submit:
-    """A task to be taken in; ``command`` is the id of what asked for it, empty where this process did."""
+    """A task to be added; ``command`` is the id of the command that submits it, empty where this process does."""
 
     task: Task
     tenant: str

@@ -24,7 +24,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long an executor is waited for, in seconds.
+    """Timeouts of an executor, in seconds.
 
     Attributes:
         heartbeat_s: Without a sign of life, once it has written into its journal.
@@ -77,8 +77,8 @@ class LocalExecutor:
         self._drains_until = float("inf")
 
     def watch(self) -> list[ClusterEvent]:
-        """What is new; the last is an :class:`ExecutorEnded`, after which there is nothing more to watch."""
-        has_ended = self._has_ended()  # asked first: whatever it wrote before is read below
+        """The new events; the last event of an executor is :class:`ExecutorEnded`."""
+        has_ended = self._has_ended()  # checked first: everything that it wrote before is read below
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
@@ -93,7 +93,7 @@ class LocalExecutor:
         return [*events, self._ending()] if has_ended else events
 
     def ask_to_stop(self) -> None:
-        """Have it save and end; it is killed if it does not."""
+        """Let it save and end; it is killed if it does not."""
         self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
         self._group.ask_to_stop()
 
@@ -109,12 +109,12 @@ class LocalExecutor:
         return has_ended
 
     def _skip_past(self) -> None:
-        """Pass over what earlier attempts have written; the executor itself finds out whether that is damaged."""
+        """Skip what earlier attempts have written; the executor itself checks whether that is damaged."""
         with contextlib.suppress(RunError):
             self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
-        """What is new; an executor that writes what cannot be read is killed."""
+        """The new journal entries; an executor that writes unreadable lines is killed."""
         try:
             return self._tail.read()
         except RunError as error:
@@ -130,7 +130,7 @@ class LocalExecutor:
     def _kill_if_overdue(self, *, is_silent: bool) -> None:
         limit_s = self._timeouts.heartbeat_s if self._has_begun else self._timeouts.start_s
         now = time.monotonic()
-        # While this process was itself stopped, nobody can have been heard.
+        # While this process was itself stopped, it could not see any sign of life.
         elapsed_s = min(now - self._watched_at, limit_s / 2)
         self._watched_at = now
         self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0
@@ -158,7 +158,7 @@ class LocalExecutor:
     def _why_it_is_gone(self) -> str:
         code = self._group.exit_code
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how} and did not say why; see {self._attempt.stderr}"
+        return f"its process {how} and reported no reason; see {self._attempt.stderr}"
 
 
 def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> dict[str, str]:
@@ -179,9 +179,9 @@ def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> 
 
 
 def _allocator() -> dict[str, str]:
-    """Settings of PyTorch's memory on a GPU, which it reads when it is first used there; the user's own stand.
+    """Settings of PyTorch's CUDA allocator, read at its first use; the user's own settings are kept.
 
-    MicroBatches differ in length, and of what is free in pieces only ends of segments that can grow serve a longer one.
+    Micro-batches differ in length; only with expandable segments can fragmented free memory serve a longer one.
     """
     if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         return {}

@@ -17,7 +17,7 @@ __all__ = ["ProcessGroup"]
 
 
 class ProcessGroup:
-    """A session of its own for a Python module; whatever its processes start belongs to it too.
+    """A session of its own for a Python module; every process that it starts belongs to it too.
 
     Args:
         name: For torch elastic's messages.
@@ -44,7 +44,7 @@ class ProcessGroup:
         """Whether no process of it lives; where the first has died, the others are killed."""
         if self._exit_code is not None:
             return True
-        # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
+        # Not reaped yet, it keeps its process id, so that no other session can have the same id.
         if os.waitid(os.P_PID, self.leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         if not kill_session(self.leader):
@@ -67,7 +67,7 @@ class ProcessGroup:
             os.kill(self.leader, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes; :meth:`has_ended` tells when they are gone."""
+        """SIGKILL to all of its processes; :meth:`has_ended` returns whether they are gone."""
         if self._exit_code is None:
             kill_session(self.leader)
 

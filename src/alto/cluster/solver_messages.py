@@ -1,4 +1,4 @@
-"""What the solver's process and whoever asks it send each other, as JSON."""
+"""Messages between the solver's process and its caller, as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The schedule; or, by its class and in its words, the error of ALTO's in its place."""
+    """The schedule; or class and message of the ALTO error that was raised."""
 
     schedule: Schedule | None = None
     error: str = ""

@@ -18,12 +18,12 @@ __all__ = ["JobRows", "TokenBatch", "collate", "dummy_batch", "share_rows", "spl
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job: of its batch, of a rank's share of that, or of one pass.
+    """Rows of one job: of its batch, of a rank's share of it, or of one micro-batch.
 
     Attributes:
-        slot: Where the job's adapter lies.
-        first_token: Tokens of the job's batch that come before these rows: in other passes, or on other ranks.
-        weight: What the rows of the job's whole batch count for; None where ``rows`` are all of it.
+        slot: Slot of the job's adapter.
+        first_token: Tokens of the job's batch before these rows: in other micro-batches, or on other ranks.
+        weight: Total weight of the job's whole batch; None where ``rows`` are all of it.
     """
 
     slot: int
@@ -38,20 +38,20 @@ class TokenBatch:
 
     Attributes:
         slots: Slot of every job, ``J`` of them, in token order.
-        input_ids_T, position_ids_T: Token ids, and positions, which go on behind the prefix of a sequence.
+        input_ids_T, position_ids_T: Token ids, and positions, which continue after the prefix of a sequence.
         sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
-        sequence_prefixes: Tokens of the sequence before it that each goes on behind: 0, or the prompt of a pair.
+        sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each: 0, or a pair's prompt.
         job_tokens: Tokens of every job.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
-        loss_targets_S: What they have to predict.
+        loss_targets_S: Token ids that they have to predict.
         sequence_targets: How many of the ``S`` positions are each sequence's.
         job_targets: How many are each job's.
         job_rows: Rows of every job.
-        job_weights: What the rows of the job's whole batch count for, which may be split over micro-batches: its
-            trained tokens, or its pairs.
-        job_first_tokens: How many tokens of it come before these.
-        references_Q2: Of every pair, what the frozen base gives the chosen and the rejected reply, float64 nats; None
-            where they were not computed.
+        job_weights: Total weight of each job's whole batch, which may be split over micro-batches: its trained tokens,
+            or its pairs.
+        job_first_tokens: Tokens of each job's batch before these rows.
+        references_Q2: Reference log-probs of the chosen and the rejected reply of every pair, float64 nats; None where
+            they were not computed.
     """
 
     slots: tuple[int, ...]
@@ -100,7 +100,7 @@ def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.devi
 
 def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
     """A batch of one token that belongs to no job, whose loss reaches no adapter: for a rank without rows in a
-    micro-batch, and still has its part in gathering the base."""
+    micro-batch, which still takes part in gathering the base."""
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),
@@ -139,13 +139,13 @@ def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[Jo
 def split_into_micro_batches(
     dataset: EncodedDataset, jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
 ) -> Iterator[list[JobRows]]:
-    """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.
+    """Split the work of a step into micro-batches of at most ``max_tokens`` tokens, in order.
 
-    A row larger than ``max_tokens`` is a pass of its own. No tensor is made, so it cannot run out of memory.
+    A row larger than ``max_tokens`` is a micro-batch of its own. No tensor is made, so it cannot run out of memory.
 
     Args:
-        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best. Where
-            not, only those of a job larger than ``max_tokens`` are.
+        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best.
+            Otherwise, only the rows of a job larger than ``max_tokens`` are split.
     """
     current: list[JobRows] = []
     filled = 0
@@ -181,6 +181,6 @@ def _num_tokens(dataset: EncodedDataset, rows: Sequence[int]) -> int:
 
 
 def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """To ``device``, without waiting for what a GPU is doing."""
+    """Copy to ``device`` without host-device synchronisation."""
     pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Cutting validation rows off, and the order in which a job sees its rows."""
+"""Splits off validation rows, and orders the rows of a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[li
     """Disjoint parts of ``counts`` rows, drawn with a fixed seed, each in original order.
 
     Raises:
-        DataError: There are fewer rows than that.
+        DataError: There are fewer rows than ``counts`` add up to.
     """
     if len(rows) < sum(counts):
         raise DataError(
@@ -58,9 +58,9 @@ def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[li
 
 
 class DataOrder:
-    """Which rows each step of a job trains: every epoch its own shuffle, keyed by seed and epoch alone.
+    """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
 
-    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. Any step's rows can be asked for at
+    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. The rows of any step can be computed at
     any time, so a job that is parked or resumed needs no random state.
     """
 

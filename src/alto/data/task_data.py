@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_VALIDATION_SHARE = 0.1
-"""Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
+"""Default share of validation rows, where neither the task nor its dataset defines them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class TaskData:
 
     Attributes:
         num_shared: Validation rows that are training rows too.
-        notes: What a user should know about the data before training, in sentences.
+        notes: Notices about the data, as sentences.
     """
 
     train: EncodedDataset
@@ -72,12 +72,12 @@ class TaskData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRows:
-    """Training and validation rows as they were read; no tokenizer, so no base model, is needed for them.
+    """Training and validation rows before tokenisation; they need no tokenizer and no base model.
 
     Attributes:
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
-        unread_columns: Columns of the dataset that play no role, each with the number of rows that have a value there.
+        unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
     """
 
     train: list[Row]
@@ -155,7 +155,7 @@ def read_task_rows(task: Task) -> TaskRows:
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
-    """Rows to judge a finished adapter on: nothing was trained or selected on them, where the data allows.
+    """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
         dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the test
@@ -178,11 +178,12 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
 def _converted(
     rows: Sequence[RawRow], known_form: str, task: Task, *, key: str = "dataset", is_paired: bool | None = None
 ) -> tuple[list[Row], Layout]:
-    """Rows in the task's form; where it leaves that open, in the form that is known of the dataset.
+    """Rows in the task's form; where it is not set, in the form of the dataset's preset.
 
     Args:
         key: The task's key that names the dataset, for messages.
-        is_paired: Whether they have to be pairs; None takes either, and of both what the task's method learns from.
+        is_paired: Whether they have to be pairs; None accepts either, and prefers the kind that the task's method
+            needs.
     """
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
     listed = list(rows)
@@ -195,7 +196,7 @@ def _converted(
 
 
 def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
-    """Columns that play no role, in the dataset's order, each with the number of rows that have a value there."""
+    """Columns without a role, in the dataset's order, each with the number of rows that have a value there."""
     read = {column for _, column in layout.columns}
     empty: tuple[object, ...] = (None, "", [], {})
     return dict(
@@ -204,7 +205,7 @@ def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
 
 
 def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
-    """What the method's objective would say after a model has been loaded."""
+    """The check of the method's objective, before a model is loaded."""
     if not layout.is_paired:
         return DataFormatError(
             f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "

@@ -1,4 +1,4 @@
-"""Reading the journal of a run: what this package needs of its entries."""
+"""Reads the entries of a run's journal for this package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
 
 
 def start_values(event: BaseEvaluated, metric: str) -> dict[str, StartValue]:
-    """What validation gives before the first step of every job."""
+    """The evaluation before the first step of every job."""
     starts = {}
     for value in event.values:
         score = score_of(metric, value.metrics)
@@ -93,5 +93,5 @@ def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
 
 
 def loss_of(value: float | str | None) -> float:
-    """A loss as recordings write it: a number; where it is not finite a string, or null for NaN."""
+    """A loss in the form of recordings: a number; where it is not finite a string, or null for NaN."""
     return math.nan if value is None else float(value)

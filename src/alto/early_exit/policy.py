@@ -17,12 +17,12 @@ __all__ = ["Policy", "policy_from"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Decides from records alone: same records, same decisions, on every rank and in every replay.
+    """Decides only from records: same records, same decisions, on every rank and in every replay.
 
     Without rules and rungs it still ends a job whose loss is not finite.
 
     Attributes:
-        rules: Online rules in the order they are asked; the first verdict counts.
+        rules: Online rules in the order of their calls; the first verdict counts.
         rungs: Points of selection, progress rising.
         equal_shares: Rank by values interpolated to exactly the rung's share of every job's steps, and count places
             over all rungs; else by the first evaluation at or after the rung, and places among those ranked at it.
@@ -60,7 +60,7 @@ class Policy:
 
 
 def policy_from(settings: EarlyExit) -> Policy:
-    """The policy that ``settings`` ask for; divergence is looked at before overfitting, as in Algorithm 1."""
+    """The policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
     if not settings.enabled:
         return Policy()
     return Policy(

@@ -1,4 +1,4 @@
-"""Many tasks on one cluster: what they take, their schedule, and their execution."""
+"""Many tasks on one cluster: their durations, their schedule, and their execution."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["QueueRunner", "QueueSetup", "unique_names"]
 LOCAL = "local"
 
 SOLVE_S = 10.0
-"""What the solver may take for a schedule."""
+"""Time limit of the solver for the first schedule."""
 REPLAN_S = 1.0
-"""... and for a new one while tasks run, whose GPUs wait for it."""
+"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
-"""Share by which each may be longer than need be: durations are not known that well."""
+"""Accepted relative gap of each schedule: durations are less exact than this."""
 
 UNKNOWN_DURATION_S = 3600.0
-"""What a task is estimated to take that is submitted to a queue that runs, where nothing was measured of it before; as
-soon as it trains, its own pace says more."""
+"""Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
+the task's own pace once it trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class QueueSetup:
         return self.strategy == "adapter_parallel"
 
     def settings(self, method: str) -> dict[str, Any]:
-        """What a queue's folder keeps of it."""
+        """The settings as a queue's folder stores them."""
         return {
             "method": method,
             "strategy": self.strategy,
@@ -74,7 +74,7 @@ class QueueSetup:
             yield cluster
 
     def check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
-        """Whether every task can be placed at all, before anything is measured or written."""
+        """Check that every task can be placed, before anything is measured or written."""
         self.problem(tasks, [1.0] * len(tasks), cluster.nodes)
         most = max(len(node.gpus) for node in cluster.nodes)
         for task in tasks:
@@ -98,7 +98,7 @@ class QueueSetup:
         )
 
     def known_duration_s(self, task: Task, cluster: Cluster) -> float | None:
-        """What such a task was measured to take on such a cluster; None where none was."""
+        """Cached duration of such a task on such a cluster; None where none was measured."""
         return known_duration_s(task, cluster, task.num_gpus if self.is_parallel else 1)
 
 
@@ -106,7 +106,7 @@ class QueueRunner:
     """Runs tasks side by side.
 
     Args:
-        observers: Must return at once.
+        observers: Called with every entry; must return at once.
         is_interrupted: As :class:`alto.Engine` takes it.
     """
 
@@ -139,7 +139,7 @@ class QueueRunner:
     def opened(
         self, tasks: Sequence[Task], method: str, output_dir: Path, *, trust_remote_code: bool
     ) -> Iterator[TaskQueue]:
-        """A new queue that begins with ``tasks`` and takes others until the block is left."""
+        """A new queue that begins with ``tasks`` and accepts others until the block is left."""
         _check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
@@ -152,7 +152,7 @@ class QueueRunner:
                 queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Go on with the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
+        """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)
@@ -164,7 +164,7 @@ class QueueRunner:
         )
         for entry in entries:
             if not entry.is_cancelled and not has_result(run := queue_dir.run_of(entry.task)):
-                with contextlib.suppress(SpecError):  # its executor says so, and the others go on
+                with contextlib.suppress(SpecError):  # its executor reports it, and the other tasks continue
                     load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
         with queue_dir.run.locked(), setup.opened() as cluster:
@@ -276,7 +276,7 @@ class QueueRunner:
                     with _saving(live, controller):
                         yield TaskQueue(queue_dir, live, controller)
         except TaskInterruptedError as error:
-            raise TaskInterruptedError(f"{error}; go on with: alto resume {queue_dir.root}") from None
+            raise TaskInterruptedError(f"{error}; continue with: alto resume {queue_dir.root}") from None
         finally:
             solver.close()
             write_report_of(queue_dir)
@@ -284,8 +284,8 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Where the block ends by an error, what runs saves and ends; not where the user stops it at once, or where the
-    controller itself cannot go on."""
+    """Where the block ends by an error, running tasks save and end; not where the user stops it at once, or where the
+    controller itself has failed."""
     try:
         yield
     except Exception:
@@ -318,7 +318,8 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
 
 
 def _read(tasks: Sequence[Task]) -> list[Task]:
-    """``tasks`` as any process may run them; what is wrong with their rows is best said here, by name."""
+    """``tasks`` with absolute paths, so that any process can run them; errors in their rows are raised here, by
+    name."""
     found = [portable(task) for task in tasks]
     for task in found:
         read_task_rows(task)
@@ -343,7 +344,7 @@ def _first_as_given(
 def _journal_begin(
     journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
 ) -> None:
-    """That the queue starts, or goes on; of a journal that is lost, the results may be left."""
+    """The event that starts or resumes the queue; where its journal is lost, results may be left."""
     notes = _notes_on(journal)
     if not journal.past:
         journal.append(
@@ -373,7 +374,7 @@ def _check_method(method: str) -> None:
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
-    """Where a queue goes on: on the cluster that the caller names, else on that of its file if it names no machine.
+    """The cluster for a resumed queue: the one that the caller names, else that of its file if it names no machine.
 
     Raises:
         UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here.
@@ -383,27 +384,27 @@ def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
     if began_on not in (LOCAL, "auto"):
         raise UntrustedCodeError(
             f"cluster: expected the address of a Ray cluster from you, found {began_on!r} only in the files of "
-            f"{queue_dir.root}, which may be somebody else's; a Ray cluster can run code on whoever connects to it: if "
+            f"{queue_dir.root}, which may come from another person; a Ray cluster can run code on every client: if "
             f"you trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
         )
     return began_on
 
 
 def _check_settings(settings: Mapping[str, Any], queue_dir: QueueDir) -> None:
-    """Whether the file of a queue names what there is."""
+    """Check that the names in a queue's file exist."""
     for key, names in (("strategy", STRATEGIES), ("method", METHODS)):
         if str(settings[key]).lower() not in names:
             raise RunError(
                 f"{key}: expected one of {', '.join(names)} in queue.yaml of {queue_dir.root}, found "
-                f"{settings[key]!r}; put the file back as it was, or run the tasks anew"
+                f"{settings[key]!r}; put the file back as it was, or run the tasks in a new queue"
             )
 
 
 def _notes_on(journal: Journal) -> list[str]:
-    """What the journal of a queue has lost; a last line that was being written when the queue ended is no news."""
+    """Notices about what the journal of a queue has lost, except for a last line that was being written at its end."""
     if journal.num_lines_cut < 2:
         return []
     return [
-        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines could not be relied on and were "
-        "cut off. Tasks that have their results keep them; the others go on from their own checkpoints."
+        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines were damaged and "
+        "were removed. Tasks that have their results keep them; the others resume from their own checkpoints."
     ]

@@ -1,4 +1,4 @@
-"""vLLM as the one who writes: one engine, every adapter a LoRA request of it. ``pip install 'alto-lora[vllm]'``."""
+"""Generation with vLLM: one engine, and a LoRA request for every adapter. ``pip install 'alto-lora[vllm]'``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def complete_with_vllm(
     ends: Sequence[int],
     max_new_tokens: int,
 ) -> list[list[list[int]]]:
-    """What :func:`alto.evaluation.generate.complete` gives, up to the rounding of vLLM's own kernels.
+    """The result of :func:`alto.evaluation.generate.complete`, up to the rounding of vLLM's kernels.
 
     Args:
         adapters: None is the base alone.
@@ -84,7 +84,7 @@ def _check(base: BaseModelSpec, ranks: Sequence[int]) -> None:
     if base.quantisation != "none":
         raise UnsupportedError(
             "backend: expected a base model as it lies on disk, found one that is to be quantised "
-            f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM would do in its own way; leave --backend out"
+            f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM does differently; leave --backend out"
         )
     if max(ranks, default=0) > _RANKS[-1]:
         raise UnsupportedError(

@@ -65,7 +65,7 @@ def grouped_lora_linear(
     """``y[i] = x[i] Wᵀ + bias + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none. Under a schedule without segments no job owns the tokens, and they go through the frozen layers alone.
+    get none. Under a schedule without segments the tokens belong to no job, and only the frozen layers are applied.
 
     Args:
         anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.

@@ -1,8 +1,9 @@
-"""Every op in plain PyTorch, one slot at a time, written to be read: the truth other backends are tested against.
+"""Every op in plain PyTorch, one slot at a time, written for readability: the reference of all backends' tests.
 
-Shapes: ``T`` tokens of a pass, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one of its
-members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. Where the adapters lie
-is in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group leaves it alone.
+Shapes: ``T`` tokens of a micro-batch, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one
+of its members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. The offsets of
+the adapters are in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group does not
+change it.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ def bank_adamw(
     weight_decays: Sequence[float],
     grad_scales: Tensor,
 ) -> None:
-    """One AdamW step of every listed row, in place, which then forgets its gradient; other rows are not touched.
+    """One AdamW step of every listed row, in place; then its gradient is cleared. Other rows are not changed.
 
-    The update is that of ``torch.optim.AdamW`` with each row's own settings. Everything that takes memory is done
-    before the first row changes: where there is none, no row has.
+    The update is that of ``torch.optim.AdamW`` with each row's own settings. All memory is allocated before the first
+    row changes: where it runs out, no row has changed.
 
     Args:
         slots: Rows to update.

@@ -1,4 +1,4 @@
-"""What an objective is: from the losses of the trained tokens to one loss per job."""
+"""The interface of an objective: from the losses of the trained tokens to one loss per job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Objective", "ObjectiveImplementation", "Terms"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the rows of one micro-batch add to the loss of every job, and to its metrics.
+    """The contributions of one micro-batch to the loss and the metrics of every job.
 
     Attributes:
         sums_J: ``[J]`` float64. Over all micro-batches of a batch they add up to the batch's loss times its weight.
         metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
-        rows: Name to one number for each row of the batch, in order: the parts of which a metric is the sum. Where it
-            is there, jobs can be compared row by row, and a lead be distinguished from noise.
+        rows: Name to one number for each row of the batch, in order: the parts of which a metric is the sum. With it,
+            jobs can be compared row by row, and a lead can be distinguished from noise.
     """
 
     sums_J: Tensor
@@ -34,24 +34,24 @@ class Terms:
 
 @runtime_checkable
 class ObjectiveImplementation(Protocol):
-    """What an objective computes. The base model has run when it is called; it sees losses of tokens alone.
+    """The computation of an objective. It is called after the base model has run, and sees only losses of tokens.
 
     One of your own: a class with these methods whose instances hold no state, named by an
     :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has one.
 
-    Every job is to be computed from its own tokens alone, and in an order that its own tokens decide: then no
-    neighbour changes it by a bit. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
+    Every job must be computed only from its own tokens, and in an order that depends only on them: then no other job
+    changes its bits. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[Any]) -> None:
-        """Make sure, before anything is trained, that it can learn from such rows with such settings.
+        """Check, before anything is trained, that it can learn from such rows with such settings.
 
         Args:
             dataset: Encoded training or validation rows.
-            settings: Of every job, of the class that the entry names.
+            settings: Settings of every job, of the class that the entry names.
 
         Raises:
-            DataError: The rows are no pairs, or are pairs.
+            DataError: The rows are not pairs, or are pairs, against the objective's needs.
             SpecError: A setting is out of its domain.
         """
         ...
@@ -69,11 +69,11 @@ class ObjectiveImplementation(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is learned from a row: what is known of it without torch, and what computes it.
+    """An objective: its description, which needs no torch, and its computation.
 
     Attributes:
         method: Its name and entry.
-        implementation: What computes its loss.
+        implementation: Computes its loss.
     """
 
     method: Method
@@ -81,26 +81,27 @@ class Objective:
 
     @property
     def name(self) -> str:
-        """Of the class that computes the loss, for messages."""
+        """Path of the class that computes the loss, for messages."""
         return type(self.implementation).__name__
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what it measures beside the loss: the keys of :attr:`Terms.metrics`."""
+        """Names of its metrics: the keys of :attr:`Terms.metrics`."""
         return self.method.entry.metrics
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Those of the metrics of which more is better; a task may choose its winner by one."""
+        """The metrics that are better when higher; a task may select by one of them."""
         return self.method.entry.scores
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads ``batch.references_Q2``, for which the frozen base runs over all pairs once."""
+        """Whether it needs reference log-probs (``batch.references_Q2``), which the frozen base computes once for all
+        pairs."""
         return self.method.entry.needs_reference
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        """Make sure, before anything is trained, that it can learn from such rows with such settings.
+        """Check, before anything is trained, that it can learn from such rows with such settings.
 
         Raises:
             DataError: The rows are of the other kind.

@@ -27,7 +27,7 @@ def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
 def micro_batch_terms(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Terms:
-    """What ``batch`` adds to the loss of every job in it; of a dummy batch, one number that counts nowhere.
+    """The contribution of ``batch`` to the loss of every job in it; for a dummy batch, one number that is not used.
 
     Args:
         configs: One per job.
@@ -64,14 +64,13 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 def job_losses(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Tensor:
-    """Loss of every job, ``[J]`` float32; of one whose batch is spread over micro-batches, what this
-    one adds to it."""
+    """Loss of every job, ``[J]`` float32; where a job's batch is split over micro-batches, this one's contribution."""
     sums_J = micro_batch_terms(objective, backbone, batch, configs).sums_J
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """What ``backbone`` alone gives the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats; of a
-    dummy batch, numbers that count nowhere."""
+    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; for a
+    dummy batch, numbers that are not used."""
     sums = -run_sums(token_losses(backbone, batch), batch.sequence_targets)
     return sums.view(-1, 2) if batch.slots else sums.expand(2)[None]

@@ -1,4 +1,4 @@
-"""Objectives by the name of their method: those of ALTO, and those that installed packages bring."""
+"""Objectives by the name of their method: those of ALTO, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def find_objective(name: str) -> Objective:
     """The objective of the method called ``name``.
 
     Raises:
-        SpecError: Nobody has such a method.
-        UnsupportedError: Several packages bring it, or what is brought cannot be loaded or is no objective.
+        SpecError: There is no such method.
+        UnsupportedError: Several packages register it, or it cannot be loaded or is not an objective.
     """
     method = find_method(name)
     path = method.entry.implementation

@@ -1,4 +1,4 @@
-"""Runs and queues of runs on disk: their folders, their journals, and what follows from these. No torch here."""
+"""Runs and queues of runs on disk: their folders, their journals, and the state derived from these. Without torch."""
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes

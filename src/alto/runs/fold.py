@@ -1,4 +1,4 @@
-"""What the folds of all journals have in common: entries one at a time, and a clock."""
+"""The base of all folds of journals: entries one at a time, and a clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JournalFold(ABC):
     Attributes:
         started_at: Unix time of the first entry, None before it.
         last_seen_at: Unix time of the latest entry.
-        interruptions: Spans of unix seconds in which nobody worked.
+        interruptions: Spans of unix seconds in which no process worked.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class JournalFold(ABC):
 
         Raises:
             RunNotFoundError: There is no journal.
-            RunError: The journal is damaged, or has what no ALTO writes.
+            RunError: The journal is damaged.
         """
         history = cls()
         for entry in read_entries(path):
@@ -63,17 +63,17 @@ class JournalFold(ABC):
 
     @abstractmethod
     def _fold(self, event: Event, time: float) -> None:
-        """Take in what ``event``, written at ``time`` (unix seconds), changes."""
+        """Update the state by ``event``, written at ``time`` (unix seconds)."""
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first to the latest entry, without those in which nobody worked."""
+        """Seconds from the first to the latest entry, without interruptions."""
         if self.started_at is None or self.last_seen_at is None:
             return 0.0
         idle_s = sum(end - start for start, end in self.interruptions)
         return max(0.0, self.last_seen_at - self.started_at - idle_s)
 
     def _note_interruption(self, time: float) -> None:
-        """Nobody worked between the entry before and that of ``time``, with which a process resumes."""
+        """Note an interruption between the previous entry and that of ``time``, with which a process resumes."""
         if self.last_seen_at is not None:
             self.interruptions.append((self.last_seen_at, max(self.last_seen_at, time)))

@@ -1,4 +1,4 @@
-"""What happened in a queue, folded from its journal one entry at a time, as :mod:`alto.runs.history` does for a run."""
+"""The state of a queue, folded from its journal one entry at a time, as :mod:`alto.runs.history` does for a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class TaskStage(StrEnum):
-    """Where a task of a queue is in its life."""
+    """State of a task of a queue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -56,11 +56,11 @@ class TaskHistory:
     """State of one task after the events seen so far.
 
     Attributes:
-        duration_s: As it was estimated before the queue began.
+        duration_s: Estimated seconds, before the queue began.
         first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
         tenant, priority: As it was submitted.
-        is_cancelled: Nobody wants it any more; while an executor of it runs, that saves and ends.
+        is_cancelled: It was cancelled; a running executor of it saves and ends.
     """
 
     task: str
@@ -127,14 +127,14 @@ class QueueHistory(JournalFold):
         return self.started is not None and self.started.devices == "gpus"
 
     def status(self, *, is_live: bool) -> RunStatus:
-        """The status of the queue, on which a process works or not."""
+        """The status of the queue, from whether a process works on it."""
         return RunStatus.of(is_finished=self.is_completed, is_live=is_live)
 
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
 
     def actual_placements(self) -> list[Placement]:
-        """What ran where until the latest event, a placement an attempt; starts are unix seconds."""
+        """Placements of all attempts until the latest event; starts are unix seconds."""
         now = self.last_seen_at or 0.0
         return [
             Placement(task=task.task, gpus=attempt.gpus, start_s=attempt.start, duration_s=attempt.duration_s(now))
@@ -198,7 +198,7 @@ class QueueHistory(JournalFold):
         self.is_completed = False
         self.notices += event.notes
         for task in self.tasks.values():
-            if task.task in event.done:  # the line that says so may not have reached the disk
+            if task.task in event.done:  # its event may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:
@@ -232,7 +232,7 @@ class QueueHistory(JournalFold):
 
 
 def _unfinished(task: TaskHistory) -> TaskStage:
-    """Where a task is whose executor has ended without a result."""
+    """State of a task whose executor has ended without a result."""
     return TaskStage.CANCELLED if task.is_cancelled else TaskStage.WAITING
 
 
@@ -246,6 +246,6 @@ def read_queue_history(queue_dir: str | Path) -> QueueHistory:
 
     Raises:
         RunNotFoundError: It holds no queue.
-        RunError: The journal is damaged, or has what no ALTO writes.
+        RunError: The journal is damaged.
     """
     return QueueHistory.read(QueueDir.open(queue_dir).run.journal_file)

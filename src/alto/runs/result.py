@@ -1,4 +1,4 @@
-"""The result of a finished run, read off its history: the same right after training and years later."""
+"""The result of a finished run, derived from its history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
     best = history.best
     if history.result is None or best is None:
         raise NoResultError(
-            f"expected a finished run, found that {run.root} has no result yet; go on with: alto resume {run.root}"
+            f"expected a finished run, found that {run.root} has no result yet; continue with: alto resume {run.root}"
         )
     return TaskResult(
         task=history.name,
@@ -44,8 +44,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
 
 
 def has_result(run: RunDir) -> bool:
-    """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
-    report."""
+    """Whether the task has its result and its best adapter is exported: only a report may be missing."""
     try:
         entries = read_intact_entries(run.journal_file)
     except RunNotFoundError:

@@ -1,4 +1,4 @@
-"""Trackers on threads of their own: training hands events over and never waits, fails or grows because of them."""
+"""Trackers on threads of their own, so that they cannot delay, break or fill the memory of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BackgroundTracker(BackgroundObserver):
 def tracking(
     trackers: Mapping[str, Tracker], run_dir: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S
 ) -> Iterator[tuple[Observer, ...]]:
-    """Observers for the journal of the run in ``run_dir``; leaving waits for the trackers, but not for ever.
+    """Observers for the journal of the run in ``run_dir``; leaving waits for the trackers, up to a timeout.
 
     Args:
         trackers: By the name that warnings use; each is used for this run alone.

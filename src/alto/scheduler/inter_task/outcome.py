@@ -1,4 +1,4 @@
-"""From placements and a bound to a schedule that says of itself how good it is."""
+"""Makes a schedule with its status from placements and a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From reservations, which say when and on which nodes, to placements, which say on which GPUs too."""
+"""Turns reservations (time and nodes) into placements (time and GPUs)."""
 
 from __future__ import annotations
 

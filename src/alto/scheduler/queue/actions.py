@@ -1,4 +1,4 @@
-"""What a queue wants done, in the order it is to be done."""
+"""The actions of a queue, to be carried out in order."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def smallest_cluster(
     """The fewest nodes with which 95 % of the simulations end within ``within_s`` seconds, found by bisection.
 
     Args:
-        on_progress: Called with a number of nodes, how many of its simulations have ended, and how many there are.
+        simulation: Tasks and cluster.
+        within_s: Largest makespan in seconds.
+        on_progress: Called with the number of nodes, its finished simulations, and all its simulations.
 
     Raises:
         SpecError: No number of nodes is enough, or the method is unknown.
