@@ -7,11 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import run_code
 from tiny import write_rows
 
 from alto.cli import main
 
 Refusal = Callable[..., str]
+
+AS_NOBODY = """
+import os, sys
+import alto.engine, alto.evaluation, alto.export
+from alto.cli import main
+if os.geteuid() == 0:
+    os.seteuid(65534)
+sys.argv = {argv!r}
+main()
+"""
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\nmax_steps: 1\n"
 
@@ -35,12 +46,34 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capfd.readouterr()
-        assert ended.value.code == 1, err
-        assert out == ""
-        assert err.partition(":")[0].endswith("Error"), err
-        assert err.replace("\n", "").isprintable()
-        assert len(err) < 1200
-        assert sorted(folder.rglob("*")) == before, "something half-written was left"
-        return err
+        return checked(ended.value.code, out, err, is_unchanged=sorted(folder.rglob("*")) == before)
 
     return run
+
+
+@pytest.fixture
+def refusal_to_nobody(folder: Path) -> Refusal:
+    """The same to a user who owns nothing, where the tests run as root, who may read everything.
+
+    In a process of its own: a user id is that of all threads. It has imported everything, as nobody may be kept from
+    reading Python's own library.
+    """
+
+    def run(*arguments: object) -> str:
+        before = sorted(folder.rglob("*"))
+        done = run_code(AS_NOBODY.format(argv=["alto", *map(str, arguments)]), cwd=folder)
+        is_unchanged = sorted(folder.rglob("*")) == before
+        return checked(done.returncode, done.stdout, done.stderr, is_unchanged=is_unchanged)
+
+    return run
+
+
+def checked(code: object, out: str, err: str, *, is_unchanged: bool) -> str:
+    """What was said, by what every refusal has in common."""
+    assert code == 1, err
+    assert out == ""
+    assert err.partition(":")[0].endswith("Error"), err
+    assert err.replace("\n", "").isprintable()
+    assert len(err) < 1200
+    assert is_unchanged, "something half-written was left"
+    return err
