@@ -246,31 +246,42 @@ def test_an_output_folder_that_cannot_be(refusal: Any, folder: Path, output_dir:
 class TestWithoutPermission:
     @pytest.fixture(autouse=True)
     def closed(self, folder: Path) -> None:
-        """``closed/`` may not be entered, ``mute.*`` not be read."""
+        """``closed/`` may not be entered, ``mute.*`` not be read; ``broken.jsonl`` may, and holds no rows."""
         (folder / "closed").mkdir()
         for name in ("mute.yaml", "mute.jsonl"):
             (folder / name).touch()
             (folder / name).chmod(0)
         (folder / "closed").chmod(0)
+        (folder / "broken.jsonl").write_text("{no json\n", encoding="utf-8")
         for parent in (folder, *folder.parents[:-2]):
             parent.chmod(0o755)
 
     @pytest.mark.parametrize("file", ["mute.yaml", "closed/task.yaml"])
     def test_to_a_task(self, refusal_to_nobody: Any, file: str) -> None:
-        assert "Permission denied" in refusal_to_nobody("tune", file)
+        assert "Permission denied" in refusal_to_nobody("tune", file, like=["tune", "broken.jsonl"])
 
     @pytest.mark.parametrize("command", ["show", "report", "resume", "eval"])
     def test_to_a_run(self, refusal_to_nobody: Any, command: str) -> None:
-        assert "Permission denied" in refusal_to_nobody(command, "closed/run")
+        assert "Permission denied" in refusal_to_nobody(command, "closed/run", like=[command, "absent"])
 
     @pytest.mark.parametrize("file", ["mute.jsonl", "closed/train.jsonl"])
-    def test_to_a_dataset(self, refusal_to_nobody: Any, file: str) -> None:
-        assert file in refusal_to_nobody("preview", file)
-        assert file in refusal_to_nobody("tune", "task.yaml", "--set", f"dataset={file}")
-        assert file in refusal_to_nobody("tune", "task.yaml", "--set", f"validation_dataset={file}")
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("preview", "{}"),
+            ("tune", "task.yaml", "--set", "dataset={}"),
+            ("tune", "task.yaml", "--set", "validation_dataset={}"),
+        ],
+        ids=lambda arguments: arguments[-1],
+    )
+    def test_to_a_dataset(self, refusal_to_nobody: Any, arguments: tuple[str, ...], file: str) -> None:
+        of_nobody, of_root = ([word.format(name) for word in arguments] for name in (file, "broken.jsonl"))
+        assert file in refusal_to_nobody(*of_nobody, like=of_root)
 
     def test_to_a_model(self, refusal_to_nobody: Any) -> None:
-        assert "Permission denied" in refusal_to_nobody("tune", "task.yaml", "--set", "model=closed/model")
+        like = ["tune", "task.yaml", "--set", "model=absent/model"]
+        assert "Permission denied" in refusal_to_nobody("tune", "task.yaml", "--set", "model=closed/model", like=like)
 
     def test_to_the_output_folder(self, refusal_to_nobody: Any) -> None:
-        assert "Permission denied" in refusal_to_nobody("tune", "task.yaml", "-o", "closed")
+        like = ["tune", "task.yaml", "-o", "train.jsonl"]
+        assert "Permission denied" in refusal_to_nobody("tune", "task.yaml", "-o", "closed", like=like)

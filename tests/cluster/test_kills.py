@@ -90,7 +90,7 @@ def program(*arguments: object) -> Iterator[Program]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-        hangs = threading.Timer(3 * LIMIT_S, end)
+        hangs = threading.Timer(10 * LIMIT_S, end)
         hangs.start()
         try:
             yield Program(process)
