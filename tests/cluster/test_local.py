@@ -154,7 +154,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
     run = RunDir(started.run_dir("a"))
     with run.locked():
         run_dir = started.start()
-        wait_for((run_dir / "logs" / "attempt-1" / "stdout.log").exists, "the executor", meanwhile=started.poll)
+        wait_for((run_dir / "found-locked").exists, "the executor", meanwhile=started.poll)
         run.journal_file.write_text('{"seq": 0, "time": 1.0, "event": "task_interrupted"}\n', encoding="utf-8")
         started.poll()
         assert started.events == []

@@ -379,7 +379,7 @@ def test_the_journal_s_time_does_not_follow_a_clock_that_jumps(tmp_path: Path, m
         journal.append(event("task_resumed"))
     times = [event["time"] for event in read_events(path)]
     assert times == sorted(times)
-    assert times[-1] - times[0] < 60
+    assert times[-1] - times[0] < 3600
 
 
 def test_a_clock_that_jumps_does_not_bend_a_run(
