@@ -22,7 +22,11 @@ def resume(
     ] = None,
     strategy: Strategy = "adapter_parallel",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="Of a queue that began on a Ray cluster at an address: its address again.")
+        str,
+        typer.Option(
+            "--cluster",
+            help="Of a queue that began on a Ray cluster at an address, or on a package's: that again.",
+        ),
     ] = "local",
     wait_for_tasks: Annotated[
         bool, typer.Option("--wait-for-tasks", help="Of a queue: stay when all tasks have ended, until alto drain.")
