@@ -22,7 +22,11 @@ def resume(
     ] = None,
     strategy: Strategy = "adapter_parallel",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="For a queue that began on a Ray cluster at an address: the address again.")
+        str,
+        typer.Option(
+            "--cluster",
+            help="For a queue that began on a Ray cluster at an address, or on a package's cluster: the same again.",
+        ),
     ] = "local",
     wait_for_tasks: Annotated[
         bool,

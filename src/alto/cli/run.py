@@ -30,7 +30,8 @@ def run(
         int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
     ] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", help="local, or a Ray cluster: auto, ray://HOST:PORT.")
+        str,
+        typer.Option("--cluster", help="local; a Ray cluster: auto, ray://HOST:PORT; or NAME://… of a package."),
     ] = "local",
     strategy: Strategy = "adapter_parallel",
     method: Annotated[

@@ -22,7 +22,7 @@ from alto.errors import (
 )
 from alto.runs import is_disk_full
 
-__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry"]
+__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry", "run_entry"]
 
 Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
 """Works on the run in a folder; calls the given function regularly to check whether to stop; returns notices for the
@@ -43,6 +43,17 @@ def error_class(name: str) -> type[AltoError] | None:
     """ALTO's error class of that name; None for any other name."""
     found = getattr(errors, name, None) if name else None
     return found if isinstance(found, type) and issubclass(found, AltoError) else None
+
+
+def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
+    """Do what a :class:`alto.cluster.Launch` asks for, in a process of its own; how that ended. What went wrong is
+    printed.
+
+    Args:
+        entry, run_dir: Of the launch.
+        is_interrupted: Whether to save and end; asked between steps.
+    """
+    return ending_of(lambda: load_entry(entry)(run_dir, is_interrupted))
 
 
 def ending_of(work: Callable[[], str | None]) -> Ending:

@@ -44,7 +44,8 @@ class Engine:
             slots.
         total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
             CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
-        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
+        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
+            a package registers under ``alto.clusters``.
         quotas: The most GPUs that the tasks of a tenant have at a time.
         output_dir: Where run directories are made.
         observers: Each is called, on a thread of its own, with every journal entry (:class:`alto.runs.JournalEntry`)

@@ -377,15 +377,16 @@ def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
     """The cluster for a resumed queue: the one that the caller names, else that of its file if it names no machine.
 
     Raises:
-        UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here.
+        UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here,
+            or a cluster of a package.
     """
     if named != LOCAL:
         return named
     if began_on not in (LOCAL, "auto"):
         raise UntrustedCodeError(
-            f"cluster: expected the address of a Ray cluster from you, found {began_on!r} only in the files of "
-            f"{queue_dir.root}, which may come from another person; a Ray cluster can run code on every client: if "
-            f"you trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
+            f"cluster: expected the address of the cluster from you, found {began_on!r} only in the files of "
+            f"{queue_dir.root}, which may come from another person; a cluster can run code on every client: if you "
+            f"trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
         )
     return began_on
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from alto.backbone import is_out_of_memory
 from alto.data import EncodedDataset, TokenBatch
-from alto.errors import DataError
+from alto.errors import DataError, UnsupportedError
 from alto.spec import JobConfig
 from alto.spec.method import Method
+from alto.spec.objectives import OBJECTIVES
+from alto.spec.packages import naming_errors
 
 __all__ = ["Objective", "ObjectiveImplementation", "Terms"]
 
@@ -106,6 +110,7 @@ class Objective:
         Raises:
             DataError: The rows are of the other kind.
             SpecError: A setting is out of its domain.
+            UnsupportedError: The implementation is a package's, and raises an error that is none of ALTO's.
         """
         expects_pairs = self.method.entry.is_paired or (self.needs_reference and not dataset.is_paired)
         if expects_pairs and not dataset.is_paired:
@@ -118,12 +123,28 @@ class Objective:
                 f"method {self.method.name}: expected rows that are conversations, found preference pairs; write "
                 "method: dpo"
             )
-        self.implementation.check(dataset, [config.objective for config in configs])
+        with self._naming_errors("check"):
+            self.implementation.check(dataset, [config.objective for config in configs])
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
         """Loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
 
         Args:
             configs: One per job.
+
+        Raises:
+            UnsupportedError: The implementation is a package's, and raises or returns something else.
         """
-        return self.implementation.terms(losses_S, batch, [config.objective for config in configs])
+        with self._naming_errors("terms"):
+            terms = self.implementation.terms(losses_S, batch, [config.objective for config in configs])
+        if not isinstance(terms, Terms):
+            raise UnsupportedError(
+                f"{self.name}.terms: expected an alto.objectives.Terms, found {type(terms).__name__}; correct its terms"
+            )
+        return terms
+
+    def _naming_errors(self, method: str) -> AbstractContextManager[None]:
+        """What a package's implementation raises is reported as its error; memory that runs out is not its error."""
+        return naming_errors(
+            f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
+        )

@@ -34,7 +34,8 @@ def micro_batch_terms(
 
     Raises:
         ShapeError: The objective does not give a number per job (and, where it gives rows, per row), or other metrics
-            than it names.
+            than it names; or, in training, sums without a gradient.
+        UnsupportedError: See :meth:`Objective.terms`.
     """
     return terms_of(objective, token_losses(backbone, batch), batch, configs)
 
@@ -44,6 +45,11 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
     terms = objective.terms(losses_S, batch, configs)
+    if losses_S.requires_grad and not terms.sums_J.requires_grad:
+        raise ShapeError(
+            f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
+            "leave out what cuts it, such as detach, item or no_grad"
+        )
     wanted = dict.fromkeys(("loss", *objective.metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
     if found != wanted:

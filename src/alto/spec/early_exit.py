@@ -360,6 +360,7 @@ def _rules(given: object) -> dict[str, Rule]:
 
 
 def _rule(name: str, settings: object) -> Rule:
+    RULES.check_not_taken(name)
     kind = RULES.find(name)
     if isinstance(settings, kind):
         return settings

@@ -12,7 +12,7 @@ from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_defaults, plain
 
 __all__ = [
     "LOSS_TYPES",
@@ -117,7 +117,8 @@ class ObjectiveEntry:
         scaled_by: By metric: the settings that decide its scale. All settings count as deciding that of the loss.
 
     Raises:
-        SpecError: The metrics are named wrongly, or the settings are no :class:`ObjectiveSettings`.
+        SpecError: A field is not of its type, metrics or settings are named that are not there, or a default of the
+            settings is out of its domain.
     """
 
     implementation: str
@@ -133,11 +134,26 @@ class ObjectiveEntry:
             raise SpecError(
                 f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Let it subclass that."
             )
+        check_defaults(self.settings)
+        if not isinstance(self.implementation, str) or ":" not in self.implementation:
+            raise SpecError(
+                f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
+                "it so; the class is imported when something is trained."
+            )
+        for name, given in (("metrics", self.metrics), ("scores", self.scores), *self.scaled_by.items()):
+            if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
+                raise SpecError(f'{name}: expected a tuple of names, found {given!r}. Write ("one",) for a single one.')
         if "loss" in self.metrics or not set(self.scores) <= set(self.metrics):
             raise SpecError(
                 f"expected every score among the metrics and no metric called 'loss', found metrics {self.metrics} and "
                 f"scores {self.scores}. Correct them."
             )
+        for metric, keys in self.scaled_by.items():
+            if metric not in self.metrics or not set(keys) <= self.settings.model_fields.keys():
+                raise SpecError(
+                    f"scaled_by: expected settings of {self.settings.__name__} by the name of a metric, found "
+                    f"{metric!r}: {keys}. Correct it."
+                )
 
 
 def _entry(found: object) -> ObjectiveEntry:

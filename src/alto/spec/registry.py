@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from alto.errors import SpecError, UnsupportedError
+from alto.spec.packages import described
 from alto.spec.quoting import quoted
 
 __all__ = ["Registry", "load_attribute"]
@@ -64,8 +65,23 @@ class Registry(Generic[T]):
         except Exception as error:
             raise UnsupportedError(
                 f"{self.key}: expected {entry.value} of the package that registers {name!r}, found that it cannot be "
-                f"used ({type(error).__name__}: {error}); repair it as described in {self.page}, or remove that package"
+                f"used ({described(error, entry.module)}); repair it as described in {self.page}, or remove that package"
             ) from error
+
+    def check_not_taken(self, name: str) -> None:
+        """Check that no package registers a ``name`` that is ALTO's own: :meth:`find` would ignore that package.
+
+        It reads the entry points of all packages, so it is called once, before the entry is used.
+
+        Raises:
+            UnsupportedError: One does.
+        """
+        others = entry_points(group=self.group, name=name) if name in self.own else ()
+        for other in others:
+            raise UnsupportedError(
+                f"{self.key}: expected {name!r} to be ALTO's alone, found that a package registers {other.value} under "
+                "that name, where it is never used; register it under another name, or remove that package"
+            )
 
     def _unknown(self, name: str) -> SpecError:
         names = self.names()

@@ -13,7 +13,7 @@ from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec.keys import canonical_keys
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_defaults, plain
 
 __all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
 
@@ -90,6 +90,7 @@ def _rule(found: object) -> type[Rule]:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise SpecError(f"expected {found.__name__} to have a judge method, found it without")
+    check_defaults(found)
     reason = getattr(found, "reason", None)
     if not isinstance(reason, str) or _REASON.fullmatch(reason) is None or reason in _RESERVED:
         raise SpecError(

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from alto.errors import SpecError
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_CHARS", "SpecModel", "check_path", "plain", "spec_error", "yaml_number"]
+__all__ = ["MAX_CHARS", "SpecModel", "check_defaults", "check_path", "plain", "spec_error", "yaml_number"]
 
 
 MAX_CHARS = 4095
@@ -60,6 +60,20 @@ class SpecModel(BaseModel):
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
         """Like pydantic's, but changes are validated."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
+
+
+def check_defaults(model: type[SpecModel]) -> None:
+    """Make sure that the defaults of a package's settings are in the domains of their fields. Pydantic does not check.
+
+    Raises:
+        SpecError: One is not.
+    """
+    for key, field in model.model_fields.items():
+        if field.is_required() or field.default_factory is not None:
+            continue
+        error = model.error_of(key, field.default)
+        if error is not None:
+            raise SpecError(f"{model.__name__}: expected defaults that are allowed themselves, found that {error}")
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
