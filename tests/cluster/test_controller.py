@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections import Counter, deque
@@ -424,6 +425,64 @@ def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tupl
         controller.job_command("x", Action.STOP, "job-000")
 
 
+def test_a_journal_that_cannot_be_read_is_the_end_of_its_task_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 2.0, "b": 5.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST] * 3)
+    damaged = json.dumps({"seq": 0, "time": 0.0, "event": "task_started", "task": 7, "jobs": "none"})
+    bench.queue_dir.run_of("a").journal_file.write_text(damaged + "\n", encoding="utf-8")
+    bench.run()
+    tasks = read_queue_history(bench.queue_dir.root).tasks
+    assert (tasks["a"].state, tasks["b"].state) == (TaskStage.FAILED, TaskStage.FINISHED)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "gpus_offered", "num_gpus": 1, "duration_s": "nan", "data_parallel_duration_s": 1.0},
+        {"event": "gpus_offered", "num_gpus": 0, "duration_s": 1.0, "data_parallel_duration_s": 10.0},
+        {"event": "eval", "job": "x", "step": 1, "train_ema": 1.0, "validation_loss": 1.0, "metrics": {}},
+    ],
+    ids=["no duration", "no GPUs", "without the metric"],
+)
+def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 5.0, "b": 5.0, "c": 5.0}, num_gpus={"a": 2})
+    started = {"event": "task_started", "task": "a", "metric": "reward_accuracy", "jobs": []}
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if "a" in cluster.running:
+            for written in (started, line):
+                yield EntryWritten(task="a", attempt=1, entry=decode({"time": 0.0, **written}))
+
+    bench.cluster.script = tell
+    bench.run()
+    assert bench.starts == {"a": 1, "b": 1, "c": 1}
+
+
+def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 20.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST])
+    jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
+    point = {"job": "job-000", "train_ema": 1.0, "validation_loss": 1.0}
+    with Journal(bench.queue_dir.run_of("a").journal_file) as journal:
+        journal.append(event("task_started", task="a", jobs=jobs))
+        journal.append(event("eval", step=50, **point))
+        resumed = journal.append(event("task_resumed"))
+        further = journal.append(event("eval", step=60, **point))
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.running and cluster.running["a"][1].attempt == 2 and not told:
+            told.append(cluster.clock())
+            for entry in (resumed, further):
+                yield EntryWritten(task="a", attempt=2, entry=entry)
+
+    told: list[float] = []
+    bench.cluster.script = tell
+    with bench.controller() as controller:
+        while not told:
+            controller.turn()
+        assert controller.status().tasks["a"].share_done == pytest.approx(0.6)
+
+
 # -- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -503,3 +562,33 @@ def test_closing_kills_what_runs_and_waits_for_nobody(threaded: tuple[Bench, Con
     controller.close()
     assert not bench.cluster.running
     assert controller.has_ended
+
+
+def test_draining_is_no_error_for_who_asks_while_the_last_executor_ends(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 1e6})
+    errors: list[Exception] = []
+
+    def drain() -> None:
+        try:
+            controller.drain()
+        except Exception as error:
+            errors.append(error)
+
+    drainers = [threading.Thread(target=drain) for _ in range(2)]
+
+    def ask_again(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        """In the last turn, which the first has brought about."""
+        if cluster.stopped and not drainers[1].ident:
+            drainers[1].start()
+            while not controller._calls:
+                time.sleep(0.001)
+        return ()
+
+    bench.cluster.script = ask_again
+    with bench.controller() as controller:
+        controller.start()
+        drainers[0].start()
+        for drainer in drainers:
+            drainer.join()
+    assert errors == []
+    assert bench.events("queue_interrupted")[0]["open"] == ["a"]

@@ -13,7 +13,7 @@ from alto.cluster.base import (
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
 from alto.cluster.entry import error_class
-from alto.cluster.live_queue import LiveQueue, QueueIntake, unique_name
+from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.solver import GuardedSolver
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
@@ -34,7 +34,9 @@ __all__ = [
     "Submission",
     "TaskRun",
     "TaskStatus",
+    "answer_past_ends",
     "error_class",
     "open_cluster",
+    "past_ends",
     "unique_name",
 ]
