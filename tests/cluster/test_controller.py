@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from controller_bench import SETTINGS, Bench, new_run
 from fake_cluster import FakeCluster, leave_result
+from journals import event
 
 from alto.cluster import ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome
 from alto.errors import TaskInterruptedError
 from alto.records import Gpu
-from alto.runs import TaskStage, read_queue_history
+from alto.runs import Journal, TaskStage, read_queue_history
 from alto.runs.events import TaskRelayed, decode
 
 
@@ -211,3 +214,61 @@ def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
         controller.submit(new_run(bench, "d", 1.0, retry_interrupted=retries))
         controller.wait()
     assert bench.starts == {"d": num_starts}
+
+
+def test_a_journal_that_cannot_be_read_is_the_end_of_its_task_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 2.0, "b": 5.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST] * 3)
+    damaged = json.dumps({"seq": 0, "time": 0.0, "event": "task_started", "task": 7, "jobs": "none"})
+    bench.queue_dir.run_of("a").journal_file.write_text(damaged + "\n", encoding="utf-8")
+    bench.run()
+    tasks = read_queue_history(bench.queue_dir.root).tasks
+    assert (tasks["a"].state, tasks["b"].state) == (TaskStage.FAILED, TaskStage.FINISHED)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "gpus_offered", "num_gpus": 1, "duration_s": "nan", "data_parallel_duration_s": 1.0},
+        {"event": "gpus_offered", "num_gpus": 0, "duration_s": 1.0, "data_parallel_duration_s": 10.0},
+        {"event": "eval", "job": "x", "step": 1, "train_ema": 1.0, "validation_loss": 1.0, "metrics": {}},
+    ],
+    ids=["no duration", "no GPUs", "without the metric"],
+)
+def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 5.0, "b": 5.0, "c": 5.0}, num_gpus={"a": 2})
+    started = {"event": "task_started", "task": "a", "metric": "reward_accuracy", "jobs": []}
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if "a" in cluster.running:
+            for written in (started, line):
+                yield EntryWritten(task="a", attempt=1, entry=decode({"time": 0.0, **written}))
+
+    bench.cluster.script = tell
+    bench.run()
+    assert bench.starts == {"a": 1, "b": 1, "c": 1}
+
+
+def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 20.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST])
+    jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
+    point = {"job": "job-000", "train_ema": 1.0, "validation_loss": 1.0}
+    with Journal(bench.queue_dir.run_of("a").journal_file) as journal:
+        journal.append(event("task_started", task="a", jobs=jobs))
+        journal.append(event("eval", step=50, **point))
+        resumed = journal.append(event("task_resumed"))
+        further = journal.append(event("eval", step=60, **point))
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.running and cluster.running["a"][1].attempt == 2 and not told:
+            told.append(cluster.clock())
+            for entry in (resumed, further):
+                yield EntryWritten(task="a", attempt=2, entry=entry)
+
+    told: list[float] = []
+    bench.cluster.script = tell
+    with bench.controller() as controller:
+        while not told:
+            controller.turn()
+        assert controller.status().tasks["a"].share_done == pytest.approx(0.6)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from controller_bench import Bench, new_run
 from fake_cluster import FakeCluster
 
-from alto.cluster import Controller
+from alto.cluster import ClusterEvent, Controller
 from alto.errors import QueueCommandError, RunBusyError
 from alto.runs import JournalEntry, read_events
 
@@ -88,3 +88,33 @@ def test_closing_kills_what_runs_and_waits_for_nobody(threaded: tuple[Bench, Con
     controller.close()
     assert not bench.cluster.running
     assert controller.has_ended
+
+
+def test_draining_is_no_error_for_who_asks_while_the_last_executor_ends(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 1e6})
+    errors: list[Exception] = []
+
+    def drain() -> None:
+        try:
+            controller.drain()
+        except Exception as error:
+            errors.append(error)
+
+    drainers = [threading.Thread(target=drain) for _ in range(2)]
+
+    def ask_again(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        """In the last turn, which the first has brought about."""
+        if cluster.stopped and not drainers[1].ident:
+            drainers[1].start()
+            while not controller._calls:
+                time.sleep(0.001)
+        return ()
+
+    bench.cluster.script = ask_again
+    with bench.controller() as controller:
+        controller.start()
+        drainers[0].start()
+        for drainer in drainers:
+            drainer.join()
+    assert errors == []
+    assert bench.events("queue_interrupted")[0]["open"] == ["a"]

@@ -109,6 +109,14 @@ def test_without_an_answer_tasks_are_listed_and_told_so(
     assert why in schedule.notice
 
 
+def test_a_process_that_cannot_be_started_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(solver.sys, "executable", str(tmp_path / "gone"))
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        schedule = solve(PROBLEM)
+    assert schedule.method == "lpt"
+    assert "could not be started" in schedule.notice
+
+
 def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     does = f"exec {sys.executable} -c \"import sys, runpy; sys.modules['ortools'] = None; {_RUN}\""
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))

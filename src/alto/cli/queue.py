@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +14,16 @@ from alto.cli.options import Overrides
 from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import QueueCommandError
-from alto.runs import QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
+from alto.runs import Answer, QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
 from alto.spec import load_task
 
 __all__ = ["cancel", "drain", "list_tasks", "submit"]
 
 QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
+
+_LOOK_S = 1.0
+"""How often is asked whether a process still works on the queue."""
 
 
 def submit(
@@ -48,8 +53,7 @@ def submit(
         )
         for task in tasks
     ]
-    for command in commands:
-        _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, commands, wait_s)
 
 
 def cancel(
@@ -60,8 +64,7 @@ def cancel(
     """Cancel tasks; those that run save and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
-    for command in [mailbox.ask(QueueAction.CANCEL, task) for task in tasks]:
-        _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, [mailbox.ask(QueueAction.CANCEL, task) for task in tasks], wait_s)
 
 
 def drain(
@@ -78,7 +81,7 @@ def drain(
         return
     mailbox = QueueMailbox(queue_dir.run)
     command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
-    _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, [command], wait_s)
 
 
 def list_tasks(
@@ -90,30 +93,61 @@ def list_tasks(
     is_live = queue_dir.run.is_locked()
     progress = QueueProgress.read(queue_dir.root)
     tasks = list(progress.queue.tasks.values())
+    num_commands = QueueMailbox(queue_dir.run).num_pending
     if as_json:
         status = progress.queue.status(is_live=is_live)
-        print_json({"state": status.value, "tasks": [_facts(progress, task) for task in tasks]})
+        print_json(
+            {"state": status.value, "commands": num_commands, "tasks": [_facts(progress, task) for task in tasks]}
+        )
         return
     from alto.export import task_list
 
     console = Console()
     console.print(task_list(progress))
     if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
-        text = f"no process works on it; continue with: alto resume {queue_dir.root}"
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(f"nobody works on it; go on with: alto resume {queue_dir.root}", soft_wrap=True, markup=False)
+    if num_commands and not is_live:
+        console.print(
+            f"commands that wait until somebody works on it: {num_commands}; alto resume {queue_dir.root}",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
-def _show_answer(queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float) -> None:
-    if not queue_dir.run.is_locked():
-        typer.echo(f"No process works on this queue; the command takes effect with: alto resume {queue_dir.root}")
-        return
-    answer = mailbox.wait_for_answer(command, wait_s)
-    if answer is None:
-        typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible, or on resumption.")
-    elif answer.done:
-        typer.echo(answer.message)
-    else:
-        raise QueueCommandError(answer.message)
+def _show_answers(queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float) -> None:
+    """Print what became of each command.
+
+    Raises:
+        QueueCommandError: Some were refused; the others are printed all the same.
+    """
+    refusals = []
+    for command in commands:
+        is_live, answer = _wait_for_answer(queue_dir, mailbox, command, wait_s)
+        if answer is None and is_live:
+            typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
+        elif answer is None:
+            typer.echo(
+                f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}"
+            )
+        elif answer.done:
+            typer.echo(answer.message)
+        else:
+            refusals.append(answer.message)
+    if refusals:
+        raise QueueCommandError("\n".join(refusals))
+
+
+def _wait_for_answer(
+    queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float
+) -> tuple[bool, Answer | None]:
+    """Whether a process works on the queue, and its answer; a queue that ends meanwhile is not waited for."""
+    gives_up_at = time.monotonic() + wait_s
+    while True:
+        is_live = queue_dir.run.is_locked()  # asked first: whoever ends has given its answers before
+        left_s = max(0.0, gives_up_at - time.monotonic())
+        answer = mailbox.wait_for_answer(command, min(left_s, _LOOK_S) if is_live else 0.0)
+        if answer is not None or not is_live or not left_s:
+            return is_live, answer
 
 
 def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:

@@ -15,7 +15,7 @@ from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
 from alto.cluster.entry import error_class, run_entry
 from alto.cluster.launches import check_launch
-from alto.cluster.live_queue import LiveQueue, QueueIntake, unique_name
+from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.solver import GuardedSolver
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
@@ -37,9 +37,11 @@ __all__ = [
     "Submission",
     "TaskRun",
     "TaskStatus",
+    "answer_past_ends",
     "check_launch",
     "error_class",
     "open_cluster",
+    "past_ends",
     "run_entry",
     "unique_name",
 ]

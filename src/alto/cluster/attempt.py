@@ -112,12 +112,12 @@ class AttemptDir:
             replace_file(file, json.dumps(asdict(ending)) + "\n")
 
     def ending(self, rank: int = 0) -> Ending | None:
-        """How it ended, as written; None where nothing was written."""
+        """What was said; None where nothing was that can be understood."""
         try:
             said = read_json(self._ended(rank))
-        except FileNotFoundError:
+            return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        return Ending(outcome=Outcome(said["outcome"]), reason=said["reason"], error=said["error"])
 
     def _ended(self, rank: int) -> Path:
         return self.root / (f"ended-rank-{rank}.json" if rank else "ended.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -92,7 +93,8 @@ class Controller:
             RunWriteError, RunBusyError, ClusterLostError: What ended the controller before.
         """
         if not self._dispatcher.is_drained:
-            self.begin_drain()
+            with contextlib.suppress(_EndedError):  # drained for somebody else meanwhile, or closed: see below
+                self.begin_drain()
         while not self._dispatcher.is_drained:
             num_turns = self._num_turns
             self._check_alive()

@@ -11,8 +11,18 @@ from types import MappingProxyType
 
 from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
-from alto.errors import QueueCommandError
-from alto.runs import Journal, JournalEntry, Observer, RunDir, RunHistory, has_result
+from alto.errors import QueueCommandError, RunError
+from alto.records import MAX_DURATION_S
+from alto.runs import (
+    NOT_FOLDABLE,
+    Journal,
+    JournalEntry,
+    Observer,
+    RunDir,
+    RunHistory,
+    has_result,
+    read_intact_entries,
+)
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.scheduler import remaining_duration_s
@@ -37,6 +47,7 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
+from alto.spec.outside import is_number
 
 __all__ = ["Dispatcher"]
 
@@ -225,7 +236,10 @@ class Dispatcher:
         attempt = self._running.get(written.task)
         if attempt is None or attempt.launch.attempt != written.attempt:
             return None
-        attempt.history.apply(written.entry)
+        if isinstance(written.entry.event, journaled.TaskResumed):
+            attempt.history = _history_before(attempt.launch.run_dir, written.entry.seq)
+        with contextlib.suppress(*NOT_FOLDABLE):  # what no ALTO writes changes no estimate
+            attempt.history.apply(written.entry)
         self._show(
             JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
         )
@@ -234,7 +248,7 @@ class Dispatcher:
             attempt.began_at, attempt.share_before = self._clock(), share
             attempt.start_s = attempt.began_at - attempt.launched_at
             return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
-        if isinstance(event, journaled.GpusOffered):
+        if isinstance(event, journaled.GpusOffered) and _is_meant(event):
             return Offered(
                 time_s=self._now_s(),
                 task=written.task,
@@ -402,6 +416,20 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
     if ended is not None and ended.outcome is Outcome.FINISHED:
         return TaskState.FINISHED
     return TaskState.STOPPED if state is TaskState.STOPPING else TaskState.WAITING
+
+
+def _history_before(run_dir: str, seq: int) -> RunHistory:
+    """The state of a run after its first ``seq`` entries; the beginning where its journal cannot be read."""
+    try:
+        return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
+    except (RunError, *NOT_FOLDABLE):
+        return RunHistory()
+
+
+def _is_meant(offer: journaled.GpusOffered) -> bool:
+    """Whether an offer has GPUs and durations that there can be."""
+    seconds = (offer.duration_s, offer.data_parallel_duration_s)
+    return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
 
 
 def _is_beyond(after: tuple[float, ...], before: tuple[float, ...]) -> bool:

@@ -25,7 +25,7 @@ from alto.runs import (
 from alto.runs import events as journaled
 from alto.spec import Task, build_task
 
-__all__ = ["LiveQueue", "QueueIntake", "unique_name"]
+__all__ = ["LiveQueue", "QueueIntake", "answer_past_ends", "past_ends", "unique_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +70,17 @@ class LiveQueue:
         self._journal = journal
         self._intake = intake
         self._keeps_open = True
+        self._takes_tasks = True
         self._has_completed = False
         self._mailbox = QueueMailbox(queue_dir.run)
         controller.on_turn(self._carry_out_commands)
 
     def begin(self, done: Iterable[str]) -> None:
         """Submit the tasks of the folder but those that are ``done`` or cancelled; before the controller starts."""
+        finished = set(done)
+        self._cancel_what_waits(finished)
         entries, _ = self._queue_dir.read()
         self._journal_what_is_missing(entries)
-        finished = set(done)
         self._controller.begin(
             [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
@@ -145,11 +147,20 @@ class LiveQueue:
         for command in self._mailbox.pending():
             try:
                 answer = Answer(done=True, message=self._carry_out(command))
-            except (RunBusyError, RunWriteError):  # the queue has failed; it answers the command when it is resumed
+            except RunBusyError:  # the queue cannot go on; the command waits for whoever resumes it
                 raise
             except AltoError as error:
+                if isinstance(error, RunWriteError) and self._is_noted(command):
+                    raise  # nor here: its folder has what its journal lacks
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
+
+    def _is_noted(self, command: QueueCommand) -> bool:
+        """Whether the queue's folder has what a command asks for."""
+        entries, _ = self._queue_dir.read()
+        return any(
+            entry.command == command.id or (entry.is_cancelled and entry.task == command.task) for entry in entries
+        )
 
     def _carry_out(self, command: QueueCommand) -> str:
         match command.action:
@@ -158,8 +169,11 @@ class LiveQueue:
             case QueueAction.CANCEL:
                 return self._cancel_once(command)
             case QueueAction.FINISH:
+                self._takes_tasks = False
                 self.finish()
-                return "The queue waits for no further tasks."
+                return "The queue takes no further tasks, and ends when all have ended."
+            case QueueAction.DRAIN if self._has_completed:
+                return "The queue has completed."
             case QueueAction.DRAIN:
                 self._controller.begin_drain()
                 return "Running tasks save and end."
@@ -169,7 +183,7 @@ class LiveQueue:
         before = next((entry.task for entry in entries if entry.command == command.id), None)
         if before is not None:  # the answer was lost
             return before
-        task = build_task(command.values)
+        task, duration_s = self._read(command)
         if task.trust_remote_code and not self._intake.trusts_commands:
             raise UntrustedCodeError(
                 f"trust_remote_code: expected a task without code of its base model {task.model!r}, or a queue that "
@@ -179,14 +193,36 @@ class LiveQueue:
             task=task,
             tenant=command.tenant,
             priority=command.priority,
-            duration_s=self._intake.estimate_s(task),
+            duration_s=duration_s,
             command=command.id,
         )
         return self._submit(asked, trusts=self._intake.trusts_commands)
 
+    def _read(self, command: QueueCommand) -> tuple[Task, float]:
+        """The task that a command submits, and what it is estimated to take, in seconds.
+
+        Raises:
+            AltoError: What is wrong with the task, or with the files that it names.
+        """
+        try:
+            task = build_task(command.values)
+            return task, self._intake.estimate_s(task)
+        except AltoError:
+            raise
+        except Exception as error:  # a link that leads nowhere, a folder of another user: no reason to end the others
+            raise QueueCommandError(
+                f"expected a task whose model and data can be looked at by the process that works on the queue, found "
+                f"{type(error).__name__}: {error}; correct it, then submit it again"
+            ) from error
+
     def _submit(self, asked: _Submit, *, trusts: bool) -> str:
         if self._has_completed:
             raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
+        if not self._takes_tasks:
+            raise QueueCommandError(
+                "expected a queue that takes tasks, found one that was told to take no more and to end when all have "
+                "ended (alto drain --when-done); start another"
+            )
         self._intake.check(asked.task)
         entries, _ = self._queue_dir.read()
         entry = QueueEntry(
@@ -226,6 +262,14 @@ class LiveQueue:
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
         return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
+
+    def _cancel_what_waits(self, finished: Collection[str]) -> None:
+        """Note cancellations that were asked while nobody worked on the queue, so that those tasks are not begun, and
+        that one which cannot run here any more keeps nobody from going on. They are answered in the first turn."""
+        asked = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
+        for entry in self._queue_dir.read()[0] if asked else ():
+            if entry.task in asked and entry.task not in finished and not entry.is_cancelled:
+                self._queue_dir.cancel(entry.task)
 
     def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
         """Journal what only ``queue.yaml`` has: a controller died between the two writes."""
@@ -269,3 +313,18 @@ def unique_name(name: str, taken: Collection[str]) -> str:
     """``name``, with a number where it is taken."""
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     return name if name not in taken else next(found for found in numbered if found not in taken)
+
+
+def past_ends(queue_dir: QueueDir) -> list[str]:
+    """Ids of the commands that ask the queue to end, before this process works on it: whoever gave them meant an
+    earlier one."""
+    pending = QueueMailbox(queue_dir.run).pending()
+    return [command.id for command in pending if command.action in (QueueAction.FINISH, QueueAction.DRAIN)]
+
+
+def answer_past_ends(queue_dir: QueueDir, commands: Collection[str]) -> None:
+    """Answer those of :func:`past_ends` that nobody has answered since; ``queue_dir`` is locked by this process."""
+    mailbox = QueueMailbox(queue_dir.run)
+    for command in mailbox.pending():
+        if command.id in commands:
+            mailbox.answer(command.id, Answer(done=True, message="The queue had ended already."))

@@ -109,17 +109,19 @@ class LocalExecutor:
         return has_ended
 
     def _skip_past(self) -> None:
-        """Skip what earlier attempts have written; the executor itself checks whether that is damaged."""
-        with contextlib.suppress(RunError):
+        """Pass over what earlier attempts have written; the executor itself finds out whether that is damaged."""
+        with contextlib.suppress(RunError, OSError):
             self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
-        """The new journal entries; an executor that writes unreadable lines is killed."""
+        """What is new; an executor whose journal cannot be read is killed, and tried again."""
         try:
             return self._tail.read()
         except RunError as error:
             self._kill_because(str(error))
-            return []
+        except OSError as error:
+            self._kill_because(f"the journal of its run cannot be read ({error})")
+        return []
 
     def _read_heartbeat(self) -> int | None:
         try:

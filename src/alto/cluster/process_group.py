@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
@@ -44,9 +45,10 @@ class ProcessGroup:
         """Whether no process of it lives; where the first has died, the others are killed."""
         if self._exit_code is not None:
             return True
-        # Not reaped yet, it keeps its process id, so that no other session can have the same id.
-        if os.waitid(os.P_PID, self.leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
+        # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
+        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, the kernel has reaped it
+            if os.waitid(os.P_PID, self.leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
         if not kill_session(self.leader):
             return False
         with _without_messages():
@@ -64,7 +66,8 @@ class ProcessGroup:
     def ask_to_stop(self) -> None:
         """SIGTERM to the first process alone: those it started work for it until it has saved."""
         if self._exit_code is None:
-            os.kill(self.leader, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the kernel has reaped it
+                os.kill(self.leader, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to all of its processes; :meth:`has_ended` returns whether they are gone."""
@@ -76,7 +79,8 @@ class ProcessGroup:
 def _own_signal_handlers() -> Iterator[None]:
     """Keep this process's signal handlers: called on the main thread, torch elastic puts its own in their place and
     leaves them there; on another it only warns that it cannot. The new process inherits the mask of this thread."""
-    before = {number: signal.getsignal(number) for number in HELD_SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in HELD_SIGNALS} if is_main else {}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
     try:
         with _without_messages():

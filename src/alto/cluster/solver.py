@@ -60,8 +60,11 @@ class GuardedSolver:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
         limit_s = min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem)))
         call = Call(problem=problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=self._gap)
-        if self._process is None:
-            self._process = _Process()
+        try:
+            if self._process is None:
+                self._process = _Process()
+        except OSError as error:
+            return self._fallback(problem, f"the solver's process could not be started ({error})")
         try:
             answer = self._process.ask(call, timeout_s=limit_s + self._grace_s)
         except TimeoutError:

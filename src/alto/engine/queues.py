@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from alto.cluster import Cluster, Controller, GuardedSolver, LiveQueue, QueueIntake, open_cluster, unique_name
+from alto.cluster import (
+    Cluster,
+    Controller,
+    GuardedSolver,
+    LiveQueue,
+    QueueIntake,
+    answer_past_ends,
+    open_cluster,
+    past_ends,
+    unique_name,
+)
 from alto.data import read_task_rows
 from alto.engine.durations import known_duration_s
 from alto.engine.gpus import STRATEGIES, check_num_gpus
@@ -167,7 +177,9 @@ class QueueRunner:
                 with contextlib.suppress(SpecError):  # its executor reports it, and the other tasks continue
                     load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
+        ends = past_ends(queue_dir)
         with queue_dir.run.locked(), setup.opened() as cluster:
+            answer_past_ends(queue_dir, ends)
             intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
             with self._working(queue_dir, setup, cluster, settings["method"], intake) as queue:
                 if not keep_open:
@@ -284,12 +296,12 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Where the block ends by an error, running tasks save and end; not where the user stops it at once, or where the
-    controller itself has failed."""
+    """Where the block ends by an error, what runs saves and ends; not where the user stops it at once, or where the
+    controller itself cannot go on. `SystemExit` and the cancellation of an asyncio task are errors too."""
     try:
         yield
-    except Exception:
-        if not controller.has_ended:
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt | GeneratorExit) or controller.has_ended):
             live.finish()
             if controller.status().open_tasks:
                 controller.drain()

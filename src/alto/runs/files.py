@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,8 +54,8 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` by ``content`` (text as UTF-8), durably; an attempt that fails leaves nothing behind."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    """Put ``content`` (a text as UTF-8) in the place of ``path``, durably; of an attempt that fails nothing is left."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.new")
     try:
         with fresh.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -11,7 +11,10 @@ from alto.errors import RunError
 from alto.runs.events import Event, JournalEntry
 from alto.runs.journal import read_entries
 
-__all__ = ["JournalFold"]
+__all__ = ["NOT_FOLDABLE", "JournalFold"]
+
+NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What an entry raises that no ALTO writes there."""
 
 
 class JournalFold(ABC):
@@ -48,7 +51,7 @@ class JournalFold(ABC):
         for entry in read_entries(path):
             try:
                 history.apply(entry)
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            except NOT_FOLDABLE as error:
                 raise RunError(
                     f"Expected a journal as ALTO writes it, found another event in {path} ({entry!r:.100}: {error!r}). "
                     "Put the file back as it was."

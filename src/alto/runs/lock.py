@@ -73,21 +73,31 @@ class LockFile:
         """Whether no process holds it; makes no file.
 
         Raises:
-            OSError: The file cannot be opened.
+            OSError: The file cannot be opened, not even for reading.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor, how = self._open_to_ask()
         except FileNotFoundError:
             return True
         try:
-            return _lock(descriptor)
+            return _lock(descriptor, how)
         finally:
             os.close(descriptor)
 
+    def _open_to_ask(self) -> tuple[int, int]:
+        """A descriptor, and the kind of lock that it can ask for: who may only read asks for a shared one."""
+        flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(self._path, os.O_RDWR | flags), fcntl.LOCK_EX
+        except FileNotFoundError:
+            raise
+        except OSError:  # another user's, or on a file system that is mounted for reading
+            return os.open(self._path, os.O_RDONLY | flags), fcntl.LOCK_SH
 
-def _lock(descriptor: int) -> bool:
+
+def _lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # some file systems raise the second
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # some file systems say the second
         return False
     return True

@@ -28,6 +28,9 @@ _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
 _POLL_S = 0.05
 
+_NUM_DIGITS = 20
+"""Of the nanoseconds at which a command was given, with which its id begins."""
+
 
 class Action(StrEnum):
     """Actions of a command to a job."""
@@ -123,11 +126,25 @@ class _Mailbox(ABC, Generic[C]):
             raise self._error(
                 f"expected a folder for commands at {self._folder}, found a file; move it away and try again"
             )
-        command_id = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         with writing(self._run.root, self._folder):
             self._folder.mkdir(exist_ok=True)
+            command_id = f"{max(time.time_ns(), self._latest_ns() + 1):0{_NUM_DIGITS}d}-{secrets.token_hex(4)}"
             replace_file(self._folder / (command_id + _COMMAND), json.dumps({**facts, "id": command_id}) + "\n")
         return command_id
+
+    @property
+    def num_pending(self) -> int:
+        """Commands not answered yet; changes nothing."""
+        try:
+            return sum(path.name.endswith(_COMMAND) for path in self._folder.iterdir())
+        except OSError:
+            return 0
+
+    def _latest_ns(self) -> int:
+        """When the latest of those that wait was given; the clock may have been set back since, or be another
+        machine's."""
+        given = (path.name.partition("-")[0] for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
+        return max((int(number) for number in given if number.isdecimal() and len(number) == _NUM_DIGITS), default=0)
 
     def pending(self) -> list[C]:
         """Commands not answered yet, oldest first; an invalid file is answered with an error.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -81,7 +82,7 @@ class QueueDir:
         """
         stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}.new"
+        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
         with being_born(unborn, output_dir):
             unborn.mkdir(parents=True)
             queue = cls(unborn)
@@ -89,6 +90,7 @@ class QueueDir:
                 queue.run_of(entry.task).begin(task)
             queue._write(entries, settings)
             queue.run.journal_file.touch()
+            queue.run.control.mkdir()  # of a command's folder that is somebody else's, nothing could be removed
             return cls(claim(unborn, folder, stem))
 
     @classmethod

@@ -110,6 +110,7 @@ class QueueHistory(JournalFold):
         self.plans: list[PlanNote] = []
         self.notices: list[str] = []
         self.is_completed = False
+        self._done: set[str] = set()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -187,6 +188,7 @@ class QueueHistory(JournalFold):
     def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
         self.tasks[entry.task] = TaskHistory(
             task=entry.task,
+            state=TaskStage.FINISHED if entry.task in self._done else TaskStage.WAITING,
             num_gpus=entry.num_gpus,
             duration_s=entry.duration_s,
             tenant=entry.tenant,
@@ -197,6 +199,7 @@ class QueueHistory(JournalFold):
         self._note_interruption(time)
         self.is_completed = False
         self.notices += event.notes
+        self._done.update(event.done)  # what they were submitted by may be journaled anew after this
         for task in self.tasks.values():
             if task.task in event.done:  # its event may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")

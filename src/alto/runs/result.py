@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from alto.errors import NoResultError, RunNotFoundError
+from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskResult, exit_reason
 from alto.runs.choice import choice_notes
 from alto.runs.events import TaskCompleted
@@ -44,10 +44,11 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
 
 
 def has_result(run: RunDir) -> bool:
-    """Whether the task has its result and its best adapter is exported: only a report may be missing."""
+    """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
+    report. Where its journal cannot be read it is not known to have one; whoever goes on with it says what is wrong."""
     try:
         entries = read_intact_entries(run.journal_file)
-    except RunNotFoundError:
+    except RunError:
         return False
     return bool(entries) and isinstance(entries[-1].event, TaskCompleted) and run.best.is_dir()
 

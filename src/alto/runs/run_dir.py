@@ -23,6 +23,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ class RunDir:
         """
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}.new"
+        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
         with being_born(unborn, output_dir):
             cls(unborn).begin(task)
             return cls(claim(unborn, folder, stem))
