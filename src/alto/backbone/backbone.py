@@ -101,6 +101,7 @@ class Backbone:
         """Final hidden states ``[T, H]`` of sequences laid end to end.
 
         Args:
+            input_ids_T: Token ids.
             position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
             sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each; None without

@@ -131,6 +131,7 @@ class Controller:
         """Have a run executed as soon as it is its turn.
 
         Args:
+            run: The run on disk, and its demand.
             tenant: Whose quota it counts against.
             priority: Higher goes first.
             command: Id of the command that submits it, for the journal.
@@ -175,6 +176,9 @@ class Controller:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:
+            task: Name of the task.
+            action: Stop, resume or clone.
+            job: Id of the job.
             changes: A clone's settings that differ from the job's, canonical keys.
             warm: A clone starts from the job's best adapter.
             timeout_s: Longest wait for the executor's answer.

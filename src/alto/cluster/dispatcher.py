@@ -73,6 +73,7 @@ class Dispatcher:
     """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
 
     Args:
+        cluster: Starts and watches executors.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Of what happens to the tasks.
         show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.

@@ -43,6 +43,7 @@ class LocalExecutor:
     Args:
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
+        timeouts: Timeouts, in seconds.
 
     Raises:
         OSError: It cannot be started. (`RunWriteError` is one.)

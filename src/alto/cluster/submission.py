@@ -47,6 +47,7 @@ class Submission:
     """A run to be executed, and for whom.
 
     Attributes:
+        run: The run on disk.
         tenant: Whose quota it counts against; set by the caller.
         priority: Higher goes first.
     """
@@ -72,6 +73,10 @@ class TaskStatus:
     """One task as it is now.
 
     Attributes:
+        task: Its name.
+        state: Its state in the queue.
+        tenant: Whose quota it counts against.
+        priority: Higher goes first.
         num_gpus: GPUs that it asks for.
         gpus: Its own while it runs; else none.
         attempt: Number of executors that were started for it.

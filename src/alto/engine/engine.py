@@ -193,6 +193,7 @@ class Engine:
             metric, batch_size, max_new_tokens, limit, baseline, backend: As in :class:`EvaluationSettings`.
             trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
                 it, of adapters alone where transformers has none for the model.
+            on_progress: Called with the name of the measurement, its finished rows and all its rows; None: not called.
 
         Raises:
             UntrustedCodeError: The task of a run asks for that code, and it is not allowed.

@@ -74,6 +74,8 @@ class QueueDir:
         """A new folder ``<output_dir>/queue-<id>`` with a run directory for each task, whole or not at all.
 
         Args:
+            entries: Entries of the queue.
+            tasks: The task of each entry.
             settings: How the queue is run, in plain values.
 
         Raises:

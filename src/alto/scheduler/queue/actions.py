@@ -14,6 +14,8 @@ class StartTask:
     """Launch the executor of a task, or resume it where an earlier attempt left a checkpoint.
 
     Attributes:
+        task: Name of the task.
+        gpus: Its GPUs.
         attempt: 1 for the first.
     """
 
