@@ -217,7 +217,7 @@ def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *ar
 
 
 def _layers(model: PreTrainedModel, key: str) -> list[Any]:
-    """The repeated layers of ``model``; ``key`` is what asks for them."""
+    """The repeated layers of ``model``; ``key`` is the setting that needs them, for the message."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(

@@ -69,7 +69,7 @@ def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Endi
 
 
 class AttemptDir:
-    """The folder of one attempt at a run; no two attempts share one, whatever their numbers."""
+    """The folder of one attempt at a run; no two attempts share one, even with equal numbers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

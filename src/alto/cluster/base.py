@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-    """As asked, with everything on disk."""
+    """Stopped on request, with everything on disk."""
     FAILED = "failed"
     """With an error that the next attempt would meet again."""
     LOST = "lost"
@@ -120,7 +120,7 @@ class Cluster(Protocol):
         """
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end; it ends as ``interrupted``. Returns at once.
+        """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
 
         Where it has ended meanwhile, nothing happens.
         """

@@ -74,10 +74,10 @@ class Controller:
         self._thread.start()
 
     def begin(self, submissions: Sequence[Submission]) -> None:
-        """Take in tasks that the journal has already, all in one plan; before :meth:`start`.
+        """Add tasks that the journal has already, in one plan; before :meth:`start`.
 
         Raises:
-            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
+            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
         self._dispatcher.begin(submissions)
 

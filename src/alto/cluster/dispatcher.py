@@ -261,7 +261,7 @@ class Dispatcher:
         del self._running[ended.task]
         run = self._runs[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
-            # A task that has its result is finished, whatever ended its executor afterwards.
+            # A task that has its result is finished, even if its executor failed afterwards.
             reason = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
         self._ended[ended.task] = ended

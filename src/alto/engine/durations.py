@@ -26,7 +26,7 @@ def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | No
 
     Args:
         task: The task.
-        cluster: Name of the cluster.
+        cluster: The cluster that it is trained on.
         num_ranks: Number of processes that train it.
     """
     key = _key(task, cluster, num_ranks)
@@ -44,7 +44,7 @@ def remember_duration_s(task: Task, cluster: Cluster, num_ranks: int, duration_s
 
     Args:
         task: The task.
-        cluster: Name of the cluster.
+        cluster: The cluster that it is trained on.
         num_ranks: Number of processes that train it.
         duration_s: Measured duration, in seconds.
     """

@@ -362,7 +362,7 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
 def _first_as_given(
     given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
 ) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of what it is asked for."""
+    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
     left = [] if given is None else [given]
 
     def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:

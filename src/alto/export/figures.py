@@ -125,10 +125,10 @@ def choose_view(
     the curve ``best`` is in view in any case, and where values are bounded everything is.
 
     Args:
-        curves: Values of every job's curve.
+        curves: Values of the curve by job id.
         more_is_better: Whether higher values are better.
         is_bounded: Whether values have a fixed range.
-        best: Curve of the best job; None without one.
+        best: Id of the best job; empty without one.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = {name: kept for name, curve in curves.items() if (kept := [sign * x for x in curve if math.isfinite(x)])}

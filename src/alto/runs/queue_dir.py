@@ -3,7 +3,7 @@
 ::
 
     runs/queue-<id>/
-        queue.yaml           the tasks, what they ask for, and how they are scheduled
+        queue.yaml           the tasks, their demands, and the scheduling settings
         journal.jsonl        everything that happened to the queue
         control/             commands of other processes: alto submit, alto cancel, alto drain
         tasks/<task>/        the run directory of each task

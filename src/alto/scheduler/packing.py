@@ -106,7 +106,7 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
 
 
 def _one_job_each(request: PackingRequest) -> int:
-    """Tokens of a step in which no rank is idle, whatever their jobs; one rank never is."""
+    """Tokens of a step in which no rank is idle, for any jobs; a single rank never is."""
     return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 

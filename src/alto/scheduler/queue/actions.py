@@ -26,7 +26,7 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopTask:
-    """End the executor of a task; the queue counts its GPUs as taken until an event says that it has ended."""
+    """End the executor of a task; the queue counts its GPUs as taken until an event reports its end."""
 
     task: str
 
