@@ -192,8 +192,8 @@ def memory_section() -> str:
 
 bitsandbytes comes with `pip install "alto-lora[bnb]"`; all of it but the paged optimizer works on a CPU too. Output
 head and embeddings stay in `dtype`. The packed weights of a quantised base are dequantised for every product;
-activations are not rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very small. An adapter
-names the base as the task does: load that base with the same quantisation to use it.
+activations are not rounded. `float16` is trained without loss scaling: prefer `bfloat16` where gradients are very
+small. An adapter names the base as the task does: load that base with the same quantisation to use it.
 """
 
 

@@ -101,6 +101,7 @@ class Backbone:
         """Final hidden states ``[T, H]`` of sequences laid end to end.
 
         Args:
+            input_ids_T: Token ids.
             position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
             sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each; None without
@@ -216,7 +217,7 @@ def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *ar
 
 
 def _layers(model: PreTrainedModel, key: str) -> list[Any]:
-    """The repeated layers of ``model``; ``key`` is what asks for them."""
+    """The repeated layers of ``model``; ``key`` is the setting that needs them, for the message."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(

@@ -65,7 +65,13 @@ class FlashKernel:
 
 
 def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> FlashKernel | None:
-    """The kernel for such operands, ``flash-attn`` first; None where there is none."""
+    """The kernel for such operands, ``flash-attn`` first; None where there is none.
+
+    Args:
+        q_THD: Queries.
+        v_TGD: Values.
+        softcap: Cap of the scores; None without one.
+    """
     head_size = q_THD.shape[-1]
     if (
         q_THD.device.type != "cuda"

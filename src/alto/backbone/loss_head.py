@@ -71,6 +71,13 @@ def token_losses(
     The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there;
     the backward pass only scales it.
 
+    Args:
+        hidden_SH: Hidden states.
+        weight_VH: Weight of the output head.
+        targets_S: Target token ids.
+        bias_V: Bias of the output head; None without one.
+        softcap: Cap of the logits; None without one.
+
     Returns:
         ``[S]`` float32, nats.
     """

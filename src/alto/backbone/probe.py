@@ -248,7 +248,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(0)
         unit = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generators[output.device])
-        # Models compute norms and rotations in float32 whatever their dtype.
+        # Models compute norms and rotations in float32 with any dtype.
         rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) / 2
         exact = output.to(torch.promote_types(output.dtype, torch.float64))
         return (exact * (1 + rounding * unit)).to(output.dtype)

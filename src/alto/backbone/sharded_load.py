@@ -39,8 +39,13 @@ def load_sharded(
     All ranks call this together. The files must name weights as the model does.
 
     Args:
+        path: Folder of the model.
+        config: Configuration of the model.
         dtype: Precision of the model; None for that of the files.
+        device: Device of this rank.
+        mesh: The ranks.
         quantisation: How to quantise the linear layers, a weight at a time.
+        trust_remote_code: Run Python code that comes with the model.
 
     Returns:
         The model; and ``missing_keys`` and ``mismatched_keys`` as transformers reports them.

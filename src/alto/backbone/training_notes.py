@@ -29,7 +29,7 @@ def config_notes(config: PreTrainedConfig) -> tuple[str, ...]:
             f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
             "that none depends on its neighbours (TRL's trainers apply it: they train with model.train())."
         )
-    # TRL turns it on wherever the configuration has both keys, whatever output_router_logits says.
+    # TRL turns it on wherever the configuration has both keys, independent of output_router_logits.
     weight = getattr(text, "router_aux_loss_coef", None)
     if weight and hasattr(text, "output_router_logits"):
         asked = "as its configuration asks" if text.output_router_logits else "regardless of its configuration"

@@ -33,6 +33,7 @@ class Ending:
     """How an executor ended.
 
     Attributes:
+        outcome: Kind of the end.
         reason: A sentence; where it finished, notices for the user, usually empty.
         error: Class of the error, empty where there was none.
     """
@@ -50,7 +51,13 @@ def exit_code_of(ending: Ending, *, is_written: bool) -> int:
 
 
 def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Ending | None:
-    """The end that the exit code of an executor, or of one of its ranks, encodes; None where it encodes none."""
+    """The end that the exit code of an executor, or of one of its ranks, encodes; None where it encodes none.
+
+    Args:
+        exit_code: Exit code of the process.
+        attempt: The attempt, for messages.
+        rank: Rank of the process.
+    """
     unwritten = f"could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
     if exit_code == _DISK_FULL:
         return Ending(outcome=Outcome.FAILED, reason=f"it {unwritten}; free disk space", error=DiskFullError.__name__)
@@ -62,7 +69,7 @@ def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Endi
 
 
 class AttemptDir:
-    """The folder of one attempt at a run; no two attempts share one, whatever their numbers."""
+    """The folder of one attempt at a run; no two attempts share one, even with equal numbers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

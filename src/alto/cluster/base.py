@@ -23,6 +23,7 @@ class Launch:
         entry: What the executor does, ``module:function``: it is called with the run directory and a function that
             returns whether to stop.
         gpus: Its own for as long as it runs.
+        attempt: Number of the attempt, from 1.
         num_ranks: Number of its processes, each on its share of the GPUs; a single process has all of them.
         trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
     """
@@ -41,7 +42,7 @@ class Outcome(StrEnum):
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-    """As asked, with everything on disk."""
+    """Stopped on request, with everything on disk."""
     FAILED = "failed"
     """With an error that the next attempt would meet again."""
     LOST = "lost"
@@ -50,7 +51,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
-    """An entry that the executor of a task has written into the journal of its run."""
+    """An entry that the executor of a task has written into the journal of its run.
+
+    Attributes:
+        task: Name of the task.
+        attempt: Number of the attempt.
+        entry: The journal entry.
+    """
 
     task: str
     attempt: int
@@ -63,6 +70,9 @@ class ExecutorEnded:
     holds the lock of its run, which keeps the next attempt waiting.
 
     Attributes:
+        task: Name of the task.
+        attempt: Number of the attempt.
+        outcome: Kind of the end.
         reason: A sentence for the user; where it finished, warnings beside the result.
         error: Class of the error that it ended with; empty where there was none, or it is unknown.
     """
@@ -110,7 +120,7 @@ class Cluster(Protocol):
         """
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end; it ends as ``interrupted``. Returns at once.
+        """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
 
         Where it has ended meanwhile, nothing happens.
         """

@@ -75,10 +75,10 @@ class Controller:
         self._thread.start()
 
     def begin(self, submissions: Sequence[Submission]) -> None:
-        """Take in tasks that the journal has already, all in one plan; before :meth:`start`.
+        """Add tasks that the journal has already, in one plan; before :meth:`start`.
 
         Raises:
-            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
+            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
         self._dispatcher.begin(submissions)
 
@@ -133,6 +133,7 @@ class Controller:
         """Have a run executed as soon as it is its turn.
 
         Args:
+            run: The run on disk, and its demand.
             tenant: Whose quota it counts against.
             priority: Higher goes first.
             command: Id of the command that submits it, for the journal.
@@ -177,6 +178,9 @@ class Controller:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:
+            task: Name of the task.
+            action: Stop, resume or clone.
+            job: Id of the job.
             changes: A clone's settings that differ from the job's, canonical keys.
             warm: A clone starts from the job's best adapter.
             timeout_s: Longest wait for the executor's answer.

@@ -84,6 +84,7 @@ class Dispatcher:
     """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
 
     Args:
+        cluster: Starts and watches executors.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Of what happens to the tasks.
         show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.
@@ -274,7 +275,7 @@ class Dispatcher:
         del self._running[ended.task]
         run = self._runs[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
-            # A task that has its result is finished, whatever ended its executor afterwards.
+            # A task that has its result is finished, even if its executor failed afterwards.
             reason = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
         self._ended[ended.task] = ended

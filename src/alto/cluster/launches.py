@@ -13,6 +13,11 @@ __all__ = ["check_launch"]
 def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
     """Refuse an invalid launch.
 
+    Args:
+        launch: The launch.
+        nodes: Nodes of the cluster.
+        running: Launches of running executors.
+
     Raises:
         ValueError: The task runs already, or a GPU is taken or is not on one of ``nodes``.
     """

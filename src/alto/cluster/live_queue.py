@@ -56,6 +56,7 @@ class LiveQueue:
         queue_dir: Locked by this process.
         controller: Not started yet; nothing was submitted to it.
         journal: The queue's and the controller's.
+        intake: How a task becomes a run.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class LiveQueue:
 
         Args:
             task: With absolute paths.
+            tenant: Whose quota it counts against.
+            priority: Higher goes first.
             duration_s: Estimated duration in seconds; None uses the queue's own estimate.
 
         Returns:

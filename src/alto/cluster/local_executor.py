@@ -43,6 +43,7 @@ class LocalExecutor:
     Args:
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
+        timeouts: Timeouts, in seconds.
 
     Raises:
         OSError: It cannot be started. (`RunWriteError` is one.)
@@ -82,7 +83,7 @@ class LocalExecutor:
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
-            entries = []  # by whoever held the run before
+            entries = []  # by the previous holder of the lock
         self._has_begun = self._has_begun or bool(entries)
         if not has_ended:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)

@@ -23,6 +23,7 @@ class ProcessGroup:
     Args:
         name: For torch elastic's messages.
         module: What is run, as by ``python -m``. `HELD_SIGNALS` are blocked until it unblocks them.
+        args: Arguments of the module.
         env: Added to this process's environment.
 
     Raises:

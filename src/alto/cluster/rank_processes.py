@@ -37,6 +37,7 @@ class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
+        attempt: Folder of the attempt, for logs and ends.
         entry: ``module:function`` that each of them calls.
         on_death: Is called, on a thread, once a rank has died before its work was done and `GRACE_S` have gone by.
     """

@@ -22,6 +22,7 @@ class Starter:
         launch: Which GPUs it names does not matter: Ray has chosen.
         has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names those; otherwise slots of the CPU stand for GPUs.
         core_share: How much of this machine's cores its threads may take, in (0, 1].
+        timeouts: Timeouts of the executor, in seconds.
     """
 
     def __init__(self, launch: Launch, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:

@@ -47,6 +47,7 @@ class Submission:
     """A run to be executed, and for whom.
 
     Attributes:
+        run: The run on disk.
         tenant: Whose quota it counts against; set by the caller.
         priority: Higher goes first.
     """
@@ -72,7 +73,11 @@ class TaskStatus:
     """One task as it is now.
 
     Attributes:
-        num_gpus: GPUs that it asks for.
+        task: Its name.
+        state: Its state in the queue.
+        tenant: Whose quota it counts against.
+        priority: Higher goes first.
+        num_gpus: GPUs that it needs.
         gpus: Its own while it runs; else none.
         attempt: Number of executors that were started for it.
         expected_s: Estimated seconds of it, or its next attempt, from start to end.
@@ -108,7 +113,7 @@ class ControllerStatus:
     Attributes:
         nodes: The machines and their GPUs.
         tasks: All that were submitted, by name, in that order.
-        is_draining: Whether what runs was asked to save and end, and nothing is started any more.
+        is_draining: Whether running executors were requested to save and end, and no others are started.
     """
 
     nodes: tuple[Node, ...]

@@ -71,7 +71,13 @@ class TokenBatch:
 
 
 def collate(dataset: EncodedDataset, jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
-    """Lay the rows of ``jobs`` end to end."""
+    """Lay the rows of ``jobs`` end to end.
+
+    Args:
+        dataset: Rows of the jobs' task.
+        jobs: Rows of each job.
+        device: Device of the batch.
+    """
     rows = [row for job in jobs for row in job.rows]
     spans = [span for row in rows for span in dataset.spans[row]]
     lengths = [span.length for span in spans]
@@ -121,7 +127,13 @@ def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
 
 def share_rows(dataset: EncodedDataset, job: JobRows, num_ranks: int) -> list[JobRows | None]:
     """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each, none with
-    more than the mean and its longest row; None for a rank that gets none."""
+    more than the mean and its longest row; None for a rank that gets none.
+
+    Args:
+        dataset: Rows of the job's task.
+        job: Rows of the job.
+        num_ranks: Number of ranks.
+    """
     rows = list(_single_rows(dataset, job))
     total, shares, first = _num_tokens(dataset, job.rows), [], 0
     for rank in range(num_ranks):
@@ -144,6 +156,9 @@ def split_into_micro_batches(
     A row larger than ``max_tokens`` is a micro-batch of its own. No tensor is made, so it cannot run out of memory.
 
     Args:
+        dataset: Rows of the jobs' task.
+        jobs: Rows of each job.
+        max_tokens: Largest number of tokens of a micro-batch.
         split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best.
             Otherwise, only the rows of a job larger than ``max_tokens`` are split.
     """

@@ -27,7 +27,7 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two conversations of one row; what both begin with is context, whatever its role.
+    """The two conversations of one row; their common beginning is context, with any roles.
 
     Raises:
         DataFormatError: A column does not hold what the form needs, or the conversations do not first differ in a reply

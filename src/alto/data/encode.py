@@ -51,6 +51,9 @@ def encode_dataset(
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
+        conversations: The rows.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Limits of the model; None where it has none.
 

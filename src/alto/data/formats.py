@@ -104,6 +104,7 @@ def find_layout(
     """The one layout that fits every row.
 
     Args:
+        rows: Rows of the dataset.
         form: Its name, or ``auto``.
         columns: Roles to columns, where they differ from the defaults.
         is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.

@@ -17,6 +17,7 @@ class RowLimit:
     """Tokens at which rows are cut.
 
     Attributes:
+        num_tokens: Largest number of tokens of a row.
         name: What sets it, for messages.
         remedy: What to do where too much is cut.
     """
@@ -42,6 +43,9 @@ def check_token_ids(ids: Sequence[int], limits: ModelLimits, tokenizer: Any, whe
     """Check that the model has an embedding of every token of a row.
 
     Args:
+        ids: Token ids of the row.
+        limits: Limits of the model; None where it has none.
+        tokenizer: Names the token, for the message.
         where: The row, for messages.
 
     Raises:

@@ -58,7 +58,13 @@ _RESERVED_OPTIONS = (
 
 
 def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
-    """One message of a row as a turn."""
+    """One message of a row as a turn.
+
+    Args:
+        message: The message of a row.
+        is_sharegpt: Whether it has ShareGPT's keys.
+        wrong: Makes the error.
+    """
     speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
     name = message.get(speaker) if isinstance(message, Mapping) else None
     role = roles.get(name) if isinstance(name, str) else None
@@ -91,7 +97,9 @@ def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
     """The tools of a row: JSON schemas, or JSON text of them.
 
     Args:
+        tools: The column ``tools``.
         functions: The older column, of functions that are not wrapped as tools.
+        wrong: Makes the error.
     """
     tools, functions = (_listed(value, wrong) for value in (tools, functions))
     if tools and functions:

@@ -23,7 +23,13 @@ MUCH_CUT = 0.5
 
 
 def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) -> list[str]:
-    """Notices about the rows before tokenisation."""
+    """Notices about the rows before tokenisation.
+
+    Args:
+        train: Training rows.
+        num_validation: Number of validation rows.
+        num_shared: Validation rows that are training rows too.
+    """
     notes = []
     if num_shared:
         notes.append(
@@ -97,7 +103,13 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
 
 
 def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[str]:
-    """Notices about rows of the ``what`` data that tokenisation cut or left out."""
+    """Notices about rows of the ``what`` data that tokenisation cut or left out.
+
+    Args:
+        dataset: Tokenised rows.
+        what: Name of the split.
+        limit: Limit at which rows were cut.
+    """
     notes = []
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"

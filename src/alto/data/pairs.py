@@ -36,6 +36,9 @@ def encode_pairs(
     cut.
 
     Args:
+        pairs: The rows.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a conversation is cut.
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Limits of the model; None where it has none.
         share_prompts: Whether the common beginning of both conversations goes through the model once.

@@ -23,6 +23,13 @@ def preview_rows(
 ) -> DataPreview:
     """Counts of ``rows`` encoded with ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
 
+    Args:
+        rows: Rows of the task.
+        tokenizer: Tokenizer of the base model.
+        task: The task.
+        num_rows: Number of examples.
+        limits: Limits of the model; None where it has none.
+
     Raises:
         DataError: See :meth:`TaskRows.encode`.
     """

@@ -27,6 +27,11 @@ def sample_rows(rows: Sequence[Row], count: int | None, seed: int) -> list[Row]:
 def split_rows(rows: Sequence[Row], validation_share: float, seed: int) -> tuple[list[Row], list[Row]]:
     """Training and validation rows, drawn with a fixed seed, each in original order.
 
+    Args:
+        rows: All rows.
+        validation_share: Share of validation rows, in (0, 1).
+        seed: Seed of the split.
+
     Raises:
         DataError: There are fewer than two rows to split.
     """
@@ -62,6 +67,11 @@ class DataOrder:
 
     The last batch of an epoch holds what is left, as in Hugging Face's Trainer. The rows of any step can be computed at
     any time, so a job that is parked or resumed needs no random state.
+
+    Args:
+        num_rows: Rows of the training split.
+        batch_size: Rows of a step.
+        seed: Seed of the shuffles.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:

@@ -42,6 +42,8 @@ class TaskData:
     """Training and validation rows, tokenised.
 
     Attributes:
+        train: Training rows.
+        validation: Validation rows.
         num_shared: Validation rows that are training rows too.
         notes: Notices about the data, as sentences.
     """
@@ -75,6 +77,8 @@ class TaskRows:
     """Training and validation rows before tokenisation; they need no tokenizer and no base model.
 
     Attributes:
+        train: Training rows.
+        validation: Validation rows.
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
         unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
@@ -119,7 +123,13 @@ class TaskRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutRows:
-    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut."""
+    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut.
+
+    Attributes:
+        name: Name of the rows in results.
+        rows: The rows.
+        max_length: Tokens at which a row is cut.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -228,7 +238,15 @@ def _conversations(rows: Sequence[Row]) -> list[Conversation]:
 def encode_rows(
     rows: Sequence[Row], tokenizer: Any, max_length: int, what: str, *, limits: ModelLimits | None = None
 ) -> EncodedDataset:
-    """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`."""
+    """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`.
+
+    Args:
+        rows: All conversations, or all pairs.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
+        what: Name of the split for messages.
+        limits: Limits of the model; None where it has none.
+    """
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
         return encode_pairs(pairs, tokenizer, max_length, what, limits=limits)

@@ -110,8 +110,9 @@ class ChatTemplate:
 def given_keys(conversation: Conversation) -> dict[str, int]:
     """The parts of ``conversation`` beside the texts of its turns, each with its number.
 
-    That is keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that many
-    templates do not know, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write only the first.
+    These are keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that
+    many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write only
+    the first.
     """
     counts: dict[str, int] = {f"row: {name}": 1 for name, value in _beside(conversation).items() if value}
     for message in conversation:

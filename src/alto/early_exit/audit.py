@@ -32,7 +32,13 @@ EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
     """A job whose exit in the journal differs from the one derived from its losses; each a reason and step, None for no
-    exit."""
+    exit.
+
+    Attributes:
+        job: Job id.
+        journalled: Exit in the journal.
+        derived: Exit derived from the losses.
+    """
 
     job: str
     journalled: tuple[str, int] | None

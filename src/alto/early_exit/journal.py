@@ -26,7 +26,15 @@ __all__ = ["Curves", "curves_of", "exits_of", "loss_of", "start_of", "start_valu
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base."""
+    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base.
+
+    Attributes:
+        start: Evaluation of the frozen base; None where it is not known.
+        train: Training loss by step.
+        validation: Validation loss by step.
+        scores: Score by step.
+        score_rows: Value of the metric on every validation row, by step.
+    """
 
     start: StartValue | None = None
     train: dict[int, float] = field(default_factory=dict)

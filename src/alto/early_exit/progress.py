@@ -71,6 +71,7 @@ def rung_notes(
     learning-rate warmup.
 
     Args:
+        rungs: Rungs of the task.
         total_steps: Steps of every job.
         lr_warmup_shares: Share of its steps in which the learning rate of every job rises.
     """
@@ -113,6 +114,11 @@ def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> t
 
     They are the fractions ``every``, ``2 * every``, … of the job's own steps, rounded up, the step of every rung, and
     the last step. So jobs of different lengths are compared at equal progress, and a rung always has a fresh value.
+
+    Args:
+        total_steps: Steps of the job.
+        every: Fraction of the steps between two evaluations, in (0, 1].
+        rungs: Rungs of the task.
 
     Raises:
         SpecError: ``every`` is not in (0, 1].

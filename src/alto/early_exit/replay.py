@@ -77,6 +77,11 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
     rung makes the policy later, not better. Without a recorded evaluation before its first step, a job is ranked at a
     rung before its first evaluation by that evaluation.
+
+    Args:
+        recording: Curves of all jobs.
+        policy: The policy.
+        ema_alpha: Weight of the newest training loss in its average.
     """
     selection = Selection(
         policy,

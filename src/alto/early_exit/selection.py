@@ -128,6 +128,11 @@ class Selection:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
 
         The first loss that is not finite ends the job at its step; later losses are ignored.
+
+        Args:
+            job: Job id.
+            first_step: Step of the first loss.
+            losses: One loss per step.
         """
         runner = self._runners[job]
         due = runner.ema.count + 1
@@ -157,6 +162,9 @@ class Selection:
         """Observe an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
+            job: Job id.
+            step: Steps done.
+            validation_loss: Validation loss.
             score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 where only the loss decides.
             score_rows: The metric on every validation row, where it is known.
         """
@@ -203,7 +211,13 @@ class Selection:
         runner.competes = decision.reason not in _ENDS_COMPETING
 
     def add(self, job: str, total_steps: int, loss_scale: str = "") -> None:
-        """Add a job, before its first step; it takes part in every rung that is still to be decided."""
+        """Add a job, before its first step; it takes part in every rung that is still to be decided.
+
+        Args:
+            job: Id of the new job.
+            total_steps: Its steps.
+            loss_scale: Scale of its loss; the default is that of all other jobs.
+        """
         _require(job not in self._runners, f"a new job, found that {job} is there already")
         self._num_changes += 1
         self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale)

@@ -22,7 +22,13 @@ _SCHEDULING = ("name", "priority", "tenant", "report_to")
 
 
 def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | None:
-    """Measured duration of the task in seconds, on such a cluster with so many processes; None where none is cached."""
+    """Measured duration of the task in seconds, on such a cluster with so many processes; None where none is cached.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+    """
     key = _key(task, cluster, num_ranks)
     found = cache.load("durations", key)
     if found is None:
@@ -34,7 +40,14 @@ def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | No
 
 
 def remember_duration_s(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Cache the duration that an executor on ``cluster`` has measured."""
+    """Cache the duration that an executor on ``cluster`` has measured.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+        duration_s: Measured duration, in seconds.
+    """
     cache.save("durations", _key(task, cluster, num_ranks), duration_s)
 
 

@@ -99,7 +99,7 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model; nothing has been written then.
             RunError: ``packing_from`` is a run of another task, on another device or by another number of processes, or
                 has no packing.
-            NoResultError: No job gave a usable adapter; the run directory says why.
+            NoResultError: No job gave a usable adapter; the run directory has the reasons.
             TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` continues it.
         """
         if packing_from is not None:
@@ -194,11 +194,12 @@ class Engine:
             metric, batch_size, max_new_tokens, limit, baseline, backend: As in :class:`EvaluationSettings`.
             trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
                 it, of adapters alone where transformers has none for the model.
+            on_progress: Called with the name of the measurement, its finished rows and all its rows; None: not called.
 
         Raises:
             UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
             RunNotFoundError: There is no such adapter.
-            UnsupportedError: One is more than plain LoRA; or vLLM is asked for, and cannot serve.
+            UnsupportedError: One is more than plain LoRA; or vLLM is requested, and cannot serve.
             SpecError: The adapters have several bases, or a setting is out of its domain.
             DataError: There are no rows, or they do not carry what the metric needs.
             ModelError: The base model cannot be used, or an adapter does not fit it.
@@ -265,7 +266,7 @@ class Engine:
     def batched_execution(
         self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None
     ) -> list[TaskResult]:
-        """Run ``tasks`` on the cluster, first as ``schedule`` says, and replanned as they end and fail.
+        """Run ``tasks`` on the cluster, first by ``schedule``, and replanned as they end and fail.
 
         Args:
             schedule: From :meth:`schedule`; None makes one, on the same cluster.
@@ -300,7 +301,7 @@ class Engine:
                 comes with their base models. For tasks of this process, the task's own key decides.
 
         Raises:
-            TaskInterruptedError: It was asked to stop while the block waited.
+            TaskInterruptedError: It was stopped while the block waited.
             AltoError: As :meth:`schedule` does.
         """
         with (

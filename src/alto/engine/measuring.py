@@ -32,7 +32,7 @@ class Measurement:
 
     Attributes:
         is_parallel: Whether an executor is a process for each of its GPUs.
-        refresh: Measure again, whatever was measured before.
+        refresh: Measure again, even where a measurement is cached.
         on_measured: Called with each task and what it takes, in seconds.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """

@@ -55,7 +55,14 @@ the task's own pace once it trains."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSetup:
-    """Where and how queues run; values as :class:`alto.Engine` takes them."""
+    """Where and how queues run; values as :class:`alto.Engine` takes them.
+
+    Attributes:
+        strategy: How a task uses several GPUs.
+        cluster: Address of the cluster.
+        total_gpus: GPUs to use at most; None for all.
+        quotas: The most GPUs of a tenant at a time.
+    """
 
     strategy: str
     cluster: str
@@ -116,6 +123,7 @@ class QueueRunner:
     """Runs tasks side by side.
 
     Args:
+        setup: Where and how queues run.
         observers: Called with every entry; must return at once.
         is_interrupted: As :class:`alto.Engine` takes it.
     """
@@ -128,14 +136,26 @@ class QueueRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
-        """A schedule of ``tasks`` under their names in the queue."""
+        """A schedule of ``tasks`` under their names in the queue.
+
+        Args:
+            tasks: The tasks.
+            method: Scheduling method.
+            refresh: Measure durations again, even where they are cached.
+        """
         _check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
-        """Run ``tasks`` as a new queue in ``output_dir``."""
+        """Run ``tasks`` as a new queue in ``output_dir``.
+
+        Args:
+            tasks: The tasks.
+            schedule: Their first schedule; None makes one.
+            output_dir: Where the queue's folder is made.
+        """
         if schedule is None:
             tasks = _read(tasks)
         with self._setup.opened() as cluster:
@@ -149,7 +169,14 @@ class QueueRunner:
     def opened(
         self, tasks: Sequence[Task], method: str, output_dir: Path, *, trust_remote_code: bool
     ) -> Iterator[TaskQueue]:
-        """A new queue that begins with ``tasks`` and accepts others until the block is left."""
+        """A new queue that begins with ``tasks`` and accepts others until the block is left.
+
+        Args:
+            tasks: The first tasks.
+            method: Scheduling method.
+            output_dir: Where the queue's folder is made.
+            trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
+        """
         _check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
@@ -162,7 +189,13 @@ class QueueRunner:
                 queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
+        """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names.
+
+        Args:
+            root: The queue's folder.
+            trust_remote_code: Whether the caller allows code of base models.
+            keep_open: Wait for further tasks when all have ended.
+        """
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)
@@ -341,7 +374,7 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
 def _first_as_given(
     given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
 ) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of what it is asked for."""
+    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
     left = [] if given is None else [given]
 
     def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:

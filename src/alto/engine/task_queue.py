@@ -77,7 +77,9 @@ class TaskQueue:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:
+            task: Name of the task in the queue.
             action: ``stop``, ``resume`` or ``clone``.
+            job: Id of the job.
             changes: A clone's settings that differ from the job's, canonical keys.
             warm: A clone starts from the job's best adapter.
             timeout_s: Longest wait for the answer.

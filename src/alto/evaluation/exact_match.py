@@ -16,7 +16,13 @@ __all__ = ["Question", "judge_texts", "make_questions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row: the prompt's token ids, the reference, and the reference's final answer."""
+    """One row: the prompt's token ids, the reference, and the reference's final answer.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        reference: Text of the reference reply.
+        answer: Final answer of the reference.
+    """
 
     prompt_ids: tuple[int, ...]
     reference: str
@@ -49,7 +55,9 @@ def judge_texts(
     """Compare the answers of a model with the references.
 
     Args:
+        questions: The questions.
         texts: Token ids of the answer to every question.
+        tokenizer: Decodes the texts.
         weights: Name of the adapter, or of the base model, that wrote them.
     """
     predictions = []

@@ -30,7 +30,11 @@ def heldout_losses(
     """Of every adapter, nats per trained token over all rows: the very number the trainer calls validation loss.
 
     Args:
+        backbone: The base model.
+        served: The adapters on it.
+        dataset: Held-out rows.
         names: What the adapters are called in messages.
+        max_tokens_per_pass: Largest number of tokens of a micro-batch.
         on_done: Called after every micro-batch with the number of its rows, each counted once per adapter.
 
     Raises:

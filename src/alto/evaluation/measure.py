@@ -49,10 +49,12 @@ def measure(
     Args:
         adapters: By the name each is reported under.
         rows: Held-out rows, of which ``settings.limit`` may take the first ones only.
+        settings: Metrics, limits and backend.
         base: The base model that the adapters are put on.
         device: Where it is loaded.
         max_tokens_per_pass: Tokens of one forward pass of the loss.
         max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
+        on_progress: Called with the name of the measurement, its finished rows and all its rows.
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.

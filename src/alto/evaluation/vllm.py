@@ -30,8 +30,11 @@ def complete_with_vllm(
     """The result of :func:`alto.evaluation.generate.complete`, up to the rounding of vLLM's kernels.
 
     Args:
+        base: The base model.
         adapters: None is the base alone.
+        prompts: Token ids of each prompt.
         ends: Tokens that end a text, beside those the model's own file names.
+        max_new_tokens: Largest number of new tokens of a text.
 
     Raises:
         UnsupportedError: vLLM is not installed, or cannot serve the base model or an adapter as it is asked to.

@@ -38,7 +38,13 @@ FROM_CHECKPOINT = "from_checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlInputs:
-    """Inputs of the next turn that only the first rank can read."""
+    """Inputs of the next turn that only the first rank can read.
+
+    Attributes:
+        commands: Commands in the mailbox.
+        is_interrupted: Whether the task has to stop.
+        is_saving_due: Whether a checkpoint has to be saved.
+    """
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False

@@ -31,6 +31,7 @@ class JobLifecycle:
         """Admit a job into a slot.
 
         Args:
+            job: A pending or parked job.
             slot: Counted over all ranks.
             reason: Why this job, for the journal.
             is_data_parallel: It enters the same local slot on every rank.
@@ -49,6 +50,7 @@ class JobLifecycle:
         """End a job.
 
         Args:
+            job: A job that has not ended.
             decision: Why it ends early; None after its last step.
             command: Id of the user's command; None where a rule ended the job.
         """
@@ -80,6 +82,7 @@ class JobLifecycle:
         """Add a job while the task runs; it is pending.
 
         Args:
+            clone: The new job.
             origin: The job that it is a clone of.
             command: Id of the user's command.
 

@@ -25,6 +25,7 @@ class MemoryEvent:
     """Memory ran out: where, and the new limits.
 
     Attributes:
+        phase: The work that did not fit: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
         slots: Local slots of the jobs whose rows did not fit.
         num_tokens: Tokens of the micro-batch that did not fit; 0 where it was no micro-batch.
         max_tokens_per_pass: Tokens of a micro-batch from now on.

@@ -19,6 +19,7 @@ class PlannedJob:
     """One job, resolved on this base model and data.
 
     Attributes:
+        job: The job of the task.
         shape: Rank and targets of its adapter.
         order: The rows that each step trains.
         total_steps: Number of steps without early exit.

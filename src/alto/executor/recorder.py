@@ -100,6 +100,7 @@ class JournalRecorder:
         """A job has entered its slot, for the first time or again.
 
         Args:
+            job: The job, with its slot.
             reason: Why this job was chosen.
             ranks: The ranks that train it; recorded where there are several in all.
         """
@@ -116,6 +117,7 @@ class JournalRecorder:
         """A job has done all its steps.
 
         Args:
+            job: The job.
             slot: The one that it has left; None where it was in none.
             best: Its best evaluation; None without one that is finite.
         """
@@ -132,6 +134,7 @@ class JournalRecorder:
         """A job has ended before its last step.
 
         Args:
+            job: The job.
             slot, best: As of :meth:`job_completed`.
             decision: Why.
             command: Id of the user's command; None where a rule ended the job.
@@ -141,7 +144,13 @@ class JournalRecorder:
         self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
 
     def job_added(self, clone: JobState, origin: JobState, command: str) -> None:
-        """``clone`` of ``origin`` was added while the task runs, by the user's command with that id."""
+        """``clone`` of ``origin`` was added while the task runs, by the user's command with that id.
+
+        Args:
+            clone: The new job.
+            origin: The job that it is a clone of.
+            command: Id of the user's command.
+        """
         description = describe_job(clone)
         self._journal.append(
             JobAdded(
@@ -171,6 +180,7 @@ class JournalRecorder:
         """An evaluation of a job.
 
         Args:
+            job: The job, at the step of the evaluation.
             found: Loss and metrics.
             train_ema: Exponentially smoothed training loss.
             is_best: Whether it is the best of the job so far.
@@ -245,6 +255,7 @@ class JournalRecorder:
         """The best job, and the cost of the task.
 
         Args:
+            winner: Best evaluation of the best job.
             tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
             jobs: All of the task.
         """

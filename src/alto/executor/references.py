@@ -31,6 +31,7 @@ class References:
     """The data with reference log-probs.
 
     Attributes:
+        data: The task's data, whose rows have reference log-probs.
         is_cached: An earlier task has computed them.
         duration_s: Duration of the computation in this run.
     """

@@ -97,6 +97,7 @@ class SlotManager:
         """Put a job without a slot into ``slot``, as it was when it left its last one.
 
         Args:
+            job: The job; its state says where it was.
             slot: Counted over all ranks.
             is_data_parallel: Put it into the same local slot of every rank's bank.
         """

@@ -19,6 +19,7 @@ class TaskState:
     """Equal on all ranks, except for the contents of the banks.
 
     Attributes:
+        context: The task.
         jobs: Every job by id, those added while the task runs last.
         selection: Which jobs train, which wait at a rung, which have ended.
         slot_manager: Which job is in which slot.

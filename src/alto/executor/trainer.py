@@ -168,7 +168,7 @@ class Trainer:
         jobs.
 
         Raises:
-            DeviceMemoryError: There is no memory for it; :meth:`has_stepped` says which jobs have taken the step.
+            DeviceMemoryError: There is no memory for it; :meth:`has_stepped` returns whether a job has taken the step.
         """
         by_local_slot = self._here(jobs)
         local_slots, jobs = list(by_local_slot), list(by_local_slot.values())

@@ -123,6 +123,12 @@ def choose_view(
     curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
     jobs may diverge without flattening the rest. Where higher is better, the rule is mirrored. The lowest point of
     the curve ``best`` is in view in any case, and where values are bounded everything is.
+
+    Args:
+        curves: Values of the curve by job id.
+        more_is_better: Whether higher values are better.
+        is_bounded: Whether values have a fixed range.
+        best: Id of the best job; empty without one.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = {name: kept for name, curve in curves.items() if (kept := [sign * x for x in curve if math.isfinite(x)])}
@@ -148,7 +154,13 @@ def choose_view(
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
-    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
+    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
+
+    Args:
+        history: The run.
+        rows: Jobs of the table, best first.
+        quantity: The quantity that is drawn.
+    """
     evaluated = [job for job in history.jobs.values() if job.evaluations]
     best = history.best
     curves = {job.job: quantity.values_of(job) for job in evaluated}
@@ -178,6 +190,7 @@ class OccupancyFigure:
     """Bars of all stays over the time in which the run was worked on, and where that time has gaps.
 
     Attributes:
+        traces: Plotly traces of the bars.
         lanes: Name of every slot, from above.
         unit: Unit of the time axis.
         gaps: Interruptions: their places on the axis, and labels with their durations.

@@ -31,6 +31,7 @@ def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], node
     Args:
         planned: Placements of the first plan, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
+        nodes: Nodes of the cluster.
 
     Returns:
         ``lanes``, ``unit``, ``traces`` (one a hue and kind) and ``note``, a sentence about what was left out.
@@ -61,6 +62,13 @@ def write_gantt(
     path: Path, planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node], *, title: str
 ) -> None:
     """Write the picture as one page that needs nothing else.
+
+    Args:
+        path: The HTML file.
+        planned: Placements of the first plan.
+        actual: Placements that ran.
+        nodes: Nodes of the cluster.
+        title: Title of the page.
 
     Raises:
         RunWriteError: The file cannot be written.

@@ -57,6 +57,7 @@ class Importance:
         num_jobs: Jobs compared.
         num_left_out: Jobs that have not reached that point, jobs that ended before it for a reason unrelated to their
             loss, and clones, which began with the weights of another job.
+        settings: Share of each setting.
     """
 
     progress: float

@@ -55,7 +55,7 @@ def render_page(template: str, **context: Any) -> str:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Put a page where ``path``, in the folder of a run or a queue, says; a reader never sees half of it.
+    """Write a page to ``path``, in the folder of a run or a queue, atomically.
 
     Raises:
         RunWriteError: The disk is full or cannot be written; of the page nothing is left there.

@@ -36,7 +36,13 @@ FIFTHS = ("best fifth", "second fifth", "third fifth", "fourth fifth", "last fif
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One vertical axis: where every job crosses it, and what is written beside it."""
+    """One vertical axis: where every job crosses it, and what is written beside it.
+
+    Attributes:
+        name: Heading of the axis.
+        positions: Where every job crosses it, in [0, 1].
+        ticks: Positions and labels beside it.
+    """
 
     name: str
     positions: Mapping[str, float]

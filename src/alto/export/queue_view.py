@@ -122,6 +122,8 @@ def queue_summary(
     """The table of tasks, and where their adapters lie.
 
     Args:
+        progress: The queue and the runs of its tasks.
+        queue_dir: The queue's folder.
         is_live: Whether a process works on it, if it is not finished.
     """
     queue = progress.queue

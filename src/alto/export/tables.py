@@ -69,7 +69,13 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTable:
-    """Rows best first, the short names of the configuration columns, and the metrics that have columns."""
+    """Rows best first, the short names of the configuration columns, and the metrics that have columns.
+
+    Attributes:
+        columns: Short names of the configuration columns.
+        metrics: Names of the metrics that have columns.
+        rows: Jobs, best first.
+    """
 
     columns: tuple[str, ...]
     metrics: tuple[str, ...]

@@ -56,7 +56,13 @@ def kept_factor(key: DropoutKey) -> float:
 
 
 def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
-    """The tokens of one segment with its mask applied; themselves where the job has no dropout."""
+    """The tokens of one segment with its mask applied; themselves where the job has no dropout.
+
+    Args:
+        x_TK: Tokens of the segment.
+        key: Key of the mask; None without dropout.
+        number: Number of the group of modules.
+    """
     if key is None:
         return x_TK
     return x_TK * dropout_factor(key, number, x_TK.shape[0], x_TK.shape[1], x_TK.device).to(x_TK.dtype)
@@ -64,7 +70,15 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
 
 def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
     """``[num_tokens, num_features]`` float32: 0 where dropped, ``kept_factor`` elsewhere; ``number`` is the
-    group's."""
+    group's.
+
+    Args:
+        key: Key of the mask.
+        number: Number of the group of modules.
+        num_tokens: Tokens of the segment.
+        num_features: ``K``.
+        device: Device of the result.
+    """
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
     group_key = _hash_int((stream_key(key) + number + 1) & _MASK)

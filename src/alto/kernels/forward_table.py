@@ -21,7 +21,13 @@ Hopper or Blackwell GPU, and more would leave short segments mostly empty."""
 
 
 def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values`` on ``device``, copied without host-device synchronisation."""
+    """``values`` on ``device``, copied without host-device synchronisation.
+
+    Args:
+        values: The numbers.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
+    """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

@@ -68,8 +68,11 @@ def grouped_lora_linear(
     get none. Under a schedule without segments the tokens belong to no job, and only the frozen layers are applied.
 
     Args:
+        x_TK: Input.
         anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.
         bases: The frozen layers of the group's members.
+        operands: The adapters of the group.
+        schedule: Tokens of every slot.
         ops: The backend that holds the ops.
 
     Returns:

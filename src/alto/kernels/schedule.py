@@ -69,6 +69,12 @@ class TokenSchedule:
     ) -> TokenSchedule:
         """Lay the tokens of ``slots`` end to end in the order given; slots without tokens are left out.
 
+        Args:
+            slots: Slots in token order.
+            num_tokens: Tokens of each slot.
+            scales: ``lora_alpha / r`` of each slot.
+            dropout: Key of each slot's mask; None without dropout.
+
         Raises:
             ShapeError: The sequences differ in length, or a slot appears twice.
         """

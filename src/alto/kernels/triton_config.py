@@ -42,7 +42,13 @@ NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """The specialisation of a kernel."""
+    """The specialisation of a kernel.
+
+    Attributes:
+        constants: Compile-time constants of the kernel.
+        num_warps: Warps of a program.
+        num_stages: Pipeline stages of the loop.
+    """
 
     constants: dict[str, Any]
     num_warps: int
@@ -87,7 +93,13 @@ def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
 
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
     """Configuration of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU
-    busy."""
+    busy.
+
+    Args:
+        num_narrow: The most columns of the narrow side.
+        wide: Type of the tokens.
+        bank: Type of the adapters.
+    """
     tile = _tile(num_narrow, wide, bank)
     # Factors of 32 bits take more registers than four warps have.
     block_t, num_warps = (64, 8 if tile == 256 else 4) if _multiplies_16_bits(wide, bank) else (32, 8)

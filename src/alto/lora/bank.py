@@ -29,6 +29,10 @@ class AdapterBank:
     """Weights and gradients of all slots.
 
     Args:
+        layout: Layout of a row.
+        num_slots: ``Z``, number of slots.
+        device: Device of the bank.
+        dtype: Precision of weights and gradients.
         has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
 
     Attributes:
@@ -100,6 +104,11 @@ class AdapterBank:
         where ``init`` is ``gaussian``.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
+
+        Args:
+            slot: An assigned slot.
+            seed: Seed of the draw.
+            init: ``default`` or ``gaussian``.
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):

@@ -14,7 +14,13 @@ _ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear module of the base model: full name, in-features ``K``, out-features ``N``."""
+    """A linear module of the base model: full name, in-features ``K``, out-features ``N``.
+
+    Attributes:
+        name: Full name in the model.
+        in_features: ``K``.
+        out_features: ``N``.
+    """
 
     name: str
     in_features: int

@@ -19,7 +19,13 @@ __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """Settings of one slot's next step, and its learning rate (of ``A``, with LoRA+)."""
+    """Settings of one slot's next step, and its learning rate (of ``A``, with LoRA+).
+
+    Attributes:
+        slot: Local slot.
+        config: Configuration of its job.
+        learning_rate: Rate of this step.
+    """
 
     slot: int
     config: JobConfig

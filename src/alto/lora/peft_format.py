@@ -46,6 +46,8 @@ def write_adapter(
 
     Args:
         folder: Made if absent; files of an earlier adapter are replaced.
+        weights: ``A`` and ``B`` by module name.
+        config: Configuration of the job.
         base_model: The argument of ``from_pretrained`` for the base model.
         model: Modules of the base, so that the targets can be named as PEFT reads them.
     """

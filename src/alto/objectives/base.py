@@ -130,6 +130,8 @@ class Objective:
         """Loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
 
         Args:
+            losses_S: Cross-entropy of every trained token, nats, float32.
+            batch: Rows and jobs of the tokens.
             configs: One per job.
 
         Raises:

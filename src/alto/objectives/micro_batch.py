@@ -30,6 +30,9 @@ def micro_batch_terms(
     """The contribution of ``batch`` to the loss of every job in it; for a dummy batch, one number that is not used.
 
     Args:
+        objective: Objective of the jobs.
+        backbone: The base model, with injected adapters.
+        batch: The micro-batch.
         configs: One per job.
 
     Raises:
@@ -41,7 +44,14 @@ def micro_batch_terms(
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-    """:func:`micro_batch_terms` of a batch whose trained tokens have ``losses_S``."""
+    """:func:`micro_batch_terms` of a batch whose trained tokens have ``losses_S``.
+
+    Args:
+        objective: Objective of the jobs.
+        losses_S: Cross-entropy of every trained token, nats, float32.
+        batch: The micro-batch.
+        configs: One per job.
+    """
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
     terms = objective.terms(losses_S, batch, configs)
@@ -70,7 +80,14 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 def job_losses(
     objective: Objective, backbone: Backbone, batch: TokenBatch, configs: Sequence[JobConfig] = ()
 ) -> Tensor:
-    """Loss of every job, ``[J]`` float32; where a job's batch is split over micro-batches, this one's contribution."""
+    """Loss of every job, ``[J]`` float32; where a job's batch is split over micro-batches, this one's contribution.
+
+    Args:
+        objective: Objective of the jobs.
+        backbone: The base model, with injected adapters.
+        batch: The micro-batch.
+        configs: One per job.
+    """
     sums_J = micro_batch_terms(objective, backbone, batch, configs).sums_J
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 

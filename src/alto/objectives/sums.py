@@ -24,5 +24,11 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of ``numbers``, copied to ``device`` without synchronisation."""
+    """A tensor of ``numbers``, copied to ``device`` without synchronisation.
+
+    Args:
+        numbers: The numbers.
+        device: Device of the tensor.
+        dtype: Type of the tensor.
+    """
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -40,7 +40,13 @@ def writing(run: Path, what: Path) -> Iterator[None]:
 
 
 def write_error(what: Path, error: OSError, remedy: str) -> RunWriteError:
-    """ALTO's error for ``error``, which was raised while ``what`` was written."""
+    """ALTO's error for ``error``, which was raised while ``what`` was written.
+
+    Args:
+        what: Name of the file or folder, for the message.
+        error: The operating system's error.
+        remedy: What to do, for the message.
+    """
     kind = DiskFullError if is_disk_full(error) else RunWriteError
     return kind(f"expected to write {what}, found: {error.strerror or error}; {remedy}")
 

@@ -59,7 +59,7 @@ class JournalFold(ABC):
         return history
 
     def apply(self, entry: JournalEntry) -> None:
-        """Fold in one entry; one whose event this version does not know only moves the clock."""
+        """Fold in one entry; an unknown event only moves the clock."""
         self._fold(entry.event, entry.time)
         self.started_at = entry.time if self.started_at is None else self.started_at
         self.last_seen_at = entry.time

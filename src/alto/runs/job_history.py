@@ -64,9 +64,11 @@ class Occupancy:
     ranks has a stay on each.
 
     Attributes:
+        job: Job id.
         slot: Slots are counted through the ranks.
         rank: Whose bank has the slot.
         local_slot: Its number there.
+        start: When the stay began, in unix seconds.
     """
 
     job: str

@@ -54,6 +54,7 @@ class Journal:
     written.
 
     Args:
+        path: The file; made if absent.
         observers: Called with every entry after it was written.
         past: The first entries of the file, which the next one follows; None keeps all that are intact.
         check: Called before the file is cut and before every event; if it raises, the file is not changed.

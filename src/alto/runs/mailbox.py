@@ -57,6 +57,8 @@ class Command:
 
     Attributes:
         id: Sorts commands by when they were given.
+        action: Stop, resume or clone.
+        job: Id of the job.
         changes: A clone's settings that differ from the job's, canonical keys.
         warm: A clone starts from the job's best adapter instead of a new one.
     """
@@ -74,6 +76,7 @@ class QueueCommand:
 
     Attributes:
         id: Sorts commands by when they were given.
+        action: What to do.
         task: Name in the queue of the task to cancel.
         values: Of a task that is submitted, as :class:`alto.spec.Task` takes them; paths are absolute.
         tenant, priority: Of a task that is submitted.
@@ -233,6 +236,12 @@ class Mailbox(_Mailbox[Command]):
 
     def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
         """Write a command; returns its id.
+
+        Args:
+            action: Stop, resume or clone.
+            job: Id of the job.
+            changes: A clone's settings that differ from the job's, canonical keys.
+            warm: A clone starts from the job's best adapter.
 
         Raises:
             JobCommandError: The place of the mailbox is taken by a file.

@@ -17,7 +17,14 @@ WINDOW_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitTotal:
-    """Totals of one outcome over all jobs; ``share`` is of all budgeted samples."""
+    """Totals of one outcome over all jobs; ``share`` is of all budgeted samples.
+
+    Attributes:
+        outcome: Reason of the exit, or the stage of the jobs.
+        num_jobs: Number of jobs.
+        samples_trained: Samples that they trained.
+        samples_saved: Budgeted samples that they did not train.
+    """
 
     outcome: str
     num_jobs: int

@@ -3,7 +3,7 @@
 ::
 
     runs/queue-<id>/
-        queue.yaml           the tasks, what they ask for, and how they are scheduled
+        queue.yaml           the tasks, their demands, and the scheduling settings
         journal.jsonl        everything that happened to the queue
         control/             commands of other processes: alto submit, alto cancel, alto drain
         tasks/<task>/        the run directory of each task
@@ -75,6 +75,8 @@ class QueueDir:
         """A new folder ``<output_dir>/queue-<id>`` with a run directory for each task, whole or not at all.
 
         Args:
+            entries: Entries of the queue.
+            tasks: The task of each entry.
             settings: How the queue is run, in plain values.
 
         Raises:

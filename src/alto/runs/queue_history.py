@@ -37,7 +37,14 @@ class TaskStage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs."""
+    """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs.
+
+    Attributes:
+        number: Number of the attempt, from 1.
+        gpus: GPUs of the executor.
+        start: When it started, in unix seconds.
+        reason: Why it ended.
+    """
 
     number: int
     gpus: tuple[Gpu, ...]
@@ -56,7 +63,11 @@ class TaskHistory:
     """State of one task after the events seen so far.
 
     Attributes:
+        task: Name in the queue.
+        num_gpus: GPUs that it runs on.
         duration_s: Estimated seconds, before the queue began.
+        state: Its state.
+        attempts: Its executors so far.
         first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
         tenant, priority: As it was submitted.
@@ -81,7 +92,17 @@ class TaskHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNote:
-    """One schedule that was made: when (unix seconds), why, by whom, and how good it is."""
+    """One schedule that was made: when (unix seconds), why, by whom, and how good it is.
+
+    Attributes:
+        at: When it was made, in unix seconds.
+        reason: Why it was made.
+        method: Method that made it.
+        status: ``optimal``, ``feasible`` or ``heuristic``.
+        makespan_s: Seconds to the end of the last task.
+        bound_s: Lower bound of the makespan, in seconds.
+        notice: Why another method was used than the requested one; empty where it was used.
+    """
 
     at: float
     reason: str

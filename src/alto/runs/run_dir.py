@@ -165,7 +165,13 @@ def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
 
 
 def claim(unborn: Path, folder: Path, stem: str) -> Path:
-    """Rename the folder to its final name; this is atomic, so two processes never share a run."""
+    """Rename the folder to its final name; this is atomic, so two processes never share a run.
+
+    Args:
+        unborn: The temporary folder.
+        folder: Parent of the final folder.
+        stem: Name of the final folder; a number is added where it is taken.
+    """
     for attempt in range(1000):
         root = folder / (stem if attempt == 0 else f"{stem}-{attempt}")
         if root.exists():  # renaming onto an empty folder would succeed

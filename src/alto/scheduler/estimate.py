@@ -19,6 +19,7 @@ class JobWork:
     """The work of one job without early exit.
 
     Attributes:
+        job: Job id.
         batch_size: Rows of a step.
         num_tokens: Tokens of a step in expectation, rounded up.
         num_steps: Training steps.
@@ -80,6 +81,10 @@ def expected_duration_s(
     past a rung before all have reached it. Exits between rungs save ``online_exit_share`` of the sum.
 
     Args:
+        jobs: The work of each job.
+        throughput: Model of step durations.
+        limits: Slots and tokens of a step.
+        validation_tokens: Tokens of one evaluation.
         rungs: Points of selection, by rising progress; without any, only ``online_exit_share`` is saved.
         online_exit_share: Share of the work left by the rungs that online exits have saved in other runs, in [0, 1).
     """

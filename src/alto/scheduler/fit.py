@@ -71,6 +71,12 @@ def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin:
     """Most tokens that a step may have so that it and the bank stay within ``margin * capacity_bytes``.
 
     It is 0 where the base model and the bank alone do not fit, and None where the memory of tokens is negligible.
+
+    Args:
+        model: Memory model of a step.
+        capacity_bytes: Memory of the device.
+        margin: Share of the capacity that may be planned, in (0, 1].
+        bank_bytes: Memory of the bank.
     """
     left = margin * capacity_bytes - bank_bytes - model.fixed_bytes
     if left <= 0.0:

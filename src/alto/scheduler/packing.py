@@ -26,6 +26,9 @@ class PackingRequest:
         usual_tokens_per_pass: Tokens beyond which larger micro-batches are not faster on this device.
         num_ranks: Devices like this one that share the jobs. Bytes and micro-batches are those of one device; slots,
             and tokens of a step, of all.
+        max_slots: Set by the task; else None.
+        max_tokens_per_step: Set by the task; else None.
+        max_tokens_per_pass: Set by the task; else None.
     """
 
     step_tokens: Sequence[int]
@@ -43,6 +46,12 @@ class Packing:
     """The limits that a task runs within, and the resulting peak of memory.
 
     Slots and tokens of a step are those of all ranks; micro-batches and the peak are those of one.
+
+    Attributes:
+        max_slots: Slots of all ranks.
+        max_tokens_per_step: Tokens of a step of all ranks.
+        max_tokens_per_pass: Tokens of a micro-batch of one rank.
+        peak_bytes: Expected peak of memory of one rank.
     """
 
     max_slots: int
@@ -57,6 +66,11 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     Slots beyond that would only delay the first results. Where slots leave too little memory for such a step, there are
     fewer slots and larger micro-batches. Several ranks get a slot each at least, and steps in which each may train the
     largest job. The task's own limits are kept; where they do not fit, the error names limits that do.
+
+    Args:
+        request: Jobs, rows and limits of the task.
+        memory: Memory model of a step.
+        throughput: Throughput model of a step.
 
     Raises:
         DeviceMemoryError: One slot and a micro-batch of the longest row, or the task's own limits, do not fit.
@@ -92,7 +106,7 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
 
 
 def _one_job_each(request: PackingRequest) -> int:
-    """Tokens of a step in which no rank is idle, whatever their jobs; one rank never is."""
+    """Tokens of a step in which no rank is idle, for any jobs; a single rank never is."""
     return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 

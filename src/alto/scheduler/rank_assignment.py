@@ -26,6 +26,11 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance their ranks (`assign_ranks`);
     a waiting job keeps its slot if training jobs do not need it, and else moves to a rank with a free slot. Jobs that
     are fewer than the ranks train data parallel on all of them, once none waits any more.
+
+    Args:
+        plan: Plan of resident jobs.
+        demands: Jobs that have not ended.
+        limits: Limits of the bank, with the number of ranks.
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)

@@ -47,6 +47,7 @@ class RankDemand:
     """A job that trains.
 
     Attributes:
+        job: Job id.
         num_tokens: Tokens of one of its steps in expectation, 1 or more.
         rank: Where it is; None where moving it costs nothing.
     """

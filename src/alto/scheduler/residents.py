@@ -100,7 +100,14 @@ class Parking:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A job that gets a slot; one that is data parallel gets the same local slot on every rank, ``slot`` being the
-    first's."""
+    first's.
+
+    Attributes:
+        job: Job id.
+        slot: Slot, numbered over all ranks.
+        reason: Why it gets the slot.
+        is_data_parallel: Whether all ranks train it.
+    """
 
     job: str
     slot: int

@@ -20,10 +20,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantisation = Literal["none", "4bit", "8bit"]
 
 QUANTISATION_KEYS: Mapping[Quantisation, str] = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
-"""The key that asks for a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
+"""The key that sets a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
 
 LOAD_IN_4BIT = f"{QUANTISATION_KEYS['4bit']}: true"
-"""The line of a task file that asks for 4 bits, for the remedies of errors."""
+"""The line of a task file that sets 4 bits, for the remedies of errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
     own noise, not when validation and training loss lie apart.
 
-    A non-finite loss always ends a job, whatever is switched off here.
+    A non-finite loss always ends a job, with any settings.
 
     Attributes:
         enabled: False trains every job to its last step.
@@ -132,7 +132,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     warmup_ratio: float | None = Field(
         default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
     )
-    select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that go on")
+    select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that continue")
     preset: PresetName | None = Field(default=None, description="rungs by name")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
     min_kept: int | None = Field(
@@ -160,8 +160,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if not isinstance(pairs, tuple) or not pairs or not all(_is_rung(pair) for pair in pairs):
             raise ValueError(
                 f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
-                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false to rank "
-                "nobody."
+                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
+                "ranking."
             )
         progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):

@@ -82,6 +82,11 @@ def build_task(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Task
 def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
     """The keys and values of a YAML file; ``kind`` and the line ``example`` are for messages.
 
+    Args:
+        path: The file.
+        kind: Kind of the file, for messages.
+        example: A line of such a file, for messages.
+
     Raises:
         SpecError: No such file, no YAML, empty, or not a mapping.
     """

@@ -37,7 +37,13 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
 
 
 def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """Notices where jobs are compared by losses of different scales."""
+    """Notices where jobs are compared by losses of different scales.
+
+    Args:
+        metric: Metric of the task.
+        method: Method of the task.
+        configs: Configurations of all jobs.
+    """
     entry = find_method(method).entry
     settings = [config.objective for config in configs]
     keys = tuple(entry.settings.model_fields) if metric == LOSS else entry.scaled_by.get(metric, ())

@@ -31,6 +31,9 @@ class Sampled:
     """``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
 
     Integers are drawn without repeats.
+
+    Attributes:
+        is_integer: Whether values are whole numbers.
     """
 
     min: float

@@ -17,7 +17,14 @@ MAX_WAITING_EVENTS = 20_000
 
 
 class BackgroundTracker(BackgroundObserver):
-    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted."""
+    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted.
+
+    Args:
+        name: Name of the tracker, for warnings.
+        tracker: The tracker.
+        run_dir: Run directory.
+        max_waiting: Largest number of events kept for a slow tracker.
+    """
 
     def __init__(self, name: str, tracker: Tracker, run_dir: Path, *, max_waiting: int = MAX_WAITING_EVENTS) -> None:
         feed = Feed(tracker, run_dir)

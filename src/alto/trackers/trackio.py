@@ -73,4 +73,4 @@ class TrackioTracker:
 
 
 def _say_nothing(*_: object, **__: object) -> None:
-    """Stands in for ``print``."""
+    """Replaces ``print``."""

@@ -40,6 +40,8 @@ class Profile:
     """Memory and duration of a task's steps.
 
     Attributes:
+        memory: Memory model of a step.
+        throughput: Throughput model of a step.
         is_cached: It was measured in an earlier run.
         duration_s: Duration of the measurement.
     """

@@ -35,6 +35,7 @@ def balanced_reservations(
     sooner than before, or a little later: that little shrinks to nothing (annealing), and then starts over.
 
     Args:
+        problem: The scheduling problem.
         reservations: Each on one node, with no release, no quota and nothing of a higher priority in the way.
         bound: The search ends once all tasks end by then.
         deadline: When to stop at the latest, by ``time.monotonic``.

@@ -51,6 +51,9 @@ def cp_sat_schedule(
     depends on the machine.
 
     Args:
+        problem: The scheduling problem.
+        time_limit_s: Time limit of the search, in seconds.
+        hint: An earlier schedule; None without one.
         gap: See :func:`schedule_tasks`.
 
     Raises:

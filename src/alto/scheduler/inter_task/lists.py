@@ -52,6 +52,9 @@ def reservations_in_order(
     """Reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave.
 
     Args:
+        problem: The scheduling problem.
+        order: Tasks in the order of their starts.
+        taken: Reservations made before.
         is_strict: No task starts before one that is earlier in the order.
     """
     return _Machine(problem, taken, is_strict=is_strict).run(order)

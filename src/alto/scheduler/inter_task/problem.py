@@ -36,7 +36,12 @@ class TaskDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningTask:
-    """A task that runs already: it stays where it is for ``remaining_s`` more seconds."""
+    """A task that runs already: it stays where it is for ``remaining_s`` more seconds.
+
+    Attributes:
+        gpus: Its GPUs.
+        tenant: Whose quota its GPUs count against.
+    """
 
     task: str
     gpus: tuple[Gpu, ...]
@@ -50,6 +55,8 @@ class SchedulingProblem:
 
     Attributes:
         nodes: Those that have GPUs; others that were given are left out.
+        pending: Waiting tasks.
+        running: Running tasks.
         quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
 
     Raises:

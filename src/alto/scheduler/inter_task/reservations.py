@@ -19,6 +19,7 @@ class Reservation:
     in the order of their starts, each finds as many free ones as it needs.
 
     Attributes:
+        demand: The task.
         start: In the unit of the problem it was made for.
         counts: GPUs by the name of their node.
     """

@@ -30,8 +30,13 @@ def schedule_of_now(
         tasks, not on later starts or ends. So only those GPUs and the first tasks of each shape are considered.
 
     Args:
+        waiting: Tasks that wait.
+        method: List method.
+        nodes: Nodes of the cluster.
         free: The free GPUs of ``nodes``.
+        quotas: The most GPUs of a tenant at a time.
         in_use: GPUs that each tenant has.
+        now_s: Time on the queue's clock.
 
     Returns:
         The schedule without what starts later; None where no task can start.

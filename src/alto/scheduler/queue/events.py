@@ -67,6 +67,9 @@ class Offered:
     """A running task could continue on fewer GPUs; meanwhile it continues on all it has.
 
     Attributes:
+        time_s: Time on the queue's clock.
+        task: Name of the task.
+        attempt: Number of the attempt.
         num_gpus: The smaller number of GPUs.
         duration_s: Remaining seconds on ``num_gpus`` GPUs, including the restart.
         kept_duration_s: Remaining seconds on the GPUs it has.
@@ -94,6 +97,10 @@ class Failed:
     """The executor of a task ended without a result.
 
     Attributes:
+        time_s: Time on the queue's clock.
+        task: Name of the task.
+        attempt: Number of the attempt.
+        reason: Why it ended.
         is_retryable: Whether another attempt may end otherwise.
         remaining_s: Estimated seconds of the next attempt; None leaves the estimate.
         came_further: Whether the attempt has saved progress: then the count of failures in a row restarts with it.

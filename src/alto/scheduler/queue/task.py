@@ -34,7 +34,10 @@ class QueuedTask:
     Attributes:
         number: In the order of submission.
         demand: Its demand, with the latest estimate of the next or running attempt; its release is ``ready_s``.
+        submitted_s: When it was submitted.
         ready_s: It starts no earlier: its release, or the end of its pause after a failure.
+        planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
+        state: Its state.
         attempt: The latest one; 0 before the first.
         num_failures: Attempts that count against the cap.
         gpus: Of the latest attempt.
@@ -42,7 +45,6 @@ class QueuedTask:
         ended_s: When it finished, failed for good or was stopped.
         offer: Remaining seconds of the latest attempt on fewer GPUs; None where it was not reported.
         has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
-        planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
         reason: Why it failed last, or was given up.
         waits_for: What is missing before it can be planned; empty where nothing is.
     """

@@ -21,6 +21,8 @@ class Capacity:
     """The smallest cluster found.
 
     Attributes:
+        nodes: Number of nodes.
+        num_gpus: GPUs of all nodes.
         makespan_s: 95th percentile over the simulations.
         num_simulations: Of each cluster that was tried.
     """
@@ -44,6 +46,8 @@ def smallest_cluster(
     Args:
         simulation: Tasks and cluster.
         within_s: Largest makespan in seconds.
+        method: Scheduling method.
+        early_exit: Whether tasks have early exit.
         on_progress: Called with the number of nodes, its finished simulations, and all its simulations.
 
     Raises:

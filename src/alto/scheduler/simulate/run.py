@@ -46,6 +46,9 @@ def simulate(
     The result of a solver within its time limit depends on the machine; list methods are deterministic.
 
     Args:
+        simulation: Tasks and cluster.
+        method: Scheduling method.
+        early_exit: Whether tasks have early exit.
         on_progress: Called regularly with the number of ended tasks and of all tasks.
 
     Raises:

@@ -58,6 +58,12 @@ class World:
 
     A task is given up as the queue does, or when GPUs have come and gone for long without ever being enough for it.
 
+    Args:
+        simulation: Tasks and failures.
+        queue: The queue.
+        nodes: Nodes of the cluster.
+        early_exit: Whether tasks have early exit.
+
     Attributes:
         planned: Where every task was to run when it was first planned.
         attempts: Where every attempt did run.
