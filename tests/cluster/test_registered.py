@@ -76,14 +76,17 @@ def test_who_is_asked_to_stop_while_it_loads_does(start: Start) -> None:
     assert started.until_ended().outcome is Outcome.INTERRUPTED
 
 
-def test_a_killed_executor_is_found_and_closing_kills_the_others(start: Start) -> None:
+def test_a_killed_executor_is_found_and_closing_kills_the_others(start: Start, tmp_path: Path) -> None:
     started = start("waits")
     started.start("a", gpus=(0,))
     started.start("b", gpus=(1,))
     killed, other = (started.until_told("began", task)["pid"] for task in "ab")
     os.kill(killed, signal.SIGKILL)
     ended = started.until_ended("a")
-    assert (ended.outcome, ended.reason) == (Outcome.LOST, "its process ended with exit code -9 and did not say why")
+    assert (ended.outcome, ended.reason) == (
+        Outcome.LOST,
+        f"its process ended with exit code -9; see {tmp_path}/logs/a.log",
+    )
     assert is_alive(other)
     started.cluster.close()
     assert not is_alive(other)
