@@ -22,6 +22,8 @@ __all__ = ["cancel", "drain", "list_tasks", "submit"]
 QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
 
+_NOBODY = "Nobody works on this queue."
+
 _LOOK_S = 1.0
 """How often is asked whether a process still works on the queue."""
 
@@ -76,11 +78,11 @@ def drain(
     """End the queue: what runs saves and ends, and alto resume goes on with it."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
-        typer.echo("Nobody works on this queue.")
+        typer.echo(_NOBODY)
         return
     mailbox = QueueMailbox(queue_dir.run)
     command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
-    _show_answers(queue_dir, mailbox, [command], wait_s)
+    _show_answers(queue_dir, mailbox, [command], wait_s, remains=False)
 
 
 def list_tasks(
@@ -113,8 +115,13 @@ def list_tasks(
         )
 
 
-def _show_answers(queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float) -> None:
+def _show_answers(
+    queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float, *, remains: bool = True
+) -> None:
     """Print what became of each command.
+
+    Args:
+        remains: Whether those that this process does not carry out are carried out by the next.
 
     Raises:
         QueueCommandError: Some were refused; the others are printed all the same.
@@ -123,11 +130,14 @@ def _show_answers(queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence
     for command in commands:
         is_live, answer = _wait_for_answer(queue_dir, mailbox, command, wait_s)
         if answer is None and is_live:
-            typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
-        elif answer is None:
+            otherwise = ", or when it is resumed" if remains else ""
+            typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can{otherwise}.")
+        elif answer is None and remains:
             typer.echo(
                 f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}"
             )
+        elif answer is None:
+            typer.echo(_NOBODY)
         elif answer.done:
             typer.echo(answer.message)
         else:
