@@ -22,8 +22,10 @@ __all__ = ["cancel", "drain", "list_tasks", "submit"]
 QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
 
+_NO_PROCESS = "No process works on this queue."
+
 _LOOK_S = 1.0
-"""How often is asked whether a process still works on the queue."""
+"""How often the lock of the queue is tested while waiting, in seconds."""
 
 
 def submit(
@@ -77,11 +79,11 @@ def drain(
     """End the queue: running tasks save and end, and alto resume continues them."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
-        typer.echo("No process works on this queue.")
+        typer.echo(_NO_PROCESS)
         return
     mailbox = QueueMailbox(queue_dir.run)
     command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
-    _show_answers(queue_dir, mailbox, [command], wait_s)
+    _show_answers(queue_dir, mailbox, [command], wait_s, remains=False)
 
 
 def list_tasks(
@@ -105,30 +107,38 @@ def list_tasks(
     console = Console()
     console.print(task_list(progress))
     if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
-        console.print(f"nobody works on it; go on with: alto resume {queue_dir.root}", soft_wrap=True, markup=False)
+        console.print(
+            f"no process works on it; continue with: alto resume {queue_dir.root}", soft_wrap=True, markup=False
+        )
     if num_commands and not is_live:
         console.print(
-            f"commands that wait until somebody works on it: {num_commands}; alto resume {queue_dir.root}",
+            f"commands that wait for the next process: {num_commands}; alto resume {queue_dir.root}",
             soft_wrap=True,
             markup=False,
         )
 
 
-def _show_answers(queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float) -> None:
-    """Print what became of each command.
+def _show_answers(
+    queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float, *, remains: bool = True
+) -> None:
+    """Print the outcome of each command.
+
+    Args:
+        remains: Whether commands that this process does not carry out are left for the next process.
 
     Raises:
-        QueueCommandError: Some were refused; the others are printed all the same.
+        QueueCommandError: Some were refused; the outcomes of the others are printed first.
     """
     refusals = []
     for command in commands:
         is_live, answer = _wait_for_answer(queue_dir, mailbox, command, wait_s)
         if answer is None and is_live:
-            typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
+            otherwise = ", or on resumption" if remains else ""
+            typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible{otherwise}.")
+        elif answer is None and remains:
+            typer.echo(f"{_NO_PROCESS[:-1]}; the command takes effect with: alto resume {queue_dir.root}")
         elif answer is None:
-            typer.echo(
-                f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}"
-            )
+            typer.echo(_NO_PROCESS)
         elif answer.done:
             typer.echo(answer.message)
         else:
@@ -140,10 +150,10 @@ def _show_answers(queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence
 def _wait_for_answer(
     queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float
 ) -> tuple[bool, Answer | None]:
-    """Whether a process works on the queue, and its answer; a queue that ends meanwhile is not waited for."""
+    """Whether a process works on the queue, and its answer; the wait ends when the process ends."""
     gives_up_at = time.monotonic() + wait_s
     while True:
-        is_live = queue_dir.run.is_locked()  # asked first: whoever ends has given its answers before
+        is_live = queue_dir.run.is_locked()  # tested first: a process answers all commands before it ends
         left_s = max(0.0, gives_up_at - time.monotonic())
         answer = mailbox.wait_for_answer(command, min(left_s, _LOOK_S) if is_live else 0.0)
         if answer is not None or not is_live or not left_s:

@@ -119,7 +119,7 @@ class AttemptDir:
             replace_file(file, json.dumps(asdict(ending)) + "\n")
 
     def ending(self, rank: int = 0) -> Ending | None:
-        """What was said; None where nothing was that can be understood."""
+        """How it ended, as written; None where nothing was written, or nothing valid."""
         try:
             said = read_json(self._ended(rank))
             return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")

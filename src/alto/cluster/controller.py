@@ -93,7 +93,7 @@ class Controller:
             RunWriteError, RunBusyError, ClusterLostError: What ended the controller before.
         """
         if not self._dispatcher.is_drained:
-            with contextlib.suppress(_EndedError):  # drained for somebody else meanwhile, or closed: see below
+            with contextlib.suppress(_EndedError):  # another caller has drained or closed it meanwhile
                 self.begin_drain()
         while not self._dispatcher.is_drained:
             num_turns = self._num_turns

@@ -239,7 +239,7 @@ class Dispatcher:
             return None
         if isinstance(written.entry.event, journaled.TaskResumed):
             attempt.history = _history_before(attempt.launch.run_dir, written.entry.seq)
-        with contextlib.suppress(*NOT_FOLDABLE):  # what no ALTO writes changes no estimate
+        with contextlib.suppress(*NOT_FOLDABLE):  # an invalid entry changes no estimate
             attempt.history.apply(written.entry)
         self._show(
             JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
@@ -249,7 +249,7 @@ class Dispatcher:
             attempt.began_at, attempt.share_before = self._clock(), share
             attempt.start_s = attempt.began_at - attempt.launched_at
             return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
-        if isinstance(event, journaled.GpusOffered) and _is_meant(event):
+        if isinstance(event, journaled.GpusOffered) and _is_valid(event):
             return Offered(
                 time_s=self._now_s(),
                 task=written.task,
@@ -420,15 +420,15 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
 
 
 def _history_before(run_dir: str, seq: int) -> RunHistory:
-    """The state of a run after its first ``seq`` entries; the beginning where its journal cannot be read."""
+    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
     try:
         return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
     except (RunError, *NOT_FOLDABLE):
         return RunHistory()
 
 
-def _is_meant(offer: journaled.GpusOffered) -> bool:
-    """Whether an offer has GPUs and durations that there can be."""
+def _is_valid(offer: journaled.GpusOffered) -> bool:
+    """Whether an offer has at least one GPU, and durations within bounds."""
     seconds = (offer.duration_s, offer.data_parallel_duration_s)
     return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
 

@@ -150,16 +150,16 @@ class LiveQueue:
         for command in self._mailbox.pending():
             try:
                 answer = Answer(done=True, message=self._carry_out(command))
-            except RunBusyError:  # the queue cannot go on; the command waits for whoever resumes it
+            except RunBusyError:  # the queue has failed; it answers the command when it is resumed
                 raise
             except AltoError as error:
                 if isinstance(error, RunWriteError) and self._is_noted(command):
-                    raise  # nor here: its folder has what its journal lacks
+                    raise  # the queue's folder has what its journal lacks
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
     def _is_noted(self, command: QueueCommand) -> bool:
-        """Whether the queue's folder has what a command asks for."""
+        """Whether the effect of a command is in the queue's folder."""
         entries, _ = self._queue_dir.read()
         return any(
             entry.command == command.id or (entry.is_cancelled and entry.task == command.task) for entry in entries
@@ -212,9 +212,9 @@ class LiveQueue:
             return task, self._intake.estimate_s(task)
         except AltoError:
             raise
-        except Exception as error:  # a link that leads nowhere, a folder of another user: no reason to end the others
+        except Exception as error:  # a broken link, a folder without permission: the other tasks continue
             raise QueueCommandError(
-                f"expected a task whose model and data can be looked at by the process that works on the queue, found "
+                f"expected a task whose model and data can be read by the process that works on the queue, found "
                 f"{type(error).__name__}: {error}; correct it, then submit it again"
             ) from error
 
@@ -223,8 +223,8 @@ class LiveQueue:
             raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
         if not self._takes_tasks:
             raise QueueCommandError(
-                "expected a queue that takes tasks, found one that was told to take no more and to end when all have "
-                "ended (alto drain --when-done); start another"
+                "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
+                "(alto drain --when-done); start another"
             )
         self._intake.check(asked.task)
         entries, _ = self._queue_dir.read()
@@ -267,8 +267,8 @@ class LiveQueue:
         return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
 
     def _cancel_what_waits(self, finished: Collection[str]) -> None:
-        """Note cancellations that were asked while nobody worked on the queue, so that those tasks are not begun, and
-        that one which cannot run here any more keeps nobody from going on. They are answered in the first turn."""
+        """Record cancellations that were sent while no process worked on the queue: those tasks are not started, and
+        one that cannot run any more does not block the others. The commands are answered in the first turn."""
         asked = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
         for entry in self._queue_dir.read()[0] if asked else ():
             if entry.task in asked and entry.task not in finished and not entry.is_cancelled:
@@ -319,14 +319,14 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def past_ends(queue_dir: QueueDir) -> list[str]:
-    """Ids of the commands that ask the queue to end, before this process works on it: whoever gave them meant an
-    earlier one."""
+    """Ids of pending commands that end the queue. Read before this process takes the queue's lock: they were meant for
+    an earlier process."""
     pending = QueueMailbox(queue_dir.run).pending()
     return [command.id for command in pending if command.action in (QueueAction.FINISH, QueueAction.DRAIN)]
 
 
 def answer_past_ends(queue_dir: QueueDir, commands: Collection[str]) -> None:
-    """Answer those of :func:`past_ends` that nobody has answered since; ``queue_dir`` is locked by this process."""
+    """Answer those of :func:`past_ends` that have no answer yet; this process holds the lock of ``queue_dir``."""
     mailbox = QueueMailbox(queue_dir.run)
     for command in mailbox.pending():
         if command.id in commands:

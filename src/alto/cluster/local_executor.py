@@ -110,12 +110,12 @@ class LocalExecutor:
         return has_ended
 
     def _skip_past(self) -> None:
-        """Pass over what earlier attempts have written; the executor itself finds out whether that is damaged."""
+        """Skip what earlier attempts have written; the executor itself checks whether that is damaged."""
         with contextlib.suppress(RunError, OSError):
             self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
-        """What is new; an executor whose journal cannot be read is killed, and tried again."""
+        """The new journal entries; an executor whose journal cannot be read is killed, and started again."""
         try:
             return self._tail.read()
         except RunError as error:

@@ -46,7 +46,7 @@ class ProcessGroup:
         """Whether no process of it lives; where the first has died, the others are killed."""
         if self._exit_code is not None:
             return True
-        # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
+        # Not reaped yet, it keeps its process id, so that no other session can have the same id.
         with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, the kernel has reaped it
             if os.waitid(os.P_PID, self.leader, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False

@@ -329,8 +329,8 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Where the block ends by an error, what runs saves and ends; not where the user stops it at once, or where the
-    controller itself cannot go on. `SystemExit` and the cancellation of an asyncio task are errors too."""
+    """Where the block ends by an error, running tasks save and end; not where the user stops it at once, or where the
+    controller itself has failed. `SystemExit` and the cancellation of an asyncio task are errors too."""
     try:
         yield
     except BaseException as error:

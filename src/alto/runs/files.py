@@ -60,7 +60,7 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put ``content`` (a text as UTF-8) in the place of ``path``, durably; of an attempt that fails nothing is left."""
+    """Replace ``path`` by ``content`` (text as UTF-8), durably; an attempt that fails leaves nothing behind."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.new")
     try:
         with fresh.open("wb") as file:

@@ -14,7 +14,7 @@ from alto.runs.journal import read_entries
 __all__ = ["NOT_FOLDABLE", "JournalFold"]
 
 NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What an entry raises that no ALTO writes there."""
+"""Errors of applying an entry with invalid values."""
 
 
 class JournalFold(ABC):

@@ -85,13 +85,13 @@ class LockFile:
             os.close(descriptor)
 
     def _open_to_ask(self) -> tuple[int, int]:
-        """A descriptor, and the kind of lock that it can ask for: who may only read asks for a shared one."""
+        """A descriptor, and the kind of lock to test with: a shared one where the file can only be read."""
         flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             return os.open(self._path, os.O_RDWR | flags), fcntl.LOCK_EX
         except FileNotFoundError:
             raise
-        except OSError:  # another user's, or on a file system that is mounted for reading
+        except OSError:  # another user's file, or a read-only file system
             return os.open(self._path, os.O_RDONLY | flags), fcntl.LOCK_SH
 
 

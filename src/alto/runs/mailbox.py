@@ -29,7 +29,7 @@ _ANSWER = ".answer.json"
 _POLL_S = 0.05
 
 _NUM_DIGITS = 20
-"""Of the nanoseconds at which a command was given, with which its id begins."""
+"""Digits of the time in nanoseconds with which the id of a command begins."""
 
 
 class Action(StrEnum):
@@ -144,8 +144,8 @@ class _Mailbox(ABC, Generic[C]):
             return 0
 
     def _latest_ns(self) -> int:
-        """When the latest of those that wait was given; the clock may have been set back since, or be another
-        machine's."""
+        """Time of the latest pending command, in nanoseconds; the clock may have been set back since, or be that of
+        another machine."""
         given = (path.name.partition("-")[0] for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
         return max((int(number) for number in given if number.isdecimal() and len(number) == _NUM_DIGITS), default=0)
 

@@ -92,7 +92,7 @@ class QueueDir:
                 queue.run_of(entry.task).begin(task)
             queue._write(entries, settings)
             queue.run.journal_file.touch()
-            queue.run.control.mkdir()  # of a command's folder that is somebody else's, nothing could be removed
+            queue.run.control.mkdir()  # made by this user, who must be able to remove commands
             return cls(claim(unborn, folder, stem))
 
     @classmethod

@@ -220,7 +220,7 @@ class QueueHistory(JournalFold):
         self._note_interruption(time)
         self.is_completed = False
         self.notices += event.notes
-        self._done.update(event.done)  # what they were submitted by may be journaled anew after this
+        self._done.update(event.done)  # their submission may be journaled again after this
         for task in self.tasks.values():
             if task.task in event.done:  # its event may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")

@@ -45,7 +45,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
 
 def has_result(run: RunDir) -> bool:
     """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
-    report. Where its journal cannot be read it is not known to have one; whoever goes on with it says what is wrong."""
+    report. False where its journal cannot be read; resuming the run reports that error."""
     try:
         entries = read_intact_entries(run.journal_file)
     except RunError:

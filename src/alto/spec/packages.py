@@ -24,7 +24,7 @@ def naming_errors(
         call: What is called, for the message: ``Plateau.judge``.
         module: Where that is.
         page: The page of the documentation that says what it owes.
-        passes: Errors that somebody further out deals with.
+        passes: Errors that a caller handles.
 
     Raises:
         UnsupportedError: The code inside raised something else.

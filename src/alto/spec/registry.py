@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         except Exception as error:
             raise UnsupportedError(
                 f"{self.key}: expected {entry.value} of the package that registers {name!r}, found that it cannot be "
-                f"used ({described(error, entry.module)}); repair it as described in {self.page}, or remove that package"
+                f"used ({described(error, entry.module)}); correct it as described in {self.page}, or remove it"
             ) from error
 
     def check_not_taken(self, name: str) -> None:
