@@ -73,9 +73,9 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["cancel", "t"], "Nobody works on this queue; it is done as soon as you go on with it: alto resume"),
-        (["drain"], "Nobody works on this queue.\n"),
-        (["drain", "--when-done"], "Nobody works on this queue.\n"),
+        (["cancel", "t"], "No process works on this queue; the command takes effect with: alto resume"),
+        (["drain"], "No process works on this queue.\n"),
+        (["drain", "--when-done"], "No process works on this queue.\n"),
     ],
 )
 def test_a_queue_that_ends_meanwhile_is_not_waited_for(words: list[str], what: str, queue: QueueDir) -> None:
@@ -106,5 +106,6 @@ def test_commands_that_nobody_has_carried_out_are_listed(queue: QueueDir) -> Non
     queue.run.journal_file.write_text('{"seq": 0, "time": 0.0, "event": "queue_completed"}\n', encoding="utf-8")
     assert "commands" not in CliRunner().invoke(app, ["list", str(queue.root)]).stdout
     QueueMailbox(queue.run).submit({})
-    assert "until somebody works on it: 1; alto resume" in CliRunner().invoke(app, ["list", str(queue.root)]).stdout
+    listed = CliRunner().invoke(app, ["list", str(queue.root)]).stdout
+    assert "commands that wait for the next process: 1; alto resume" in listed
     assert json.loads(CliRunner().invoke(app, ["list", str(queue.root), "--json"]).stdout)["commands"] == 1
