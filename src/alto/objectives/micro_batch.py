@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from alto.backbone import Backbone
@@ -55,7 +56,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
     if not batch.slots:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))
     terms = objective.terms(losses_S, batch, configs)
-    if losses_S.requires_grad and not terms.sums_J.requires_grad:
+    if torch.is_grad_enabled() and losses_S.requires_grad and not terms.sums_J.requires_grad:
         raise ShapeError(
             f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
             "leave out what cuts it, such as detach, item or no_grad"
