@@ -370,7 +370,7 @@ def test_drained_executors_save_and_nothing_is_started_any_more(live: tuple[Benc
     bench, controller = live
     controller.begin_drain()
     for command in (lambda: controller.cancel("c"), lambda: controller.submit(new_run(bench, "d"))):
-        with pytest.raises(QueueCommandError, match="asked to save and end"):
+        with pytest.raises(QueueCommandError, match="found one that is being drained"):
             command()
     controller.drain()
     assert not bench.cluster.running
