@@ -115,7 +115,7 @@ def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
     script(lost)
-    with pytest.raises(RunError, match=r"rank 1 was killed, 3 times without coming further; .*alto resume"):
+    with pytest.raises(RunError, match=r"rank 1 was killed, 3 times without progress; .*alto resume"):
         alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
