@@ -31,12 +31,12 @@ see](#events-that-only-observers-see), [parts of events](#parts-of-events).
 
 `journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (unix seconds), `event` (the name of the event), and
 the event's own fields. A number that is not finite is one of the strings `nan`, `inf`, `-inf`. Lines are only added;
-`alto resume` cuts back to the last whole checkpoint. Steps are optimizer steps of one job, counted from 1; losses are
-means in nats per trained token (of pairs, what their loss gives); names that end in `_s` are seconds, in `_bytes`
+`alto resume` cuts back to the last intact checkpoint. Steps are optimizer steps of one job, counted from 1; losses are
+means in nats per trained token (for pairs, in the unit of their loss); names that end in `_s` are seconds, in `_bytes`
 bytes.
 
 The first event of a journal has the version of the format, {FORMAT}; journals of ALTO 0.1 have none and are read as
-version 1. A reader should pass over events and fields that it does not know: `alto` keeps them. A field marked with *
+version 1. A reader should ignore unknown events and fields: `alto` keeps them. A field marked with *
 is left out where it is empty.
 
 In Python, `alto.runs.read_entries(path)` gives a list of `JournalEntry`, each with `seq`, `time` and a typed `event`;

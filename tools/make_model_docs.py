@@ -28,23 +28,23 @@ same rows, in float32.
 | verdict | meaning |
 |---|---|
 | exact | losses agree to 1e-5 (relative), gradients to 1e-4 in norm |
-| refused | ALTO does not train it, and says why by a named error |
+| refused | ALTO does not train it, and raises a named error with the reason |
 | wrong | they differ |
 | traceback, crash, timeout | any other exception, a process that died, or no answer in time |
-| cannot build | transformers and PEFT alone cannot make or train the tiny model (see below); nothing is known of ALTO |
+| cannot build | transformers and PEFT alone cannot make or train the tiny model (see below); ALTO was not tested |
 
-A class cannot be built where its configuration does not bear the generic shrinking, a package is missing, or it wants
-more than text.
+A class cannot be built where its configuration does not support the generic shrinking, a package is missing, or it
+needs more than text.
 
-What ALTO asks a model when it is loaded, so that one that would be trained wrongly is refused:
+When a model is loaded, ALTO checks it, so that one that would be trained wrongly is refused:
 
-- Which earlier tokens does each attention module see? Read off transformers' own masks, as many models say their window
-  there alone. All of them, a window and chunks are known; any other mask is refused.
-- Are the losses the model's own, on rows longer than every window? (Windows are made small for this.) They may be off
-  by twice as much as another rounding of the model itself moves them. A model in bfloat16 or float16 is asked in
-  float32 too, a module at a time, unless it is quantised or shared out over GPUs.
-- Do rows depend on themselves alone? Other tokens in one row must not change another.
-- Is the model's own loss that of the next token?
+- The earlier tokens that each attention module sees, from transformers' own masks, as many models define their window
+  only there. All tokens, a window and chunks are supported; any other mask is refused.
+- The losses must be the model's own, on rows longer than every window (windows are made small for this), within twice
+  the change that another rounding of the model makes. A model in bfloat16 or float16 is checked in float32 too, a
+  module at a time, unless it is quantised or sharded.
+- Rows must be independent: other tokens in one row must not change another.
+- The model's own loss must be that of the next token.
 """
 
 _SHOWN = {"exact": "exact", "cannot_build": "cannot build"}

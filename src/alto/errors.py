@@ -1,14 +1,14 @@
-"""Every error ALTO raises on purpose.
+"""The errors of ALTO.
 
 ::
 
     AltoError
-    ├── SpecError (ValueError)              a task asks for something that is not valid
+    ├── SpecError (ValueError)              a task, or another specification, is not valid
     │   ├── UnknownKeyError                 an unknown key; names the one that was probably meant
     │   └── ConflictingKeysError            two spellings of one field, or one field in two places
     ├── DataError (ValueError)              a dataset cannot be read or holds nothing to train on
     │   ├── DataFileNotFoundError (FileNotFoundError)
-    │   └── DataFormatError                 a row has no form ALTO knows
+    │   └── DataFormatError                 a row has no supported form
     ├── ModelError (ValueError)             the base model cannot be used
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError           ALTO's forward pass would differ from the model's own
@@ -20,23 +20,23 @@
     │   ├── RunChangedError (ValueError)    its base model, data or settings are other ones than it began with
     │   ├── RunWriteError (OSError)         its disk cannot be written
     │   │   └── DiskFullError               it is full, or a quota is used up
-    │   ├── JobCommandError (ValueError)    a job cannot do what was asked of it
-    │   └── QueueCommandError (ValueError)  a queue cannot do what was asked of it
-    ├── TaskInterruptedError (RuntimeError) a task was asked to stop; it can be resumed
+    │   ├── JobCommandError (ValueError)    a command to a job cannot be carried out
+    │   └── QueueCommandError (ValueError)  a command to a queue cannot be carried out
+    ├── TaskInterruptedError (RuntimeError) a task was interrupted; it can be resumed
     ├── NoResultError (RuntimeError)        a task ended without one usable adapter
     ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
-    ├── DeviceBusyError (BlockingIOError)   another process has the GPU
+    ├── DeviceBusyError (BlockingIOError)   another process uses the GPU
     ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
-    ├── RankConnectionError (ConnectionError)  a rank is connected to something that is no rank of its executor
-    ├── UntrustedCodeError (PermissionError)  a run's files ask for code to be run, and the caller has not allowed it
-    ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory, however it is cut
+    ├── RankConnectionError (ConnectionError)  a rank is connected to something that is not a rank of its executor
+    ├── UntrustedCodeError (PermissionError)  a run needs code of its base model, and the caller has not allowed it
+    ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory and cannot be split
     ├── ProfileError (ValueError)           measurements that do not determine the model fitted to them
     ├── ScheduleError (ValueError)          a schedule that must not be run
-    ├── UnsupportedError (NotImplementedError)  asked for what this version cannot do
-    └── ShapeError (ValueError)             tensors handed to an op disagree
+    ├── UnsupportedError (NotImplementedError)  this version does not support it
+    └── ShapeError (ValueError)             tensors given to an op disagree
 
-Each also subclasses the builtin in brackets, so that code which knows nothing of ALTO can catch it.
-A message says what was expected, what was found, and what to do about it.
+Each also subclasses the builtin in brackets, so that code independent of ALTO can catch it.
+A message states what was expected, what was found, and what to do about it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AltoError(Exception):
 
 
 class SpecError(AltoError, ValueError):
-    """A task asks for something that is not valid."""
+    """A task, or another specification, is not valid."""
 
 
 class UnknownKeyError(SpecError):
@@ -107,7 +107,7 @@ class DataFileNotFoundError(DataError, FileNotFoundError):
 
 
 class DataFormatError(DataError):
-    """A row has no form ALTO knows."""
+    """A row has no supported form."""
 
 
 class ModelError(AltoError, ValueError):
@@ -156,15 +156,15 @@ class DiskFullError(RunWriteError):
 
 
 class JobCommandError(RunError, ValueError):
-    """A job cannot do what was asked of it."""
+    """A command to a job cannot be carried out."""
 
 
 class QueueCommandError(RunError, ValueError):
-    """A queue cannot do what was asked of it."""
+    """A command to a queue cannot be carried out."""
 
 
 class TaskInterruptedError(AltoError, RuntimeError):
-    """A task was asked to stop and did; the run can be resumed."""
+    """A task was interrupted; the run can be resumed."""
 
 
 class NoResultError(AltoError, RuntimeError):
@@ -188,7 +188,7 @@ class DeviceBusyError(AltoError, BlockingIOError):
 
 
 class ClusterLostError(AltoError, ConnectionError):
-    """The cluster that tasks run on cannot be reached any more; what had been saved can be gone on with."""
+    """The cluster that tasks run on cannot be reached any more; saved work can be resumed."""
 
 
 class RankConnectionError(AltoError, ConnectionError):
@@ -196,7 +196,7 @@ class RankConnectionError(AltoError, ConnectionError):
 
 
 class UntrustedCodeError(AltoError, PermissionError):
-    """A run's own files ask for code to be run, and the caller has not allowed it."""
+    """A run needs code of its base model, and the caller has not allowed it."""
 
 
 class DeviceMemoryError(AltoError, MemoryError):
@@ -212,7 +212,7 @@ class ScheduleError(AltoError, ValueError):
 
 
 class UnsupportedError(AltoError, NotImplementedError):
-    """Asked for something this version cannot do."""
+    """This version does not support what was requested."""
 
 
 class ShapeError(AltoError, ValueError):

@@ -70,7 +70,7 @@ def cases(base: Path) -> dict[str, Case]:
         "a pickle": ("pickled", {}, ModelError, r"pytorch_model\.bin alone.*; convert it to safetensors$"),
         "pickles asked for": ("llama", {"use_safetensors": False}, UnsupportedError, "'use_safetensors: false'; conv"),
         "no weights": ("empty", {}, ModelError, r"model\.safetensors"),
-        "quantised on disk": ("quantised", {}, UnsupportedError, "lies quantised on disk; use the unquantised model"),
+        "quantised on disk": ("quantised", {}, UnsupportedError, "is quantised on disk; use the unquantised model"),
         "own code": ("own code", {}, ModelError, "with all your rights"),
         "torch_compile": ("llama", {"torch_compile": True}, UnsupportedError, "torch_compile: .* remove the key"),
     }

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from forks import run_code
 from tiny import write_rows
 
 from alto.cli import main
 
 Refusal = Callable[..., str]
+
+AS_NOBODY = """
+import contextlib, io, os, sys
+from alto.cli import main
+
+sys.argv = ["alto", *{like!r}]
+with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+    main()
+if os.geteuid() == 0:
+    os.seteuid(65534)
+sys.argv = ["alto", *{arguments!r}]
+main()
+"""
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\nmax_steps: 1\n"
 
@@ -35,12 +49,34 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capfd.readouterr()
-        assert ended.value.code == 1, err
-        assert out == ""
-        assert err.partition(":")[0].endswith("Error"), err
-        assert err.replace("\n", "").isprintable()
-        assert len(err) < 1200
-        assert sorted(folder.rglob("*")) == before, "something half-written was left"
-        return err
+        return checked(ended.value.code, out, err, is_unchanged=sorted(folder.rglob("*")) == before)
 
     return run
+
+
+@pytest.fixture
+def refusal_to_nobody(folder: Path) -> Refusal:
+    """The same to a user who owns nothing, where the tests run as root, who may read everything.
+
+    In a process of its own: a user id is that of all threads. Nobody may read Python's own library, perhaps, of which
+    some is imported only when it is used; so root is refused first, with the arguments ``like``.
+    """
+
+    def run(*arguments: str, like: Sequence[str]) -> str:
+        before = sorted(folder.rglob("*"))
+        done = run_code(AS_NOBODY.format(like=list(like), arguments=list(arguments)), cwd=folder)
+        is_unchanged = sorted(folder.rglob("*")) == before
+        return checked(done.returncode, done.stdout, done.stderr, is_unchanged=is_unchanged)
+
+    return run
+
+
+def checked(code: object, out: str, err: str, *, is_unchanged: bool) -> str:
+    """What was said, by what every refusal has in common."""
+    assert code == 1, err
+    assert out == ""
+    assert err.partition(":")[0].endswith("Error"), err
+    assert err.replace("\n", "").isprintable()
+    assert len(err) < 1200
+    assert is_unchanged, "something half-written was left"
+    return err

@@ -14,7 +14,7 @@ from alto.cluster import open_cluster
 from alto.cluster.local import LocalCluster
 from alto.errors import SpecError, UnsupportedError
 
-FILES = packages.files_of("clusters.md", after="## A kind of cluster of your own")
+FILES = packages.files_of("clusters.md", after="### One that wraps another", until="### One that starts executors")
 
 
 def test_local_is_this_machine() -> None:
@@ -34,6 +34,36 @@ def test_one_of_a_package_that_is_no_function_is_refused(tmp_path: Path, monkeyp
     packages.install(tmp_path, broken, monkeypatch)
     with pytest.raises(UnsupportedError, match=r"accounts:open_accounted of the package .* expected a function"):
         open_cluster("accounts://x", total_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "message"),
+    [
+        ("return AccountedCluster(", "return (", r"expected what the package opens, tuple, .* without nodes, has_gpus"),
+        (
+            "return AccountedCluster(",
+            "1 / 0; (",
+            r"the cluster 'accounts': .* ZeroDivisionError: .* in __init__.py:4\d of accounts",
+        ),
+        ("    def stop(", "    def end(", r"AccountedCluster, .* found it without stop; correct that package"),
+        ("return self._inner.nodes", "return None", r"AccountedCluster.nodes: expected a sequence of .* found None"),
+    ],
+)
+def test_one_that_opens_no_cluster_is_refused(
+    line: str, wrong: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FILES["accounts/__init__.py"]
+    assert line in source
+    packages.install(tmp_path, {**FILES, "accounts/__init__.py": source.replace(line, wrong)}, monkeypatch)
+    with pytest.raises(UnsupportedError, match=message):
+        open_cluster("accounts://x", total_gpus=1)
+
+
+def test_a_package_cannot_take_the_name_of_alto_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = FILES["pyproject.toml"].replace("accounts = ", "local = ")
+    packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"cluster: expected 'local' to be ALTO's alone, .*accounts:open_"):
+        open_cluster("local", total_gpus=1)
 
 
 def test_the_page_s_cluster_runs_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from clusters import Started, is_alive, wait_for
-from journals import entries
-from tiny import curves_of, make_task, save_model
+from fake_cluster import Clock
 
 from alto.cluster import EntryWritten, ExecutorEnded, Outcome, local_executor
-from alto.early_exit import audit
-from alto.runs import RunDir, read_events
 
 StartCluster = Callable[..., Started]
 
@@ -120,35 +116,51 @@ def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluste
     assert "7" in ended.reason
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which executors of this machine are watched; it stands still until a test moves it."""
+    clock = Clock()
+    monkeypatch.setattr(local_executor, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
+    """Time passes, a third of the heartbeat's timeout between two looks at most, until the executor has ended."""
+
+    def wait() -> None:
+        clock.now_s += NEVER_S / 3
+        started.events += started.cluster.poll(0.02)
+
+    return wait_for(started.ended, "the end", meanwhile=wait)
+
+
 @here
-def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartCluster) -> None:
-    started = start_cluster("hangs", heartbeat_timeout_s=1)
+def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartCluster, clock: Clock) -> None:
+    started = start_cluster("hangs", heartbeat_timeout_s=NEVER_S)
     started.start()
     pid = started.until_told("loading")["pid"]
-    ended = started.until_ended()
+    ended = until_ended_by(clock, started)
     assert ended.outcome is Outcome.LOST
     assert "hung: no sign of life for" in ended.reason
     assert not is_alive(pid)
 
 
 @here
-def test_a_stopped_process_is_found(start_cluster: StartCluster) -> None:
-    started = start_cluster("waits", heartbeat_timeout_s=2)
+def test_a_stopped_process_is_found(start_cluster: StartCluster, clock: Clock) -> None:
+    started = start_cluster("waits", heartbeat_timeout_s=NEVER_S)
     started.start()
     pid = started.until_told("began")["pid"]
     os.kill(pid, signal.SIGSTOP)
-    ended = started.until_ended()
+    ended = until_ended_by(clock, started)
     assert ended.outcome is Outcome.LOST
     assert "hung" in ended.reason
     assert not is_alive(pid)
 
 
 @here
-def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: Clock) -> None:
     """By a clock on which a third of the timeout goes by between two beats."""
-    now_s = time.monotonic()
-    monkeypatch.setattr(local_executor, "time", SimpleNamespace(monotonic=lambda: now_s))
-    started = start_cluster("waits", heartbeat_timeout_s=30)
+    started = start_cluster("waits", heartbeat_timeout_s=NEVER_S)
     run_dir = started.start()
     started.until_told("began")
 
@@ -159,7 +171,7 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, monkeypa
     for _ in range(6):
         last = beat()
         wait_for(lambda last=last: beat() != last, "a heartbeat")
-        now_s += 10
+        clock.now_s += NEVER_S / 3
         started.cluster.poll(0)
     assert started.ended() is None
     assert is_alive(started.until_told("began")["pid"])
@@ -221,44 +233,6 @@ def test_gpus_are_free_again_when_their_executor_has_ended(start_cluster: StartC
     started.until_ended("a")
     started.start("b")
     assert started.until_ended("b").outcome is Outcome.FINISHED
-
-
-@here
-@pytest.mark.slow("campaigns")
-def test_a_task_killed_mid_step_and_resumed_ends_as_if_it_had_not_been(
-    start_cluster: StartCluster, tmp_path: Path
-) -> None:
-    task = make_task(
-        tmp_path,
-        model=str(save_model(tmp_path / "model")),
-        search_space={"lr": [1e-3, 1e-2], "batch_size": [4, 8]},
-        num_train_epochs=3,
-        max_slots=3,
-        checkpoint_interval_s=0,
-        report_to="none",
-    )
-    started = start_cluster("trains", num_gpus=2)
-    killed, undisturbed = (RunDir.create(tmp_path / name, task).root for name in ("killed", "undisturbed"))
-    (undisturbed / "killed").touch()  # its executor leaves it at that
-    started.start("killed", gpus=(0,), run_dir=killed)
-    started.start("undisturbed", gpus=(1,), run_dir=undisturbed)
-    assert started.until_ended("killed").outcome is Outcome.LOST
-    assert started.told("killed")[-1]["event"] == "checkpoint"
-    started.start("killed", gpus=(0,), attempt=2, run_dir=killed)
-    assert started.until_ended("killed", attempt=2).outcome is Outcome.FINISHED
-    assert started.until_ended("undisturbed").outcome is Outcome.FINISHED
-    assert started.told("killed", attempt=2)[0]["event"] == "task_resumed"
-    assert results(killed) == results(undisturbed)
-    assert audit(entries(read_events(killed / "journal.jsonl"))) == ()
-
-
-def results(run_dir: Path) -> object:
-    """Curves, exits and winner of a run."""
-    events = read_events(run_dir / "journal.jsonl")
-    curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
-    exits = [(event["job"], event["reason"], event["step"]) for event in events if event["event"] == "job_exited"]
-    assert curves
-    return curves, exits, events[-1]["best_job"]
 
 
 def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(start_cluster: StartCluster) -> None:

@@ -80,6 +80,7 @@ class World:
         self.clock = Clock()
         self.trained: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
+        self.cancelled: set[str] = set()
         self.writes_left: int | None = None
         self.tears = False
 
@@ -122,6 +123,7 @@ class Executors:
         taken = {gpu for _, other in self.running.values() for gpu in other.gpus}
         assert taken.isdisjoint(launch.gpus)
         assert not has_result(run), "it has its result"
+        assert launch.task not in self._world.cancelled, "it is not wanted any more"
         assert alto.load_task(run.task_file).name, "its folder is whole"
         self.running[launch.task] = (self._world.clock() + 3.0, launch)
 
@@ -203,7 +205,6 @@ class ControlPlane(RuleBasedStateMachine):
             {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}},
         )
         self.accepted: list[str] = []
-        self.cancelled: set[str] = set()
         self.sent: dict[str, QueueAction] = {}
         self.job_commands: dict[str, str] = {}
         self.seen: list[JournalEntry] = []
@@ -271,10 +272,13 @@ class ControlPlane(RuleBasedStateMachine):
             with self.world.unharmed():
                 self.sent[QueueMailbox(self.queue_dir.run).ask(QueueAction.CANCEL, task)] = QueueAction.CANCEL
             return
+        self.cancel_task(task, fate)
+
+    def cancel_task(self, task: str, fate: Fate) -> None:
         with self.mortal(fate):
             try:
                 self.live.cancel(task)
-                self.cancelled.add(task)
+                self.world.cancelled.add(task)
             except QueueCommandError:
                 assert self.controller.status().tasks.get(task) is None or self.status(task).has_ended
 
@@ -348,7 +352,7 @@ class ControlPlane(RuleBasedStateMachine):
         for entry in entries:
             is_wanted = not entry.is_cancelled
             assert self.world.trained[entry.task] == 1 or not is_wanted, f"{entry.task} was not trained"
-            assert not (is_wanted and entry.task in self.cancelled)
+            assert not (is_wanted and entry.task in self.world.cancelled)
         self._commands_took_effect_once(entries)
         self._journal_says_everything_once(names)
 
@@ -434,8 +438,13 @@ def test_killed_at_every_write_of_every_command() -> None:
         for tears in (False, True):
             plane.submit(1, 0, "", (writes, tears))
             plane.submit_by_command(1)
+            for task in plane.accepted[-1:]:
+                plane.cancel_task(task, (writes, tears))
             for _ in range(2):
                 plane.time_passes(2, (writes, tears))
+    plane.submit(3, 0, "", None)
+    plane.cancel_task(plane.accepted[-1], None)
     plane.time_passes(8, None)
     plane.killed_between_two_turns()
+    assert plane.accepted[-1] in plane.world.cancelled
     plane.teardown()

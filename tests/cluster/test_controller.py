@@ -2,110 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cluster import NODE, Clock, FakeCluster, leave_result
+from controller_bench import SETTINGS, Bench, new_run
+from fake_cluster import FakeCluster, leave_result
 from journals import event
-from tiny import make_task
 
-from alto.cluster import (
-    ClusterEvent,
-    Controller,
-    EntryWritten,
-    GpuCame,
-    GpuGone,
-    Launch,
-    Outcome,
-    Submission,
-    TaskRun,
-)
-from alto.errors import QueueCommandError, RunBusyError, SpecError, TaskInterruptedError
+from alto.cluster import ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome
+from alto.errors import TaskInterruptedError
 from alto.records import Gpu
-from alto.runs import (
-    Action,
-    Answer,
-    Journal,
-    JournalEntry,
-    Mailbox,
-    QueueDir,
-    QueueEntry,
-    RunDir,
-    TaskStage,
-    read_events,
-    read_queue_history,
-)
-from alto.runs.events import QueueResumed, TaskRelayed, decode
-from alto.scheduler import schedule_tasks
-from alto.scheduler.queue import Queue, QueueSettings
-
-SETTINGS = QueueSettings(backoff_s=2.0, max_attempts=3)
-
-
-class Bench:
-    """A queue of tasks, and the controller that runs it."""
-
-    def __init__(self, folder: Path, seconds: dict[str, float], *, num_gpus: dict[str, int] | None = None) -> None:
-        self.clock = Clock()
-        self.cluster = FakeCluster(self.clock, dict(seconds))
-        self.entries = [
-            QueueEntry(task=task, num_gpus=(num_gpus or {}).get(task, 1), duration_s=duration_s)
-            for task, duration_s in seconds.items()
-        ]
-        tasks = [make_task(folder, name=entry.task) for entry in self.entries]
-        self.queue_dir = QueueDir.create(folder / "runs", self.entries, tasks, {"method": "lpt"})
-        self.shown: list[JournalEntry] = []
-
-    def run(self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Until every task has ended."""
-        with self.controller(done=done, is_interrupted=is_interrupted) as controller:
-            controller.wait()
-
-    @contextlib.contextmanager
-    def controller(
-        self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False
-    ) -> Iterator[Controller]:
-        """A controller that has the tasks but those that are ``done``; it was not started."""
-        queue = Queue((NODE,), SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
-        with Journal(self.queue_dir.run.journal_file) as journal:
-            if journal.past:
-                journal.append(QueueResumed(done=(), notes=()))
-            else:
-                tasks = [{"task": e.task, "num_gpus": e.num_gpus, "duration_s": e.duration_s} for e in self.entries]
-                nodes = [{"name": "n", "gpus": [0, 1]}]
-                journal.append(event("queue_started", method="lpt", devices="gpus", nodes=nodes, tasks=tasks))
-            with Controller(
-                self.cluster,
-                queue,
-                journal,
-                show=self.shown.append,
-                is_interrupted=is_interrupted,
-                clock=self.clock,
-            ) as controller:
-                controller.begin([Submission(run=self.run_of(e)) for e in self.entries if e.task not in set(done)])
-                yield controller
-
-    def run_of(self, entry: QueueEntry) -> TaskRun:
-        return TaskRun(
-            task=entry.task,
-            run_dir=str(self.queue_dir.run_of(entry.task).root),
-            entry="none:none",
-            num_gpus=entry.num_gpus,
-            duration_s=entry.duration_s,
-        )
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.queue_dir.run.journal_file) if event["event"] == kind]
-
-    @property
-    def starts(self) -> Counter[str]:
-        return Counter(launch.task for launch in self.cluster.launches)
+from alto.runs import Journal, TaskStage, read_queue_history
+from alto.runs.events import TaskRelayed, decode
 
 
 def test_every_task_is_launched_once_and_finishes(tmp_path: Path) -> None:
@@ -254,7 +166,7 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
 
     bench.cluster.script = tell
     bench.run()
-    moved = [event["reason"] for event in bench.events("planned") if "a is now thought to take" in event["reason"]]
+    moved = [event["reason"] for event in bench.events("planned") if "a is now estimated to take" in event["reason"]]
     assert moved
     assert bench.starts == {"a": 1, "b": 1, "c": 1, "d": 1}
     assert {entry.event.task for entry in bench.shown if isinstance(entry.event, TaskRelayed)} == {"a"}
@@ -277,109 +189,8 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
     assert bench.starts == {"a": 1}
     (ended,) = bench.events("executor_ended")
     assert ended["outcome"] == "finished"
-    assert ended["reason"].startswith("Ended after it had its result: was ")
+    assert ended["reason"].startswith("Ended after its result was complete: was ")
     assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED
-
-
-# -- commands, while tasks run ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
-    """Two GPUs, on which tasks a and b run; c waits."""
-    bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
-    with bench.controller() as controller:
-        controller.turn()
-        assert set(bench.cluster.running) == {"a", "b"}
-        yield bench, controller
-
-
-def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> TaskRun:
-    bench.cluster.seconds[name] = seconds
-    run = RunDir(bench.queue_dir.root / "tasks" / name)
-    run.begin(make_task(bench.queue_dir.root.parent, name=name))
-    return TaskRun(task=name, run_dir=str(run.root), entry="none:none", **{"duration_s": seconds} | changes)
-
-
-def test_a_task_is_submitted_while_others_run(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    assert controller.submit(new_run(bench, "d"), tenant="t", priority=7) == "d"
-    assert controller.wait("d")
-    status = controller.status().tasks["d"]
-    assert (status.tenant, status.priority, status.has_ended, status.share_done) == ("t", 7, True, 1.0)
-    (event,) = bench.events("task_submitted")
-    assert (event["task"], event["tenant"], event["priority"], event["duration_s"]) == ("d", "t", 7, 5.0)
-    assert controller.status().open_tasks
-    history = read_queue_history(bench.queue_dir.root)
-    assert (history.tasks["d"].state, history.tasks["d"].tenant) == (TaskStage.FINISHED, "t")
-    assert bench.starts["d"] == 1
-
-
-@pytest.mark.parametrize(
-    ("run", "match"),
-    [
-        ({"name": "a"}, "expected a name that is new to the queue"),
-        ({"name": "wide", "num_gpus": 3}, "num_gpus from 1 to 2"),
-    ],
-)
-def test_a_task_that_cannot_be_taken_in_changes_nothing(
-    live: tuple[Bench, Controller], run: dict[str, Any], match: str
-) -> None:
-    bench, controller = live
-    with pytest.raises(SpecError, match=match):
-        controller.submit(TaskRun(task=run.pop("name"), run_dir="none", entry="none:none", **run))
-    assert bench.events("task_submitted") == []
-    assert set(controller.status().tasks) == {"a", "b", "c"}
-    assert controller.wait()
-
-
-def test_a_task_that_waits_is_cancelled_at_once(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    controller.cancel("c")
-    assert controller.status().tasks["c"].has_ended
-    controller.wait()
-    assert bench.starts == {"a": 1, "b": 1}
-    assert read_queue_history(bench.queue_dir.root).tasks["c"].state is TaskStage.CANCELLED
-
-
-def test_a_task_that_runs_is_cancelled_saves_and_gives_its_gpu_to_who_waits(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    controller.cancel("a")
-    controller.cancel("a")  # again, before it has ended
-    assert not controller.status().tasks["a"].has_ended
-    assert controller.wait("a")
-    controller.turn()
-    assert set(bench.cluster.running) == {"b", "c"}
-    controller.wait()
-    assert len(bench.events("task_cancelled")) == 1
-    assert bench.starts == {"a": 1, "b": 1, "c": 1}
-    tasks = read_queue_history(bench.queue_dir.root).tasks
-    assert (tasks["a"].state, tasks["a"].attempts[0].outcome) == (TaskStage.CANCELLED, "interrupted")
-
-
-def test_only_a_task_that_is_there_is_cancelled(live: tuple[Bench, Controller]) -> None:
-    _, controller = live
-    with pytest.raises(QueueCommandError, match="'x', which is none of its tasks"):
-        controller.cancel("x")
-    controller.wait()
-    with pytest.raises(QueueCommandError, match="'a', which is finished"):
-        controller.cancel("a")
-
-
-def test_drained_executors_save_and_nothing_is_started_any_more(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    controller.begin_drain()
-    for command in (lambda: controller.cancel("c"), lambda: controller.submit(new_run(bench, "d"))):
-        with pytest.raises(QueueCommandError, match="asked to save and end"):
-            command()
-    controller.drain()
-    assert not bench.cluster.running
-    assert bench.starts == {"a": 1, "b": 1}
-    assert bench.events("queue_interrupted")[0]["open"] == ["a", "b", "c"]
-    with pytest.raises(TaskInterruptedError, match="3 of 3"):
-        controller.wait()
-    controller.drain()
-    assert len(bench.events("queue_interrupted")) == 1
 
 
 def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(tmp_path: Path) -> None:
@@ -405,101 +216,59 @@ def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
     assert bench.starts == {"d": num_starts}
 
 
-def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    seen = []
-
-    def answer(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        mailbox = Mailbox(bench.queue_dir.run_of("a"))
-        for command in mailbox.pending():
-            seen.append((command.action, command.job, dict(command.changes)))
-            mailbox.answer(command.id, Answer(done=True, message="cloned"))
-        return ()
-
-    bench.cluster.script = answer
-    found = controller.job_command("a", Action.CLONE, "job-000", changes={"r": 4})
-    assert found == Answer(done=True, message="cloned")
-    assert seen == [(Action.CLONE, "job-000", {"r": 4})]
-    with pytest.raises(QueueCommandError, match="none of its tasks"):
-        controller.job_command("x", Action.STOP, "job-000")
+def test_a_journal_that_cannot_be_read_is_the_end_of_its_task_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 2.0, "b": 5.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST] * 3)
+    damaged = json.dumps({"seq": 0, "time": 0.0, "event": "task_started", "task": 7, "jobs": "none"})
+    bench.queue_dir.run_of("a").journal_file.write_text(damaged + "\n", encoding="utf-8")
+    bench.run()
+    tasks = read_queue_history(bench.queue_dir.root).tasks
+    assert (tasks["a"].state, tasks["b"].state) == (TaskStage.FAILED, TaskStage.FINISHED)
 
 
-# -- events ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "gpus_offered", "num_gpus": 1, "duration_s": "nan", "data_parallel_duration_s": 1.0},
+        {"event": "gpus_offered", "num_gpus": 0, "duration_s": 1.0, "data_parallel_duration_s": 10.0},
+        {"event": "eval", "job": "x", "step": 1, "train_ema": 1.0, "validation_loss": 1.0, "metrics": {}},
+    ],
+    ids=["no duration", "no GPUs", "without the metric"],
+)
+def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 5.0, "b": 5.0, "c": 5.0}, num_gpus={"a": 2})
+    started = {"event": "task_started", "task": "a", "metric": "reward_accuracy", "jobs": []}
+
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if "a" in cluster.running:
+            for written in (started, line):
+                yield EntryWritten(task="a", attempt=1, entry=decode({"time": 0.0, **written}))
+
+    bench.cluster.script = tell
+    bench.run()
+    assert bench.starts == {"a": 1, "b": 1, "c": 1}
 
 
-def test_events_are_followed_from_any_number_on_and_end_with_the_controller(live: tuple[Bench, Controller]) -> None:
-    bench, controller = live
-    first = [entry.seq for entry in controller.events(follow=False)]
-    assert first == list(range(len(first)))
-    followed = []
-    for entry in controller.events(since=len(first)):
-        followed.append(entry)
-        if entry.name == "executor_ended":
-            break  # left in the middle
-    followed += list(controller.events(since=followed[-1].seq + 1, follow=False))
-    controller.wait()
-    controller.close()
-    followed += list(controller.events(since=followed[-1].seq + 1))
-    lines = read_events(bench.queue_dir.run.journal_file)
-    assert [entry.to_dict() for entry in followed] == lines[len(first) :]
+def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"a": 20.0})
+    bench.cluster.outcomes["a"] = deque([Outcome.LOST])
+    jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
+    point = {"job": "job-000", "train_ema": 1.0, "validation_loss": 1.0}
+    with Journal(bench.queue_dir.run_of("a").journal_file) as journal:
+        journal.append(event("task_started", task="a", jobs=jobs))
+        journal.append(event("eval", step=50, **point))
+        resumed = journal.append(event("task_resumed"))
+        further = journal.append(event("eval", step=60, **point))
 
+    def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
+        if cluster.running and cluster.running["a"][1].attempt == 2 and not told:
+            told.append(cluster.clock())
+            for entry in (resumed, further):
+                yield EntryWritten(task="a", attempt=2, entry=entry)
 
-# -- its thread ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def threaded(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
-    bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
-    bench.cluster.script = lambda cluster: time.sleep(0.001) or ()
+    told: list[float] = []
+    bench.cluster.script = tell
     with bench.controller() as controller:
-        controller.start()
-        yield bench, controller
-
-
-def test_on_its_thread_it_is_used_from_many(threaded: tuple[Bench, Controller]) -> None:
-    bench, controller = threaded
-    runs = [new_run(bench, f"task-{number}", 1.0) for number in range(20)]
-    seen: list[JournalEntry] = []
-    follower = threading.Thread(target=lambda: seen.extend(controller.events()))
-    follower.start()
-    senders = [threading.Thread(target=controller.submit, args=(run,)) for run in runs]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join()
-    assert controller.wait()
-    controller.close()
-    follower.join()
-    assert {task for task, count in bench.starts.items() if count == 1} == {"a", "b", "c", *(run.task for run in runs)}
-    assert [entry.to_dict() for entry in seen] == read_events(bench.queue_dir.run.journal_file)
-    assert controller.status().open_tasks == ()
-    with pytest.raises(QueueCommandError, match="found one that was closed"):
-        controller.cancel("a")
-
-
-def test_what_ends_its_thread_is_told_to_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
-    bench, controller = threaded
-    follower = threading.Thread(target=lambda: list(controller.events()))
-    follower.start()
-    journal = bench.queue_dir.run.journal_file
-    journal.rename(journal.with_suffix(".old"))
-    bench.cluster.seconds |= dict.fromkeys("abc", 0.0)
-    with pytest.raises(RunBusyError, match="found it removed or replaced"):
-        controller.wait()
-    with pytest.raises(RunBusyError):
-        controller.cancel("c")
-    with pytest.raises(RunBusyError):
-        controller.drain()
-    follower.join(10)
-    assert not follower.is_alive()
-    assert not bench.cluster.running, "its executors were ended"
-
-
-def test_closing_kills_what_runs_and_waits_for_nobody(threaded: tuple[Bench, Controller]) -> None:
-    bench, controller = threaded
-    bench.cluster.seconds |= dict.fromkeys("abc", 1e9)
-    controller.wait(timeout_s=1.0)
-    controller.close()
-    controller.close()
-    assert not bench.cluster.running
-    assert controller.has_ended
+        while not told:
+            controller.turn()
+        assert controller.status().tasks["a"].share_done == pytest.approx(0.6)

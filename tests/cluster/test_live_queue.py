@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from journals import event
 from tiny import make_task
 
 import alto
-from alto.cluster import Controller, LiveQueue, QueueIntake
-from alto.errors import QueueCommandError, SpecError, TaskInterruptedError, UnsupportedError
-from alto.runs import Answer, Journal, QueueAction, QueueDir, QueueMailbox, read_events
+from alto.cluster import Controller, LiveQueue, QueueIntake, answer_past_ends, past_ends
+from alto.errors import DiskFullError, QueueCommandError, SpecError, TaskInterruptedError, UnsupportedError
+from alto.records import Node
+from alto.runs import Answer, Journal, QueueAction, QueueDir, QueueEntry, QueueMailbox, read_events
+from alto.runs.events import Event, TaskSubmitted
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
 
@@ -38,6 +40,8 @@ class Bench:
         self.task = make_task(folder, name="t")
         self.clock = Clock()
         self.cluster = FakeCluster(self.clock, dict.fromkeys(["t", "t-2", "t-3"], 5.0), leaves_results=True)
+        self.nodes = (NODE,)
+        self.estimate_s: Callable[[alto.Task], float] = lambda task: 5.0
         self._trusts_commands = trusts_commands
 
     @contextlib.contextmanager
@@ -46,13 +50,13 @@ class Bench:
             if not journal.past:
                 nodes = [{"name": "n", "gpus": [0, 1]}]
                 journal.append(event("queue_started", method="lpt", devices="gpus", nodes=nodes, tasks=[]))
-            queue = Queue((NODE,), QueueSettings(quotas={"guest": 1}), lambda p, _: schedule_tasks(p, method="lpt"))
+            queue = Queue(self.nodes, QueueSettings(quotas={"guest": 1}), lambda p, _: schedule_tasks(p, method="lpt"))
             with Controller(self.cluster, queue, journal, clock=self.clock) as controller:
                 intake = QueueIntake(
                     entry="none:none",
                     is_parallel=True,
                     check=refuse_wide,
-                    estimate_s=lambda task: 5.0,
+                    estimate_s=lambda task: self.estimate_s(task),
                     trusts_commands=self._trusts_commands,
                 )
                 live = LiveQueue(self.queue_dir, controller, journal, intake)
@@ -211,7 +215,7 @@ def test_a_queue_is_drained_by_command(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_command_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    bench.queue_dir.run.control.mkdir()
+    bench.queue_dir.run.control.mkdir(exist_ok=True)
     facts = ["[]", "{", json.dumps({"action": "submit", "values": 7}), json.dumps({"action": "fly"})]
     for number, text in enumerate(facts):
         (bench.queue_dir.run.control / f"{number}.command.json").write_text(text, encoding="utf-8")
@@ -230,3 +234,138 @@ def test_a_name_that_cannot_be_taken_in_is_no_end_of_the_queue(tmp_path: Path) -
             live.submit(bench.task.replace(num_gpus=2), tenant="guest", priority=0)
         controller.turn()
         assert live.submit(bench.task, tenant="guest", priority=0) == "t"
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file", "model/gone.safetensors"), RuntimeError("~who")]
+)
+def test_a_task_whose_files_cannot_be_looked_at_is_refused_and_the_queue_goes_on(
+    error: Exception, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path)
+
+    def estimate_s(task: alto.Task) -> float:
+        raise error
+
+    with bench.working() as (live, controller):
+        live.submit(bench.task, tenant="", priority=0)
+        bench.estimate_s = estimate_s
+        command = bench.box.submit(bench.task.to_dict())
+        controller.turn()
+        answer = bench.answer(command)
+        assert not answer.done
+        assert f"found {type(error).__name__}: {error}; correct it" in answer.message
+        live.finish()
+        live.wait()
+    assert [entry.task for entry in bench.queue_dir.read()[0]] == ["t"]
+
+
+def test_a_task_that_is_cancelled_while_nobody_works_on_the_queue_is_not_begun(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.working() as (live, _):
+        live.submit(bench.task, tenant="", priority=0)
+    num_launches = len(bench.cluster.launches)
+    command = bench.box.ask(QueueAction.CANCEL, "t")
+    with bench.working() as (live, _):
+        live.finish()
+        live.wait()
+    assert bench.answer(command).done
+    assert len(bench.cluster.launches) == num_launches
+    assert bench.kinds().count("task_cancelled") == 1
+
+
+def test_a_task_that_cannot_run_here_any_more_can_be_cancelled_so_that_the_others_go_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.working() as (live, _):
+        live.submit(bench.task.replace(num_gpus=2), tenant="", priority=0)
+        live.submit(bench.task, tenant="", priority=0)
+    bench.nodes = (Node(name="n", gpus=(0,)),)
+    with pytest.raises(SpecError, match="task 't': expected num_gpus from 1 to 1"), bench.working():
+        pass
+    bench.box.ask(QueueAction.CANCEL, "t")
+    with bench.working() as (live, _):
+        live.finish()
+        live.wait()
+    assert bench.cluster.launches[-1].task == "t-2"
+
+
+def test_a_queue_that_was_told_to_finish_takes_no_more_tasks(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.working() as (live, controller):
+        live.submit(bench.task, tenant="", priority=0)
+        bench.box.ask(QueueAction.FINISH)
+        late = bench.box.submit(bench.task.to_dict())
+        controller.turn()
+        assert "accepts no more" in bench.answer(late).message
+        with pytest.raises(QueueCommandError, match="accepts no more"):
+            live.submit(bench.task, tenant="", priority=0)
+        live.wait()
+    assert [entry.task for entry in bench.queue_dir.read()[0]] == ["t"]
+
+
+def test_a_queue_that_has_completed_is_not_interrupted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.working() as (live, controller):
+        live.finish()
+        live.wait()
+        late = bench.box.ask(QueueAction.DRAIN)
+        controller.turn()
+        assert bench.answer(late).message == "The queue has completed."
+        live.wait()
+    assert bench.kinds()[-1] == "queue_completed"
+
+
+def test_who_wanted_an_earlier_process_to_end_does_not_end_the_next(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    asked = [bench.box.ask(QueueAction.DRAIN), bench.box.ask(QueueAction.FINISH)]
+    submitted = bench.box.submit(bench.task.to_dict())
+    ends = past_ends(bench.queue_dir)
+    late = bench.box.ask(QueueAction.DRAIN)
+    answer_past_ends(bench.queue_dir, ends)
+    assert ends == asked
+    assert all(bench.answer(command).message == "The queue had ended already." for command in asked)
+    assert [command.id for command in bench.box.pending()] == [submitted, late]
+
+
+def test_a_disk_without_room_for_a_new_task_is_no_end_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+
+    def add(queue: QueueDir, entry: QueueEntry, task: alto.Task) -> None:
+        raise DiskFullError("expected to write task.yaml, found: No space left on device")
+
+    with bench.working() as (live, controller):
+        live.submit(bench.task, tenant="", priority=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(QueueDir, "add", add)
+            command = bench.box.submit(bench.task.to_dict())
+            controller.turn()
+        assert "No space left" in bench.answer(command).message
+        live.finish()
+        live.wait()
+    assert bench.kinds()[-1] == "queue_completed"
+
+
+def test_a_command_of_which_the_journal_could_not_be_written_waits_for_who_resumes_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    append = Journal.append
+
+    def full(journal: Journal, event: Event) -> Any:
+        if isinstance(event, TaskSubmitted):
+            raise DiskFullError("expected to write journal.jsonl, found: No space left on device")
+        return append(journal, event)
+
+    with bench.working() as (_, controller), monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", full)
+        command = bench.box.submit(bench.task.to_dict())
+        with pytest.raises(DiskFullError):
+            controller.turn()
+        assert [found.id for found in bench.box.pending()] == [command]
+    with bench.working() as (live, _):
+        live.finish()
+        live.wait()
+    assert bench.answer(command).message == "t was submitted."
+    assert [launch.task for launch in bench.cluster.launches] == ["t"]

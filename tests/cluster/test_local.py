@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Outcome, worker
+from alto.cluster import Outcome, process_group, worker
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.local import LocalCluster
 from alto.errors import RunBusyError, SpecError
@@ -154,7 +156,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
     run = RunDir(started.run_dir("a"))
     with run.locked():
         run_dir = started.start()
-        wait_for((run_dir / "logs" / "attempt-1" / "stdout.log").exists, "the executor", meanwhile=started.poll)
+        wait_for((run_dir / "found-locked").exists, "the executor", meanwhile=started.poll)
         run.journal_file.write_text('{"seq": 0, "time": 1.0, "event": "task_interrupted"}\n', encoding="utf-8")
         started.poll()
         assert started.events == []
@@ -165,7 +167,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LOCK_TIMEOUT_S", 0.1)
     run = RunDir(tmp_path)
-    with run.locked(), pytest.raises(RunBusyError, match="another process still does"):
+    with run.locked(), pytest.raises(RunBusyError, match="found that one still works"):
         worker._wait_until_free(run)
 
 
@@ -238,7 +240,7 @@ def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
     ("how", "outcome", "error", "reason"),
     [
         ("return", Outcome.FINISHED, "", "could not write down how it ended"),
-        ("write", Outcome.FAILED, "DiskFullError", "is full or cannot be written; make room"),
+        ("write", Outcome.FAILED, "DiskFullError", "is full or cannot be written; free disk space"),
         ("RunBusyError", Outcome.LOST, "", "could not write down how it ended"),
         ("SpecError", Outcome.FAILED, "", "could not write down how it ended"),
         ("TaskInterruptedError", Outcome.INTERRUPTED, "", "could not write down how it ended"),
@@ -256,3 +258,55 @@ def test_an_executor_says_how_it_ended_where_it_can_write_nothing(
     attempt = AttemptDir(run_dir / "logs" / "attempt-1")
     assert attempt.ending() is None
     assert [path.name for path in attempt.root.iterdir() if path.suffix == ".new"] == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"outcome": "fine", "reason": "", "error": ""}', "\xff"])
+def test_an_ending_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
+    attempt = AttemptDir.create(tmp_path, 1)
+    (attempt.root / "ended.json").write_bytes(text.encode("latin-1"))
+    assert attempt.ending() is None
+
+
+def test_an_executor_whose_journal_cannot_be_read_is_the_only_one_that_ends(start_local: StartLocal) -> None:
+    started = start_local("waits", 2)
+    run_dir = started.start("a")
+    started.start("b", gpus=(1,))
+    started.until_told("began", "a")
+    started.until_told("began", "b")
+    (run_dir / "journal.jsonl").unlink()
+    (run_dir / "journal.jsonl").mkdir()
+    ended = started.until_ended("a")
+    assert ended.outcome is Outcome.LOST
+    assert "cannot be read" in ended.reason
+    assert started.ended("b") is None
+
+
+def test_its_executors_end_where_the_kernel_reaps_them(start_local: StartLocal) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some parents leave it to their children
+    try:
+        started = start_local("works", 1)
+        started.start()
+        assert started.until_ended().outcome is Outcome.FINISHED
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_on_another_thread_signal_handlers_are_left_alone() -> None:
+    has_entered, has_changed = threading.Event(), threading.Event()
+
+    def start_processes() -> None:
+        with process_group._own_signal_handlers():
+            has_entered.set()
+            has_changed.wait(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            started = threads.submit(start_processes)
+            has_entered.wait(10)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meanwhile, by the main thread
+            has_changed.set()
+            started.result()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -24,6 +24,9 @@ PROBLEM = SchedulingProblem(
     ),
 )
 
+LIMIT_S = 600.0
+"""Longer than any of these takes."""
+
 
 def _interpreter(folder: Path, does: str) -> str:
     """A stand-in for Python that does something else."""
@@ -87,23 +90,31 @@ def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("does", "why"),
+    ("does", "grace_s", "why"),
     [
-        ("exit 3", "ended with code 3"),
-        ("kill -9 $$", "ended with code -9"),
-        ("exec sleep 60", "did not answer within 0.1 s and was killed"),
+        ("exit 3", LIMIT_S, "ended with code 3"),
+        ("kill -9 $$", LIMIT_S, "ended with code -9"),
+        ("exec sleep 3600", 0.1, "did not answer within 0.1 s and was killed"),
     ],
     ids=["crash", "kill", "hang"],
 )
 def test_without_an_answer_tasks_are_listed_and_told_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, why: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, grace_s: float, why: str
 ) -> None:
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
-    with GuardedSolver("cp-sat", time_limit_s=0.1, grace_s=1.0) as solve:
+    with GuardedSolver("cp-sat", time_limit_s=0.1, grace_s=grace_s) as solve:
         schedule = solve(PROBLEM)
     assert schedule.method == "lpt"
     assert {placement.task for placement in schedule.placements} == {"a", "b", "c", "d"}
     assert why in schedule.notice
+
+
+def test_a_process_that_cannot_be_started_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(solver.sys, "executable", str(tmp_path / "gone"))
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        schedule = solve(PROBLEM)
+    assert schedule.method == "lpt"
+    assert "could not be started" in schedule.notice
 
 
 def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

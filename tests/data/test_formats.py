@@ -237,9 +237,9 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
 @pytest.mark.parametrize(
     ("bad", "found"),
     [
-        ({}, "found none; say which is which with columns"),
-        ({"prompt": "p", "answer": "a"}, "found prompt, answer; say which"),
-        ({"a\x1b[31m": 1}, r"found a\x1b[31m; say which"),
+        ({}, "found none; name roles with columns"),
+        ({"prompt": "p", "answer": "a"}, "found prompt, answer; name roles"),
+        ({"a\x1b[31m": 1}, r"found a\x1b[31m; name roles"),
         ({f"column{number}": 1 for number in range(40)}, "and 28 more"),
         ({"prompt": 5, "completion": "c"}, "expected prompt to be a text, found 5"),
         ({"prompt": "p", "completion": None}, "expected completion to be a text, found None"),

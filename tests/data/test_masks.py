@@ -235,5 +235,5 @@ def test_marks_hold_where_the_text_before_a_reply_is_rewritten(tokenizer: Any) -
     [row] = encode_conversation(marked("u:one", "a:first", "u:two", "a:second"), tokenizer)
     assert trained_runs(row, tokenizer) == ["(glad)first<|end|>", "(glad)second<|end|>"]
     tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(DataError, match="leave what stands before a reply as it is"):
+    with pytest.raises(DataError, match="leave the text before a reply unchanged"):
         encode_conversation(marked("u:one", "a:first", "u:two", "a:second"), tokenizer)

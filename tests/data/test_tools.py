@@ -162,7 +162,7 @@ def test_content_in_parts_is_joined_and_other_parts_are_refused_by_name() -> Non
     assert convert({"messages": [{**ASKED, "content": parts}, REPLY]})[0] == Message("user", "Rain?")
     for kind in ("image_url", "image", "input_audio", "video"):
         said = refusal({"messages": [{**ASKED, "content": [{"type": kind, kind: "x"}]}, REPLY]})
-        assert f"content of text, not a part of the type {kind}: models of text alone are trained" in said
+        assert f"content of text, not a part of the type {kind}: only text models are trained" in said
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_what_nothing_reads_is_listed_once_with_counts(tmp_path: Path, tokenizer
     rows = [plain] * 10 + [{**kept, "source": "book", "tools": [WEATHER], "id": 7}] * 3
     notes = read(tmp_path, rows).encode(tokenizer).notes
     assert notes[:2] == (
-        "Columns that nothing reads: source (in 13 rows), id (in 3 rows); say what one is with columns if it should be "
-        "read.",
+        "Columns that nothing reads: source (in 13 rows), id (in 3 rows); assign one to a role with columns if it "
+        "should be read.",
         "Parts of conversations that the chat template does not show: tools (of 3 of 3 rows), reasoning_content (of 3 "
         "of 3 messages), tool_call_id (of 3 of 3 messages).",
     )
@@ -304,7 +304,7 @@ def test_a_role_that_the_template_passes_over_is_listed(tmp_path: Path, tokenize
     with_template(tokenizer, "phi3")
     rows = [{"messages": [ASKED, {**REPLY, "content": "Wait."}, RESULT, REPLY]}] * 12
     notes = read(tmp_path, rows).encode(tokenizer).notes
-    assert any("what turns of the role tool say (12 of 12 turns)" in note for note in notes)
+    assert any("the text of turns of the role tool (12 of 12 turns)" in note for note in notes)
 
 
 def test_thoughts_that_the_template_takes_out_of_a_reply_are_counted(tmp_path: Path, tokenizer: Any) -> None:

@@ -139,6 +139,8 @@ def test_a_rule_of_the_other_policy_can_be_added() -> None:
     [
         ("", "import nothing_like_it", "cannot be used .*nothing_like_it"),
         ("", "Plateau = 3", r"expected a subclass of alto.early_exit.Rule, found int"),
+        ("default=0.01", "default=1.5", r"Plateau: expected defaults .*threshold .* < 1, found 1.5"),
+        ("default=3", 'default="3"', r"Plateau: expected defaults .*patience .* whole number .* found '3' \(text\)"),
         ("    def judge", "    def judgement", "expected Plateau to have a judge method"),
         ('reason = "plateau"', 'reason = "stopped"', "other than underperforming, stopped, failed, found 'stopped'"),
         ('reason = "plateau"', 'reason = "No <progress>"', "a word or two of lower-case letters"),
@@ -156,6 +158,50 @@ def test_two_packages_with_one_rule_are_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
     with pytest.raises(UnsupportedError, match=r"registers 'x', found 2 \(a:X, b:X\); remove all but one"):
         EarlyExit(rules={"x": True})
+
+
+@pytest.mark.usefixtures("plateau")
+def test_the_page_s_curve_is_judged_as_it_says(tmp_path: Path) -> None:
+    (tmp_path / "try_rule.py").write_text(FILES["try_rule.py"], encoding="utf-8")
+    done = subprocess.run([sys.executable, "try_rule.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("ExitDecision(job='job-000', step=4, reason='plateau', evidence={'fall': ")
+
+
+def test_a_package_cannot_take_the_name_of_a_rule_of_alto_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = FILES["pyproject.toml"].replace("plateau = ", "divergence = ")
+    packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
+    with pytest.raises(
+        UnsupportedError, match=r"rules: expected 'divergence' to be ALTO's alone, found .*my_rules:Plateau"
+    ):
+        EarlyExit(rules={"divergence": True})
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            "1 / 0",
+            r"Plateau.judge of a at step 20: .* ZeroDivisionError: division by zero, in my_rules.py:\d+ of my_rules;",
+        ),
+        ("True", r"Plateau.judge: expected None or an alto.early_exit.ExitDecision, found bool; correct the rule"),
+        ('{"fall": 0.1}', r"found dict; correct the rule"),
+        ("self._ends(history, None)", r"expected evidence that maps names to numbers .*, found NoneType; correct"),
+        ('self._ends(history, {"fall": "0.1"})', r"found 'fall': str; correct the rule"),
+        ("self._ends(history, {1: 0.1})", r"found 1: float; correct the rule"),
+    ],
+)
+def test_a_rule_that_raises_or_returns_something_else_is_named(install: Install, returned: str, message: str) -> None:
+    source = FILES["my_rules.py"].replace("import Rule", "import ExitDecision, Rule")
+    old = "return verdict_in_a_row(history, self._stands_still, patience=self.patience, reason=self.reason)"
+    assert old in source
+    ends = (
+        "\n    def _ends(self, history, evidence):\n        last = history[-1]\n        return ExitDecision("
+        "job=last.job, step=last.step, reason=self.reason, evidence=evidence)\n"
+    )
+    install("", source.replace(old, f"return {returned}") + ends)
+    with pytest.raises(UnsupportedError, match=message):
+        policy_from(EarlyExit(rules={"plateau": True})).judge(curve(2.0, 1.0))
 
 
 class Confused(Rule):

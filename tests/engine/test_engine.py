@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from observers import pass_time_for
 from oracle import padded_batch
 from peft import PeftModel
 from tiny import load_tokenizer, make_task, read_journal, save_model
@@ -32,7 +33,7 @@ from alto.errors import (
 from alto.executor import TaskContext
 from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, BankLayout, adapter_scale, inject, read_adapter
-from alto.runs import Event, Journal, JournalEntry, background, read_events
+from alto.runs import FLUSH_TIMEOUT_S, Event, Journal, JournalEntry, read_events
 from alto.runs.events import JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
@@ -282,7 +283,7 @@ def test_observers_that_raise_hang_or_are_slow_change_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One of each kind; the hanging one delays the end by the timeout at most, and one that is well sees everything."""
-    monkeypatch.setattr(background.in_background, "__kwdefaults__", {"flush_timeout_s": 3.0})
+    waits_s = pass_time_for("hangs", monkeypatch)
     gate, calls = threading.Event(), list[str]()
     seen: list[JournalEntry] = []
 
@@ -307,9 +308,10 @@ def test_observers_that_raise_hang_or_are_slow_change_nothing(
     assert sorted(calls) == ["hangs", "raises"]
     assert [entry.to_dict() for entry in seen] == read_events(Path(result.run_dir) / "journal.jsonl")
     failed, late = sorted(caplog.messages, key=lambda message: "did not finish" in message)
-    assert "failed and is" in failed
+    assert "failed and gets no more events" in failed
     assert "the observer's own fault" in failed
     assert "did not finish in time" in late
+    assert waits_s == [FLUSH_TIMEOUT_S, FLUSH_TIMEOUT_S, 0.0]
 
 
 def test_a_failure_before_the_first_event_is_told_as_it_was(

@@ -86,7 +86,7 @@ def refuses(max_tokens: int) -> Attempt:
 
 
 lost = ends(Outcome.LOST)
-stopped = ends(Outcome.INTERRUPTED, "stopped as asked before it had begun", "KeyboardInterrupt")
+stopped = ends(Outcome.INTERRUPTED, "stopped as asked before it began", "KeyboardInterrupt")
 failed = ends(Outcome.FAILED, "target_modules: no q_porj", "TargetModuleError")
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
     script(lost)
-    with pytest.raises(RunError, match=r"rank 1 was killed, 3 times without coming further; .*alto resume"):
+    with pytest.raises(RunError, match=r"rank 1 was killed, 3 times without progress; .*alto resume"):
         alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
@@ -124,7 +124,7 @@ def test_a_run_that_is_not_tried_again_says_no_number_of_times(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
     script(ends(Outcome.FAILED, "it could not write down how it ended"))
-    with pytest.raises(RunError, match=r"how it ended; mend the cause"):
+    with pytest.raises(RunError, match=r"how it ended; fix the cause"):
         alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, num_gpus=2))
 
 
@@ -151,7 +151,7 @@ def test_who_is_asked_to_stop_is_not_started_again(
 ) -> None:
     cluster = script(attempt)
     engine = alto.Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: True)
-    with pytest.raises(TaskInterruptedError, match="go on with: alto resume"):
+    with pytest.raises(TaskInterruptedError, match="continue with: alto resume"):
         engine.tune(make_task(tmp_path, num_gpus=2))
     (root,) = (tmp_path / "runs").iterdir()
     with pytest.raises(TaskInterruptedError):

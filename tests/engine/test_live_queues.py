@@ -130,10 +130,10 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
         refused = CliRunner().invoke(app, ["cancel", str(queue.root), "absent"])
         assert isinstance(refused.exception, QueueCommandError)
 
-        os.kill(process.pid, signal.SIGKILL)  # and what is asked meanwhile is done when the queue goes on
+        os.kill(process.pid, signal.SIGKILL)  # and what is submitted meanwhile is done when the queue is resumed
         process.wait()
         wait_for(lambda: not queue.run.is_locked(), "the lock")
-        assert "as soon as you go on with it" in alto_command("submit", queue.root, files["next"])
+        assert "the command takes effect with: alto resume" in alto_command("submit", queue.root, files["next"])
     alto_command("resume", queue.root)
     assert states(queue) == {"long": "cancelled", "short": "finished", "next": "finished"}
     submitted = [line["task"] for line in read_events(queue.run.journal_file) if line["event"] == "task_submitted"]
@@ -145,5 +145,5 @@ def test_a_queue_that_waits_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with waiting_queue(tmp_path) as (process, queue):
         assert "no further tasks" in alto_command("drain", queue.root, "--when-done")
         assert process.wait(LIMIT_S) == 0
-    assert alto_command("drain", queue.root) == "Nobody works on this queue.\n"
+    assert alto_command("drain", queue.root) == "No process works on this queue.\n"
     assert [line["event"] for line in read_events(queue.run.journal_file)] == ["queue_started", "queue_completed"]

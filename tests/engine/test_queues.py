@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +23,7 @@ from alto.cli import app
 from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, dispatcher
 from alto.early_exit import audit
 from alto.engine.measuring import Measurement
-from alto.engine.queues import unique_names
+from alto.engine.queues import _saving, unique_names
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,
@@ -33,7 +35,7 @@ from alto.errors import (
     UnsupportedError,
 )
 from alto.records import Gpu, Node
-from alto.runs import QueueDir, TaskStage, read_events, read_queue_history
+from alto.runs import QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import TaskRelayed
 
 
@@ -139,7 +141,7 @@ def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(
     journal.write_bytes(b"".join([*lines[:2], b"\x00\x00\n", *lines[3:]]))
     refused = CliRunner().invoke(app, ["report", str(root)])
     assert refused.exit_code == 1
-    assert "cut off" in str(refused.exception)
+    assert "Cut off" in str(refused.exception)
     done = CliRunner().invoke(app, ["resume", str(root)])
     assert done.exit_code == 0, done.output
     history = read_queue_history(root)
@@ -377,6 +379,55 @@ def test_unknown_names(tmp_path: Path) -> None:
         alto.Engine().schedule([make_task(tmp_path)], method="magic")
     with pytest.raises(SpecError, match="cluster should be one of local, auto, ray"):
         alto.Engine(cluster="slurm").schedule([make_task(tmp_path)])
+
+
+def test_a_queue_is_resumed_whatever_end_an_earlier_process_was_to_come_to(tmp_path: Path) -> None:
+    engine = alto.Engine(output_dir=tmp_path / "runs")
+    with engine.queue() as queue:
+        pass
+    mailbox = QueueMailbox(QueueDir(queue.root).run)
+    command = mailbox.ask(QueueAction.DRAIN)  # it came too late
+    assert engine.resume_queue(queue.root) == []
+    answer = mailbox.wait_for_answer(command, 0)
+    assert answer is not None
+    assert answer.message == "The queue had ended already."
+
+
+def test_a_task_whose_model_has_a_link_to_nothing_does_not_end_the_queue_it_is_submitted_to(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "old.safetensors").symlink_to(tmp_path / "gone")
+    (task,) = tiny_tasks(tmp_path, folder, ["task"])
+    with alto.Engine(output_dir=tmp_path / "runs").queue() as queue:
+        mailbox = QueueMailbox(QueueDir(queue.root).run)
+        answer = mailbox.wait_for_answer(mailbox.submit(task.to_dict()), 60.0)
+        assert answer is not None
+        assert not answer.done
+        assert "old.safetensors" in answer.message
+        assert queue.status().open_tasks == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "saves"),
+    [
+        (SpecError("of the block"), True),
+        (SystemExit(1), True),
+        (asyncio.CancelledError(), True),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_what_runs_saves_where_an_error_ends_the_block(error: BaseException, saves: bool) -> None:
+    done: list[str] = []
+    controller = SimpleNamespace(
+        has_ended=False,
+        status=lambda: SimpleNamespace(open_tasks=("t",)),
+        drain=lambda: done.append("drain"),
+    )
+    live = SimpleNamespace(finish=lambda: done.append("finish"))
+    with pytest.raises(type(error)), _saving(cast(Any, live), cast(Any, controller)):
+        raise error
+    assert done == (["finish", "drain"] if saves else [])
 
 
 def test_names_are_unique(tmp_path: Path) -> None:

@@ -135,4 +135,4 @@ def test_dense_layers_of_a_quantised_mixture_are_not_checked(mixture: Backbone, 
 
 def test_a_base_on_several_gpus_is_not_checked(dense: Backbone, tmp_path: Path) -> None:
     found = PeftCheck(dense, num_ranks=2)(tmp_path)
-    assert (found.status, found.why) == ("unchecked", "the base model is shared out over 2 GPUs")
+    assert (found.status, found.why) == ("unchecked", "the base model is sharded over 2 GPUs")

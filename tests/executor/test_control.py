@@ -78,7 +78,7 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
     events = commanded.run()
     assert commanded.outcome("job-000") == (ExitReason.STOPPED, 3)
     assert commanded.answers == [
-        Answer(done=True, message="job-000 is stopped after 3 of 15 steps; alto job resume goes on with it")
+        Answer(done=True, message="job-000 is stopped after 3 of 15 steps; alto job resume continues it")
     ]
     alone = Commanded(tmp_path / "b")
     others = curves_of(alone.run())["job-001"]

@@ -89,7 +89,7 @@ def connections_are_proven() -> None:
 def who_does_not_know_the_secret_is_refused() -> None:
     """By each of the others, and refuses them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    with pytest.raises(RankConnectionError, match=f"answers for rank {1 - rank} does not know their secret"):
+    with pytest.raises(RankConnectionError, match=f"answers for rank {1 - rank} does not have their secret"):
         prove_connections(rank, size, b"the secret" if rank == 0 else b"another")
 
 

@@ -263,7 +263,7 @@ def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pyt
 def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base: Base, tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, TASK)
     with pytest.raises(
-        TaskInterruptedError, match=f"reference log-probs were precomputed, .* alto resume {run_dir.root}"
+        TaskInterruptedError, match=f"reference log-probs were precomputed; .* alto resume {run_dir.root}"
     ):
         finish(run_dir, is_interrupted=lambda: base.num_asked > 2)
     assert run_dir.journal_file.read_bytes() == b""

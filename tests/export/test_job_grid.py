@@ -47,7 +47,7 @@ def test_preferences_have_two_columns_of_their_own(preference_run):
 
 def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_longest(preference_run):
     lines = lines_of(preference_run, width=58)
-    assert lines[-1] == "no room for: best val, margin"
+    assert lines[-1] == "no space for: best val, margin"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_long
 def test_what_does_not_fit_is_left_out_and_said(small_run, width, dropped):
     lines = lines_of(small_run, width=width)
     assert all(cell_len(line) <= width for line in lines)
-    assert set(lines[-1].removeprefix("no room for: ").split(", ")) == set(dropped.split(", "))
+    assert set(lines[-1].removeprefix("no space for: ").split(", ")) == set(dropped.split(", "))
     assert {"job", "stage", "done", "val"} <= set(headings(lines))
 
 

@@ -88,7 +88,7 @@ def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
         "resumed b",
         "c (lr 3e-4) added as a clone of b, with its weights",
         "admitted c",
-        "a (lr 1e-4) reopened, goes on after step 10 of 100",
+        "a (lr 1e-4) reopened, resumes after step 10 of 100",
         "best so far 1.8000: b (lr 2e-4) at step 50 of 100",
     ]
 

@@ -198,8 +198,8 @@ def test_notes_on_the_data_are_told(small_run, page_of):
 def test_time_saved_is_called_an_estimate(small_run, page_of):
     # 1,700 samples in 24 seconds; 2,300 were saved.
     text = page_of(small_run).text
-    assert "About 32 s of training spared: an estimate from the 70.8 samples per second" in text
-    assert "spared" not in page_of(small_run[:4]).text
+    assert "About 32 s of training saved: an estimate from the 70.8 samples per second" in text
+    assert "of training saved" not in page_of(small_run[:4]).text
 
 
 def test_evaluations_of_the_best_adapter(small_run, write_run):

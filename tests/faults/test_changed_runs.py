@@ -123,7 +123,7 @@ def test_a_run_of_version_0_1_goes_on_with_a_notice_and_knows_its_base_from_then
     journal.write_text("".join(json.dumps(event) + "\n" for event in (first, *others)))
     alto.Engine().resume(stopped / "run")
     (resumed,) = [event for event in read_journal(stopped / "run") if event["event"] == "task_resumed"]
-    assert resumed["notes"][-1].startswith("The journal of the run does not say which base model it began with")
+    assert resumed["notes"][-1].startswith("The journal of the run does not record its base model")
     assert {key: value for key, value in resumed["base"].items() if key != "files"} == {
         key: value for key, value in base.items() if key != "files"
     }
@@ -141,7 +141,7 @@ def test_a_base_that_the_journal_has_damaged_is_as_good_as_none(damage: Any, sto
     (stopped / "run" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (first, *others)))
     alto.Engine().resume(stopped / "run")
     (resumed,) = [event for event in read_journal(stopped / "run") if event["event"] == "task_resumed"]
-    assert resumed["notes"][-1].startswith("The journal of the run does not say which base model it began with")
+    assert resumed["notes"][-1].startswith("The journal of the run does not record its base model")
     assert resumed["base"]["weights"]
 
 

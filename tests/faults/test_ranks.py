@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dying_ranks import DEATHS_FILE
+from deaths import TRAIN, Death, plan_deaths
 from journals import entries
 from tiny import curves_of, make_task, read_journal, save_model
 
@@ -23,7 +22,7 @@ from alto.runs import JournalEntry
 from alto.runs.events import JobEvaluated, TaskResumed
 
 HEARTBEAT_S = 8.0
-DEATHS = (
+DEATHS: tuple[Death, ...] = (
     (1, "forward", signal.SIGKILL, 4),
     (0, "backward", signal.SIGKILL, 3),
     (1, "saved", signal.SIGKILL, 5),
@@ -101,11 +100,11 @@ def test_ranks_that_die_cost_nothing_but_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / DEATHS_FILE).write_text(json.dumps([*DEATHS, None]), encoding="utf-8")
+    plan_deaths(tmp_path, {task.name: DEATHS})
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")])
     )
-    monkeypatch.setattr("alto.engine.launched.TRAIN", "dying_ranks:train")
+    monkeypatch.setattr("alto.engine.launched.TRAIN", TRAIN)
     ends = record_ends(monkeypatch)
     result = alto.Engine(output_dir=tmp_path).tune(task)
     assert [end.outcome for end in ends] == [Outcome.LOST] * len(DEATHS) + [Outcome.FINISHED]

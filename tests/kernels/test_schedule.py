@@ -48,5 +48,5 @@ def test_lengths_must_agree(num_tokens: list[int], scales: list[float], dropout:
 
 
 def test_a_slot_may_not_appear_twice() -> None:
-    with pytest.raises(ShapeError, match=r"once in a pass, found \[1, 1\]"):
+    with pytest.raises(ShapeError, match=r"once in a forward pass, found \[1, 1\]"):
         TokenSchedule.build([1, 1], [2, 3], [1.0, 1.0])

@@ -123,8 +123,8 @@ def test_a_pattern_has_to_match_the_whole_name(llama: PreTrainedModel, pattern: 
     ("meant", "also"),
     [
         (["q_proj", "lm_head"], "none under 'lm_head'"),
-        (r".*(_proj|lm_head)", "also means 'lm_head', its output head"),
-        (r".*self_attn.*", r"also means 'model\.layers\.0\.self_attn', a LlamaAttention"),
+        (r".*(_proj|lm_head)", "also matches 'lm_head', its output head"),
+        (r".*self_attn.*", r"also matches 'model\.layers\.0\.self_attn', a LlamaAttention"),
     ],
 )
 def test_what_is_not_a_linear_module_of_the_body_is_refused(

@@ -15,12 +15,13 @@ import pytest
 import torch
 from preference_pairs import make_pairs
 from resident_jobs import DATA, PAIRS, Bank, assert_same_step, make_model, make_task
+from tiny import write_rows
 from typer.testing import CliRunner
 
 import alto
 from alto.backbone import Backbone
 from alto.cli import app
-from alto.data import JobRows, TaskData, collate
+from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
 from alto.executor import Executor, RunStart, TaskContext
 from alto.export.importance import importance_of_settings
@@ -28,7 +29,8 @@ from alto.objectives import Learners, find_objective, job_losses, micro_batch_te
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
 from alto.spec import Task, load_task
 
-FILES = packages.files_of("objectives.md")
+FILES = packages.files_of("objectives.md", until="## One on conversations")
+FOCAL = packages.files_of("objectives.md", after="## One on conversations")
 ENTRY, TERMS = "simpo/__init__.py", "simpo/objective.py"
 CONFIGS: list[dict[str, object]] = [
     {"beta": 2.0, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
@@ -162,6 +164,24 @@ def test_reading_a_task_imports_no_torch(tmp_path: Path) -> None:
             "simpo:SIMPO .*metrics .* and scores .*win_rate",
         ),
         (("metrics=PREFERENCE_METRICS", 'metrics=("loss",)'), ("", ""), "simpo:SIMPO .*no metric called 'loss'"),
+        (
+            ("metrics=PREFERENCE_METRICS", 'metrics="margin"'),
+            ("", ""),
+            "simpo:SIMPO .*metrics: expected a tuple of n",
+        ),
+        (('("beta",)', '("beta")'), ("", ""), "simpo:SIMPO .*reward_margin: expected a tuple of names, found 'beta'"),
+        (
+            ('("beta",)', '("gamma",)'),
+            ("", ""),
+            "simpo:SIMPO .*scaled_by: expected settings of .*gamma",
+        ),
+        (("reward_margin", "margin"), ("", ""), "simpo:SIMPO .*scaled_by: expected settings of .*'margin'"),
+        (('"simpo.objective:SimPO"', "SimPOSettings"), ("", ""), "simpo:SIMPO .*implementation: expected text such as"),
+        (
+            ("default=2.0", "default=0"),
+            ("", ""),
+            r"simpo:SIMPO .*expected defaults .*beta .* > 0 .*found 0",
+        ),
         (("", ""), ("", "import nothing_like_it"), "simpo.objective:SimPO, .*cannot be loaded .*nothing_like_it"),
         (("", ""), ("", "SimPO = 3"), "simpo.objective:SimPO, .*cannot be loaded .*not callable"),
         (("", ""), ("", "class SimPO:\n    pass"), "simpo.objective:SimPO, .*found it without check, terms"),
@@ -202,6 +222,135 @@ def test_terms_that_are_not_one_per_job_are_refused(install: Install, line: str,
             batch,
             [Learners(find_objective("simpo"), tuple(job.config for job in task.jobs))],
         )
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "error", "message"),
+    [
+        ("return pairs.terms(losses_Q,", "return (losses_Q,", UnsupportedError, "expected an .*Terms, found tuple"),
+        ("return pairs.terms(", "pairs.terms(", UnsupportedError, "expected an alto.objectives.Terms, found NoneType"),
+        ("pairs.terms(losses_Q,", "pairs.terms(losses_Q.detach(),", ShapeError, "found some without a gradient"),
+        (
+            "job.target_margin for",
+            "job.margin for",
+            UnsupportedError,
+            r"SimPO.terms: .* AttributeError: .*'margin', in objective.py:\d+ of simpo; correct that package",
+        ),
+    ],
+)
+def test_terms_that_raise_or_are_none_are_named(
+    install: Install, line: str, wrong: str, error: type[Exception], message: str
+) -> None:
+    install(terms=(line, wrong))
+    task = make_task(CONFIGS[:2], method="simpo")
+    bank = Bank(make_model("llama"), task, data=PAIRS)
+    with pytest.raises(error, match=message):
+        bank.step()
+
+
+def test_memory_that_runs_out_in_terms_is_dealt_with_as_elsewhere(install: Install) -> None:
+    source = FILES[TERMS].replace(
+        "        pairs = Pairs", "        raise MemoryError('no room')\n        pairs = Pairs"
+    )
+    install(terms=("", source))
+    batch = collate(PAIRS.train, [JobRows(0, (3, 1))])
+    losses_S = torch.ones(sum(batch.job_targets))
+    with pytest.raises(MemoryError, match=r"^no room$"):
+        find_objective("simpo").terms(losses_S, batch, [])
+
+
+def test_a_check_that_raises_is_named(install: Install) -> None:
+    install(terms=("        pass", "        dataset.rows"))
+    with pytest.raises(
+        UnsupportedError, match=r"SimPO.check: .* AttributeError: .*'rows', in objective.py:\d+ of simpo"
+    ):
+        find_objective("simpo").check(PAIRS.train, [])
+
+
+def test_a_package_cannot_take_the_name_of_a_method_of_alto_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = FILES["pyproject.toml"].replace("simpo = ", "sft = ")
+    packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"method: expected 'sft' to be ALTO's alone, found .*simpo:SIMPO"):
+        find_objective("sft")
+
+
+def test_a_job_whose_loss_is_nan_ends_and_no_other_notices(install: Install, tmp_path: Path) -> None:
+    source = FILES[TERMS].replace(
+        "for job in settings])\n        target", "for job in settings]) * nan_Q\n        target"
+    )
+    nan = "        nan_Q = pairs.of_jobs([float('nan') if job.beta == 0.5 else 1.0 for job in settings])\n"
+    install(terms=("", source.replace("        beta_Q", nan + "        beta_Q")))
+    task = make_task(CONFIGS[:2], method="simpo", early_exit={"select": False})
+    run_dir = RunDir.create(tmp_path / "runs", task)
+    backbone = Backbone(make_model("llama"), None, "unused")
+    with Journal(run_dir.journal_file) as journal:
+        Executor.build(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)).run()
+    events = read_events(run_dir.journal_file)
+    (ended,) = [event for event in events if event["event"] == "job_exited"]
+    assert (ended["job"], ended["reason"], ended["evidence"]) == ("job-001", "diverging", {"train_loss": "nan"})
+    assert events[-1]["event"] == "task_completed"
+    assert events[-1]["best_job"] == "job-000"
+
+
+def focal_losses(losses_S: torch.Tensor, gamma: float) -> torch.Tensor:
+    return (1 - torch.exp(-losses_S)) ** gamma * losses_S
+
+
+def test_the_one_on_conversations_is_the_focal_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.install(tmp_path, FOCAL, monkeypatch)
+    task = make_task([{"gamma": 0.0}, {"gamma": 2.0}], method="focal")
+    objective = find_objective("focal")
+    batch = collate(DATA.train, [JobRows(0, (3, 1)), JobRows(1, (2, 0, 4))])
+    losses_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 3
+    losses_S[0] = 0.0
+    losses_S.requires_grad_()
+    terms = objective.terms(losses_S, batch, [job.config for job in task.jobs])
+    parts = losses_S.detach().split(batch.job_targets)
+    expected = [float(focal_losses(part, gamma).sum()) for part, gamma in zip(parts, (0.0, 2.0), strict=True)]
+    assert terms.sums_J.tolist() == pytest.approx(expected, rel=1e-5)
+    assert terms.metrics["known_share"].tolist() == [int((part < 0.6931).sum()) for part in parts]
+    assert float(terms.rows["known_share"].sum()) == float(terms.metrics["known_share"].sum())
+    terms.sums_J.sum().backward()
+    assert losses_S.grad is not None
+    assert losses_S.grad.isfinite().all()
+
+
+def test_jobs_of_the_one_on_conversations_train_in_company_as_they_do_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.install(tmp_path, FOCAL, monkeypatch)
+    configs = [
+        {"gamma": 0.5, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
+        {"gamma": 3.0, "lr": 5e-4, "r": 8, "batch_size": 4, "seed": 2},
+    ]
+    together = Bank(make_model("llama"), make_task(configs, method="focal"))
+    alone = [Bank(make_model("llama"), make_task([config], method="focal")) for config in configs]
+    for facts, bank in zip(list(together.step().values()), alone, strict=True):
+        (expected,) = bank.step().values()
+        assert_same_step(facts, expected)
+
+
+def test_the_one_on_conversations_refuses_replies_of_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.install(tmp_path, FOCAL, monkeypatch)
+    short = EncodedDataset(
+        input_ids=(torch.tensor([1, 2]),), targets=(torch.tensor([2, -100]),), num_truncated=0, num_skipped=0
+    )
+    with pytest.raises(DataError, match=r"^focal: expected replies of several tokens, found rows with one each"):
+        find_objective("focal").check(short, [])
+
+
+def test_the_one_on_conversations_is_searched_by_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.install(tmp_path / "package", FOCAL, monkeypatch)
+    write_rows(tmp_path / "rows.jsonl", 20)
+    (tmp_path / "focal.yaml").write_text(FOCAL["focal.yaml"], encoding="utf-8")
+    task = load_task(tmp_path / "focal.yaml", ["num_train_epochs=1", "early_exit=false", "max_length=32", "r=2"])
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
+    history = read_history(result.run_dir)
+    gammas = {job.config["gamma"] for job in history.jobs.values()}
+    assert len(gammas) == 3
+    assert all(0.5 <= gamma <= 3.0 for gamma in gammas)
+    best = json.loads((Path(result.adapter_dir) / "metrics.json").read_text(encoding="utf-8"))
+    assert 0.0 <= best["metrics"]["known_share"] <= 1.0
 
 
 def test_one_that_needs_the_reference_takes_pairs_alone(install: Install) -> None:

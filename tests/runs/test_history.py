@@ -8,7 +8,17 @@ from journals import entries, entry
 
 from alto.errors import RunError, RunNotFoundError
 from alto.records import Rung
-from alto.runs import RunDir, RunHistory, Stage, read_events, read_history, task_result
+from alto.runs import (
+    QueueHistory,
+    RunDir,
+    RunHistory,
+    Stage,
+    TaskStage,
+    has_result,
+    read_events,
+    read_history,
+    task_result,
+)
 
 
 def test_fold_tells_every_job(small_run):
@@ -210,3 +220,21 @@ def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
     history = RunHistory.of(entries([*cut, resumed, seated]))
     assert (history.num_ranks, history.num_slots) == (1, 3)
     assert [(stay.rank, stay.local_slot) for stay in history.occupancy if stay.job == "c"] == [(1, 0), (0, 2)]
+
+
+@pytest.mark.parametrize(("done", "state"), [(["t"], TaskStage.FINISHED), ([], TaskStage.WAITING)])
+def test_a_task_whose_submission_is_journaled_anew_has_its_result_all_the_same(done, state):
+    """The line that a loss of power took with it comes after the one that says what is done."""
+    lines = [
+        {"event": "queue_started", "nodes": [], "tasks": []},
+        {"event": "queue_resumed", "done": done},
+        {"event": "task_submitted", "task": "t", "num_gpus": 1, "duration_s": 1.0},
+    ]
+    assert QueueHistory.of(entries(lines)).tasks["t"].state is state
+
+
+@pytest.mark.parametrize("line", [{"event": "task_started", "task": 7}, {"event": 7}])
+def test_a_run_whose_journal_is_damaged_is_not_known_to_have_a_result(tmp_path, line):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "journal.jsonl").write_text(json.dumps({"seq": 0, "time": 0.0, **line}) + "\n")
+    assert not has_result(RunDir(tmp_path))

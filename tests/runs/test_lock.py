@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_one_at_a_time(run: RunDir) -> None:
     with run.locked():
         assert other.is_locked()
         run.check_lock()
-        with pytest.raises(RunBusyError, match="another process does"), other.locked():
+        with pytest.raises(RunBusyError, match="found that one works on"), other.locked():
             pass
     assert not other.is_locked()
     with other.locked():
@@ -126,3 +127,17 @@ def test_the_lock_of_a_process_that_ended_is_free(run: RunDir) -> None:
     may_end.set()
     process.join()
     assert not run.is_locked()
+
+
+def test_who_may_only_read_sees_whether_somebody_works_on_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def only_read(path: Path, flags: int, *arguments: int) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *arguments)
+
+    for is_held in (True, False):
+        with run.locked() if is_held else contextlib.nullcontext(), monkeypatch.context() as patch:
+            patch.setattr(os, "open", only_read)
+            assert RunDir(run.root).is_locked() is is_held

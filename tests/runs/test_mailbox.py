@@ -97,3 +97,11 @@ def test_a_command_arrives_and_its_answer_comes_back(run: RunDir) -> None:
     mailbox.answer(sent, Answer(done=True, message="yes"))
     assert mailbox.pending() == []
     assert json.loads((run.control / f"{sent}.answer.json").read_text()) == {"done": True, "message": "yes"}
+
+
+def test_commands_keep_their_order_where_the_clock_is_set_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([2_000_000_000, 1_000_000_000, 1_000_000_000])
+    monkeypatch.setattr("alto.runs.mailbox.time.time_ns", lambda: next(times))
+    mailbox = Mailbox(run)
+    sent = [mailbox.send(Action.STOP, f"job-{number}") for number in range(3)]
+    assert [command.id for command in mailbox.pending()] == sent

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alto.errors import RunError, RunExistsError
-from alto.runs import RunDir
+from alto.runs import QueueDir, RunDir, queue_dir, replace_file, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
@@ -52,3 +55,42 @@ def test_a_file_in_the_way_is_named_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("in the way")
     with pytest.raises(RunError, match=r"found .*runs \(.*\); choose another with --output-dir"):
         RunDir.create(tmp_path / "runs", TASK)
+
+
+@pytest.mark.parametrize("kind", ["run", "queue"])
+def test_threads_of_one_process_do_not_share_a_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alto.runs.run_dir.time.strftime", lambda _: "20260101-000000")
+    together = threading.Barrier(2, timeout=10)
+    claim = run_dir.claim
+
+    def claim_together(*arguments: Any) -> Path:
+        together.wait()  # both have made what they are about to name
+        return claim(*arguments)
+
+    def create(_: int) -> Path:
+        return RunDir.create(tmp_path, TASK).root if kind == "run" else QueueDir.create(tmp_path, [], [], {}).root
+
+    monkeypatch.setattr(run_dir, "claim", claim_together)
+    monkeypatch.setattr(queue_dir, "claim", claim_together)
+    with ThreadPoolExecutor(2) as threads:
+        roots = list(threads.map(create, range(2)))
+    assert sorted(tmp_path.iterdir()) == sorted(roots)
+
+
+def test_threads_of_one_process_do_not_write_into_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(2, timeout=10)
+    sync = os.fsync
+
+    def sync_together(descriptor: int) -> None:
+        together.wait()
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_together)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda text: replace_file(tmp_path / "file", text), ["a" * 5, "b" * 9]))
+    assert (tmp_path / "file").read_text(encoding="utf-8") in ("a" * 5, "b" * 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

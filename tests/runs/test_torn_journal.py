@@ -96,7 +96,7 @@ def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Pa
 def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"seq": 2, \n', *lines[3:]]))
-    with pytest.raises(RunError, match=r"line 3 of 4 is not one.*cut off.*alto resume"):
+    with pytest.raises(RunError, match=r"line 3 of 4 is not one.*Cut off.*alto resume"):
         read_events(path)
     with Journal(path) as journal:  # what resuming does
         assert journal.num_lines_cut == 2
@@ -155,6 +155,8 @@ def test_an_event_that_could_not_be_written_leaves_nothing_behind(
     journal.__exit__()
     assert kinds(path) == [*(event["event"] for event in EVENTS), "queue_interrupted"]
     assert [event["seq"] for event in read_events(path)] == list(range(5))
+    (line,) = path.read_bytes()[len(before) :].splitlines()
+    assert json.loads(line)["event"] == "queue_interrupted", "nothing of the torn line is in it"
 
 
 def test_a_cut_that_fails_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

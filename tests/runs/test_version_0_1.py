@@ -80,7 +80,7 @@ def test_an_interrupted_run_is_shown_reported_and_resumed(folder: Path) -> None:
     result = facts("resume", run, "--json")
     after = read_history(run)
     (resumed,) = [entry.event for entry in read_entries(run / "journal.jsonl") if isinstance(entry.event, TaskResumed)]
-    assert resumed.notes[-1].startswith("The journal of the run does not say which base model it began with")
+    assert resumed.notes[-1].startswith("The journal of the run does not record its base model")
     assert resumed.base is not None
     assert after.result is not None
     assert after.result.best_job == result["best_job"]

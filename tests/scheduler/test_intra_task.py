@@ -198,6 +198,8 @@ LARGEST, SAME, FILLS, ALONE, AHEAD = "largest_first", "same_batch_size", "fills_
         ([job("a", 2, slot=0), job("b", 8)], 1, None, [], []),
         # Tokens: 100 are left beside a; b is too large for them, c is not.
         ([job("a", 2, slot=0), job("b", 16), job("c", 8)], 3, 120, [], [("c", 1, FILLS)]),
+        ([job("a", 2, slot=0), job("b", 8)], 2, 100, [], [("b", 1, LARGEST)]),
+        ([job("a", 2, slot=0), job("b", 8)], 2, 99, [], []),
         ([job("a", 2, slot=0, is_waiting=True), job("b", 16)], 2, 120, [], [("b", 1, ALONE)]),
         ([job("a", 8, slot=0), job("b", 4, slot=1)], 2, 100, [("b", "over_limit")], []),
         # A job that may run ahead: for a slot that nobody wants, and not instead of one that only waits for tokens.

@@ -61,8 +61,8 @@ def test_what_the_task_sets_is_kept():
     ("changes", "fits"),
     [
         ({"longest_row": 8000}, "max_length: 7900"),
-        ({"max_slots": 80}, "77 slots and passes of 300 tokens fit"),
-        ({"max_tokens_per_pass": 9000}, "1 slots and passes of 7,900 tokens fit"),
+        ({"max_slots": 80}, "77 slots and micro-batches of 300 tokens fit"),
+        ({"max_tokens_per_pass": 9000}, "1 slots and micro-batches of 7,900 tokens fit"),
         ({"slot_bytes": 900 * MIB}, "smaller r"),
     ],
 )
@@ -97,7 +97,10 @@ def test_no_rank_is_left_without_a_slot_or_without_tokens():
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        ({"max_slots": 80 * 4}, "80 slots of .* on each of 4 ranks; 77 slots a rank .308 in all. and passes of 300"),
+        (
+            {"max_slots": 80 * 4},
+            "80 slots of .* on each of 4 ranks; 77 slots a rank .308 in all. and micro-batches of 300",
+        ),
         ({"longest_row": 8000}, "1 slots of .* on each of 4 ranks; .* max_length: 7900"),
     ],
 )

@@ -91,7 +91,7 @@ def test_target_modules_have_one_form(given, stored):
     [
         ("q_proj,v_proj", r"Write \[q_proj, v_proj\]"),
         ("q_proj v_proj", r"Write \[q_proj, v_proj\]"),
-        ([".*_proj"], r"A pattern stands alone"),
+        ([".*_proj"], r"A pattern cannot be in a list"),
         (".*(q|v_proj", r"a regular expression.*unterminated subpattern.*Write for example"),
         ("*_proj", r"nothing to repeat"),
         ("", r"found ''"),

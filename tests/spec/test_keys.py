@@ -64,7 +64,7 @@ def test_key_that_is_no_text(key):
 
 @pytest.mark.parametrize("key", sorted(UNSUPPORTED_KEYS))
 def test_unsupported_keys_are_refused_by_name_everywhere(key):
-    with pytest.raises(UnsupportedError, match=f"here asks for '{key}', which is not supported"):
+    with pytest.raises(UnsupportedError, match=f"here has the key '{key}', which is not supported"):
         canonical({key: "something"})
 
 

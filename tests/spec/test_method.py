@@ -43,7 +43,7 @@ def test_one_setting_is_judged_whatever_the_others_are() -> None:
     dpo.check_setting("label_smoothing", 0.1)
     dpo.check_setting("loss_type", "ipo")
     dpo.check_setting("beta", None)
-    with pytest.raises(SpecError, match=r"^beta \(how dearly"):
+    with pytest.raises(SpecError, match=r"^beta \(penalty of leaving"):
         dpo.check_setting("beta", 0)
 
 

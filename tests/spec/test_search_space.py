@@ -149,7 +149,7 @@ def test_varied_names_the_columns_worth_showing():
         ({"rnk": [8]}, UnknownKeyError, r"search_space has the unknown key 'rnk'. Did you mean 'rank'"),
         ({"pair": {}}, UnknownKeyError, r"Did you mean 'paired'"),
         ({"lr": 1, "learning_rate": 1}, ConflictingKeysError, r"both 'lr' and 'learning_rate'"),
-        ({"use_dora": [True, False]}, UnsupportedError, r"search_space asks for 'use_dora'"),
+        ({"use_dora": [True, False]}, UnsupportedError, r"search_space has the key 'use_dora'"),
         ({"paired": 3}, SpecError, r"^search_space.paired\[0\] should map fields"),
         ({"paired": {}}, SpecError, r"found none"),
         ({"paired": {"r": [1, 2], "lr": [1]}}, SpecError, r"equally many .* r with 2, learning_rate with 1"),

@@ -14,15 +14,17 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def files_of(page: str, *, after: str = "") -> dict[str, str]:
+def files_of(page: str, *, after: str = "", until: str = "") -> dict[str, str]:
     """The files that a page shows: blocks whose first line is a comment with their name, and ``pyproject.toml``.
 
     Args:
         page: Name of the page in ``docs``.
         after: Heading behind which to look.
+        until: Heading at which to stop.
     """
     text = (DOCS / page).read_text(encoding="utf-8")
     text = text[text.index(after) :]
+    text = text[: text.index(until)] if until else text
     files = {}
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         named = re.match(r"# ([\w./]+\.\w+)\n", block)

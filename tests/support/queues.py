@@ -31,15 +31,15 @@ def tiny_tasks(folder: Path, model: Path, names: Sequence[str], **changes: Any) 
     return [make_task(folder, name=name, **(settings | changes)) for name in names]
 
 
-def one_by_one(tasks: Sequence[alto.Task], names: Sequence[str], *, num_gpus: int = 1) -> Schedule:
-    """By turns on the slots of this machine, ten seconds each."""
+def one_by_one(tasks: Sequence[alto.Task], names: Sequence[str], *, num_gpus: int = 1, node: str = NODE) -> Schedule:
+    """By turns on the slots of a node, by default of this machine, ten seconds each."""
     return Schedule(
         method="lpt",
         status="heuristic",
         placements=tuple(
             Placement(
                 task=name,
-                gpus=(Gpu(NODE, index % num_gpus),),
+                gpus=(Gpu(node, index % num_gpus),),
                 start_s=10.0 * (index // num_gpus),
                 duration_s=10.0,
             )

@@ -1,11 +1,16 @@
-"""Runs a queue of tiny tasks, or goes on with one; a program of its own, so that it may be killed.
+"""Runs a queue of tiny tasks on one GPU, or goes on with one; a program of its own, so that it may be killed.
 
-python run_queue.py FOLDER MODEL NUM_GPUS EPOCHS NAME…
-python run_queue.py FOLDER resume
+    python run_queue.py FOLDER CLUSTER MODEL NAME…
+    python run_queue.py FOLDER CLUSTER
+
+Executors die and wait as ``deaths.plan_deaths(FOLDER, …)`` has said. Every entry that an observer is shown is printed,
+as a line of JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -13,30 +18,51 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from deaths import TRAIN
 from queues import one_by_one, tiny_tasks
 
 import alto
+from alto.cluster import open_cluster
+from alto.engine import queues as engine_queues
 from alto.errors import TaskInterruptedError
+from alto.runs import JournalEntry
+
+INTERRUPTED = 75
+"""Exit code of one that was asked to stop."""
+
+SETTINGS = {
+    "search_space": {"lr": [1e-3, 1e-2], "batch_size": [4, 8]},
+    "num_train_epochs": 3,
+    "max_slots": 3,
+}
 
 
-def main(folder: Path, model: str, *settings: str) -> None:
+def print_entry(entry: JournalEntry) -> None:
+    print(json.dumps(entry.to_dict()), flush=True)
+
+
+def main(folder: Path, cluster: str, model: str = "", *names: str) -> None:
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    engine_queues.TRAIN = TRAIN
     engine = alto.Engine(
-        total_gpus=1 if model == "resume" else int(settings[0]),
+        cluster=cluster,
+        total_gpus=1,
         output_dir=folder / "runs",
+        observers=[print_entry],
         is_interrupted=lambda: bool(signals),
     )
     try:
-        if model == "resume":
+        if not names:
             (queue,) = (folder / "runs").glob("queue-*")
             engine.resume_queue(queue)
-        else:
-            num_gpus, epochs, *names = settings
-            tasks = tiny_tasks(folder, Path(model), names, num_train_epochs=int(epochs))
-            engine.batched_execution(tasks, one_by_one(tasks, names, num_gpus=int(num_gpus)))
+            return
+        with contextlib.closing(open_cluster(cluster, total_gpus=1)) as opened:
+            (node,) = opened.nodes
+        tasks = tiny_tasks(folder, Path(model), names, **SETTINGS)
+        engine.batched_execution(tasks, one_by_one(tasks, names, node=node.name))
     except TaskInterruptedError:
-        sys.exit(75)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

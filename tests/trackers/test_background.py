@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from journals import entry
+from observers import pass_time_for
 
-from alto.runs import background
 from alto.trackers.background import BackgroundTracker, tracking
 from alto.trackers.base import JobOutcome, Point, TrackedRun
 
@@ -99,7 +98,7 @@ def test_tracker_that_raises_is_told_nothing_more(
     assert bad.calls.count(when) == 1
     assert good.calls[-1] == "finish"
     (message,) = caplog.messages
-    assert message.startswith("tracker bad failed and is told nothing more, training goes on without it. ")
+    assert message.startswith("tracker bad failed and gets no more events; training continues without it. ")
     assert type(error).__name__ in message
     assert "\n" not in message
 
@@ -114,19 +113,7 @@ def test_tracker_that_hangs_delays_the_end_by_the_timeout_and_no_other_tracker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a clock that stands still but while somebody waits for the tracker that hangs."""
-    now_s, waits_s = 100.0, []
-    join = threading.Thread.join
-
-    def waits(thread: threading.Thread, timeout_s: float) -> None:
-        nonlocal now_s
-        waits_s.append(timeout_s)
-        if thread.name.endswith("hanging"):
-            now_s += timeout_s
-        else:
-            join(thread, LIMIT_S)
-
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(threading.Thread, "join", waits)
+    waits_s = pass_time_for("hanging", monkeypatch)
     hanging, good = Tracker(when, gate.wait), Tracker()
     show(small_run, {"hanging": hanging, "good": good}, tmp_path, flush_timeout_s=30.0)
     assert waits_s == [30.0, 0.0]
@@ -175,7 +162,7 @@ def test_events_beyond_the_bound_are_dropped_and_counted(
     worker.join(LIMIT_S)
     assert tracker.calls == ["start", *["log"] * 10, "finish"]
     (message,) = caplog.messages
-    assert message.startswith("tracker lagging could not keep up and was not told of 990 events")
+    assert message.startswith("tracker lagging could not keep up and missed 990 events")
 
 
 def test_error_of_the_training_passes_through_and_trackers_are_finished(small_run: list[Event], tmp_path: Path) -> None:

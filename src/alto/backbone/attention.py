@@ -1,9 +1,9 @@
 """Padding-free causal attention, plugged into unmodified Hugging Face models.
 
-Sequences lie end to end in one row of tokens; each attends to itself alone. Registered under :data:`NAME` with
-``AttentionInterface``. Where the sequences lie is set around the forward pass (:func:`attending`), as many models do
-not hand arguments down to their attention; which earlier tokens a token sees is set on each attention module
-(:class:`Pattern`), as many models say it in their mask alone.
+Sequences are concatenated in one row of tokens; each attends only to itself. Registered under :data:`NAME` with
+``AttentionInterface``. The offsets of the sequences are set around the forward pass (:func:`attending`), as many models
+do not pass arguments down to their attention; the visible earlier tokens are set on each attention module
+(:class:`Pattern`), as many models define them only in their mask.
 
 Shapes: ``T`` tokens, ``H`` heads of queries, ``G`` of keys and values, ``D`` head size.
 """
@@ -50,13 +50,13 @@ class Pattern:
 
 
 def set_pattern(module: nn.Module, pattern: Pattern) -> None:
-    """What attention is to do in ``module``, one of the model's attention modules, instead of what its call says."""
+    """Set the pattern of ``module``, one of the model's attention modules; it overrides the arguments of its call."""
     setattr(module, _PATTERN, pattern)
 
 
 @contextmanager
 def attending(sequences: Sequences) -> Iterator[None]:
-    """MicroBatches inside are over ``sequences``."""
+    """Forward passes inside are over ``sequences``."""
     token = _SEQUENCES.set(sequences)
     try:
         yield
@@ -65,8 +65,8 @@ def attending(sequences: Sequences) -> Iterator[None]:
 
 
 def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, of which only the inputs are kept for the backward pass, which may come when another
-    pass has begun: it is computed again over the same sequences."""
+    """``function(*arguments)``, recomputed in the backward pass from its inputs, over the same sequences, even if
+    another forward pass has begun meanwhile."""
     sequences = _SEQUENCES.get()
 
     def run(*inputs: Any) -> Any:
@@ -95,7 +95,7 @@ def varlen_attention(
         q_THD: Queries ``[T, H, D]``.
         k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
         v_TGD: Values ``[T, G, D]``.
-        sequences: Where they lie; their lengths sum to ``T``.
+        sequences: Their lengths, which sum to ``T``, and prefixes.
         scale: Factor on the scores.
         window: A token sees at most this many tokens back, itself included; None for all.
         softcap: Scores are squeezed into ``±softcap`` by a tanh; None leaves them.
@@ -122,7 +122,7 @@ def _attention_forward(
     softcap: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention; extras that would change the result are refused.
+    """The attention function that transformers calls; arguments that would change the result are refused.
 
     Queries, keys and values come as ``[1, heads, T, D]``, the result goes as ``[1, T, H, D]``.
     """
@@ -143,10 +143,10 @@ def _attention_forward(
 
 
 def register() -> None:
-    """Make :data:`NAME` known to transformers; calling it again changes nothing.
+    """Register :data:`NAME` with transformers. Idempotent.
 
     Sequences are separated by their offsets, so there is no mask. No mask function is registered either: for an
-    attention that has one, transformers looks for packed sequences in the position ids of every pass, and waits for the
-    device to read what it found; for one that has none it builds no mask and looks at nothing.
+    attention that has one, transformers searches the position ids of every forward pass for packed sequences, which
+    synchronises host and device; for one that has none it builds no mask.
     """
     AttentionInterface.register(NAME, _attention_forward)

@@ -1,4 +1,4 @@
-"""The frozen base model, seen as two steps: token ids to hidden states, hidden states to token losses."""
+"""The frozen base model in two steps: token ids to hidden states, hidden states to token losses."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = ["Backbone"]
 class Backbone:
     """A frozen Hugging Face causal LM with a padding-free forward pass.
 
-    Building it compares that pass with the model's own on a few rows (:mod:`alto.backbone.probe`), so that a model with
-    an unusual forward (logit scaling, other masks) is refused instead of trained wrongly.
+    The constructor compares it with the model's own forward pass on a few rows (:mod:`alto.backbone.probe`), so that a
+    model with an unusual forward (logit scaling, other masks) is refused instead of trained wrongly.
 
     Attributes:
         model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
         tokenizer: Its tokenizer.
         path: What ``from_pretrained`` takes for it.
-        max_length: Tokens up to which a sequence leaves all others of its pass alone; None where it always does.
+        max_length: Longest sequence that does not affect the others of its forward pass; None without such a limit.
 
     Raises:
-        UnsupportedModelError: The padding-free pass differs from the model's own, or the model does not let its
+        UnsupportedModelError: The padding-free forward pass differs from the model's own, or the model does not let its
             attention be replaced or its layers be recomputed, or has an unusual output head.
     """
 
@@ -88,7 +88,7 @@ class Backbone:
 
     @property
     def num_bytes(self) -> int:
-        """What its parameters and buffers take of this device; of a sharded one this rank's parts."""
+        """Bytes of its parameters and buffers on this device; of a sharded model, of this rank's parts."""
         return held_bytes(self.model)
 
     def hidden_states(
@@ -101,9 +101,11 @@ class Backbone:
         """Final hidden states ``[T, H]`` of sequences laid end to end.
 
         Args:
+            input_ids_T: Token ids.
             position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
             sequence_lengths: Tokens of each sequence, summing to ``T``.
-            sequence_prefixes: Tokens of the sequence before it that each goes on behind; None where none does.
+            sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each; None without
+                prefixes.
 
         Raises:
             UnsupportedModelError: See :meth:`check_length`.
@@ -119,17 +121,17 @@ class Backbone:
 
     @torch.no_grad()
     def run_once(self) -> None:
-        """A forward pass of one token, module by module, for those who watch what happens in it."""
+        """A forward pass of one token, for hooks on its modules."""
         token = torch.zeros(1, dtype=torch.long, device=self.device)
         with torch.compiler.set_stance("force_eager"):
             self.hidden_states(token, token, (1,))
 
     def checkpoint_layers(self) -> None:
-        """Recompute every layer's activations in the backward pass from now on, instead of keeping them.
+        """Enable gradient checkpointing: recompute every layer's activations in the backward pass.
 
-        The layers are set one by one: the model's own switch has another name from version to version, and would also
-        ask for the gradient of the embeddings. They recompute in training mode only: the mode is set on the layer
-        alone, and is off again while the layer computes, so that no dropout of the base wakes up inside it.
+        The layers are set one by one: the name of the model's own switch differs between versions, and it would also
+            need the gradient of the embeddings. They recompute only in training mode: the mode is set on the layer
+            itself, and is off while the layer computes, so that no dropout of the base is active.
 
         Raises:
             UnsupportedModelError: The model is not built of layers that have this switch.
@@ -141,8 +143,8 @@ class Backbone:
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """The model with the attention it came with, nothing recomputed and nothing compiled: as keys and values can be
-        kept from token to token."""
+        """The model with its original attention, without gradient checkpointing and compilation, as generation with a
+        cache of keys and values needs it."""
         recomputed = [layer for layer in self.model.modules() if layer.training]
         try:
             self.model.eval().set_attn_implementation(self._own_attention)
@@ -154,7 +156,7 @@ class Backbone:
                 layer.training = True
 
     def check_length(self, num_tokens: int) -> None:
-        """Make sure that a sequence of ``num_tokens`` leaves all others of its pass alone.
+        """Check that a sequence of ``num_tokens`` does not affect the others of its forward pass.
 
         Raises:
             UnsupportedModelError: It would change the positions of all others.
@@ -172,7 +174,7 @@ class Backbone:
 
 
 def _max_length(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which a sequence leaves the rotary frequencies of the pass alone; None where it always does."""
+    """Longest sequence that does not change the rotary frequencies of the forward pass; None without such a limit."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     limits = []
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -184,7 +186,7 @@ def _max_length(config: PreTrainedConfig) -> int | None:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile what a layer does around its linear modules and its attention, which stay as they are.
+    """Compile the parts of a layer around its linear modules and its attention, which are not compiled.
 
     Fewer launches: norms, rotations, activations and sums become one kernel each. All layers share what is compiled,
     and any number of tokens.
@@ -215,7 +217,7 @@ def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *ar
 
 
 def _layers(model: PreTrainedModel, key: str) -> list[Any]:
-    """The repeated layers of ``model``; ``key`` is what asks for them."""
+    """The repeated layers of ``model``; ``key`` is the setting that needs them, for the message."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(

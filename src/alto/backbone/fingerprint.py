@@ -1,7 +1,7 @@
-"""What a base model is, in a few digests: by which a run knows the one it began with.
+"""The fingerprint of a base model: a few digests by which a run recognises the model that it began with.
 
-Two folders with the same weights, configuration and code are one model, wherever they lie, however the weights are
-shared out over files, and whenever those were written.
+Two folders with the same weights, configuration and code are one model, for any path, split of the weights over files,
+and time of writing.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
     """The fingerprint of a base model that can be loaded, in plain values: JSON keeps it as it is.
 
     ``weights`` is a digest of every tensor's name, type, shape and sampled numbers, ``config`` of ``config.json``,
-    ``code`` of the Python files beside it where they are what is run; ``commit`` is the hub's. ``files`` says of each
-    file of weights its size and when it was written (nanoseconds), for the reader alone.
+    ``code`` of the Python files beside it where they are what is run; ``commit`` is the hub's. ``files`` has the size
+    and the modification time (nanoseconds) of each file of weights, for information only.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
-        ModelError: One is not what its name says.
+        ModelError: A file has another format than its name says.
     """
     path = resolve_model(spec.id)
     with reading(spec.id, path, "the files that it was loaded from", "copy or download the model again"):
@@ -71,7 +71,7 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
 
 
 def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What the second model has that the first has not, in words; nothing where they are one."""
+    """The differences of the second model from the first, as text; empty where they are equal."""
     differences = []
     if expected["weights"] != found["weights"]:
         sizes = {name: size for name, (size, _) in expected["files"].items()}
@@ -93,7 +93,7 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
 
 
 def _folder(model: str) -> Path:
-    """Where its files lie: of a hub id the folder of its revision in the cache."""
+    """The folder of its files: for a hub id, that of its revision in the cache."""
     path = resolve_model(model)
     if Path(path).is_dir():
         return Path(path)

@@ -7,11 +7,10 @@ in its sequence. FlashAttention 3 and 4 do not hold that (they load whole blocks
 sequence behind is NaN), so they are not used. Where a sequence has fewer queries than keys, because what comes before
 it is shared, its last query sees all keys: so it is in version 2.1 and later.
 
-Bits: the backward pass is asked to be deterministic, as its gradient of the queries is otherwise summed by atomics in
-the order of their arrival. Where a pass has fewer sequences times heads than the GPU has multiprocessors, it sums that
-gradient in parts, whose number depends on that product; and a window counts as one only where a sequence of the pass
-is longer. So the same pass gives the same bits, and the same sequences among others give the same numbers up to
-rounding.
+Determinism: the backward pass runs in deterministic mode, as it would otherwise sum the gradient of the queries by
+    atomics. Where a forward pass has fewer sequences times heads than the GPU has multiprocessors, that gradient is
+    summed in parts, whose number depends on that product; and a window counts as one only where a sequence is longer.
+    So the same batch gives the same bits, and the same sequences among others give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class FlashKernel:
     """One library's attention.
 
     Attributes:
-        can_cap: Whether it takes a ``softcap``; where not, it is to be None.
+        can_cap: Whether it supports a ``softcap``; otherwise that must be None.
     """
 
     attend: Attend
@@ -66,7 +65,13 @@ class FlashKernel:
 
 
 def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> FlashKernel | None:
-    """The kernel for such operands, ``flash-attn`` first; None where there is none."""
+    """The kernel for such operands, ``flash-attn`` first; None where there is none.
+
+    Args:
+        q_THD: Queries.
+        v_TGD: Values.
+        softcap: Cap of the scores; None without one.
+    """
     head_size = q_THD.shape[-1]
     if (
         q_THD.device.type != "cuda"
@@ -82,7 +87,7 @@ def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> Flash
 
 @cache
 def installed_kernels() -> tuple[FlashKernel, ...]:
-    """What is there, the better first."""
+    """The available kernels, the better one first."""
     kernels = []
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
@@ -127,8 +132,8 @@ def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
 def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> FlashKernel:
     """Of ``torch.nn.attention.varlen.varlen_attn`` and the op behind its backward pass.
 
-    Of the former's options some came later: before ``enable_gqa`` grouped queries needed no word, before ``num_splits``
-    the keys of a sequence were never split among blocks.
+    Some options were added later: before ``enable_gqa`` grouped queries needed no option, before ``num_splits`` the
+        keys of a sequence were never split among blocks.
     """
     known = inspect.signature(forward).parameters
     options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}
@@ -157,8 +162,8 @@ def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> F
 class _TorchVarlen(torch.autograd.Function):
     """PyTorch's attention with a backward pass of our own call.
 
-    Its own is deterministic only while PyTorch as a whole is asked to be, which is too much to ask of a training:
-    cuBLAS then wants an environment variable, and other ops refuse.
+    Its own is deterministic only in PyTorch's global deterministic mode, which is not suitable for training: cuBLAS
+    then needs an environment variable, and other ops raise errors.
     """
 
     @staticmethod
@@ -195,7 +200,7 @@ class _TorchVarlen(torch.autograd.Function):
                 *ctx.saved_tensors,
                 *ctx.lengths,
                 0.0,  # dropout
-                left == -1,  # causal; with a window the window itself says so
+                left == -1,  # causal; a window already implies it
                 random_state,
                 random_state,  # unused by the op
                 scale=ctx.settings["scale"],
@@ -207,7 +212,7 @@ class _TorchVarlen(torch.autograd.Function):
 
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
-    """Also without filling fresh memory with NaN, which the mode does otherwise."""
+    """Deterministic mode without its filling of new memory with NaN."""
     filling: Any = torch.utils.deterministic
     mode, fill = torch.get_deterministic_debug_mode(), filling.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")

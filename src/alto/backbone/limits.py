@@ -1,4 +1,4 @@
-"""What a model's configuration says of the rows that it can be given."""
+"""The limits of a model's rows, from its configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def limits_of(config: PreTrainedConfig) -> ModelLimits:
     """The limits of the model that ``config`` describes.
 
     Positions are ``max_position_embeddings`` (``n_positions`` and the like are other names of it, which transformers
-    maps). OPT's table has two rows more, which are not positions. With rotary positions a model computes something for
-    longer rows too, but nothing that it was trained for, so what the configuration says holds there as well. YaRN
-    stretches what it says, by the factor that stands beside it. None where it says nothing: ALiBi, state spaces.
+    maps). OPT's table has two rows more, which are not positions. A model with rotary positions also runs on longer
+    rows, but was not trained on them, so the configured limit holds there too. YaRN multiplies the limit by its factor.
+    None where the configuration has no limit: ALiBi, state spaces.
     """
     text: Any = config.get_text_config()
     said = getattr(text, "max_position_embeddings", None)

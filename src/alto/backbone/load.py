@@ -20,7 +20,7 @@ from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["SHIPPED_MODELS", "load_backbone", "load_config", "load_network", "load_tokenizer", "resolve_model"]
 
@@ -37,7 +37,7 @@ _NAME_AS_MODEL = (
 
 
 def resolve_model(model: str) -> str:
-    """What ``from_pretrained`` takes for ``model``: a shipped model's folder, a local folder, or a hub id as it is.
+    """The argument of ``from_pretrained`` for ``model``: a shipped model's folder, a local folder, or a hub id.
 
     Raises:
         ModelNotFoundError: It is nearly a shipped model's name.
@@ -48,7 +48,7 @@ def resolve_model(model: str) -> str:
     if folder.is_dir():
         return str(folder.resolve())
     near = difflib.get_close_matches(model.lower(), SHIPPED_MODELS, n=1, cutoff=0.8)
-    if near:  # before the hub is asked, which takes half a minute where there is none
+    if near:  # before a request to the hub, which takes half a minute without a connection
         raise ModelNotFoundError(f"model: expected a model, found none called {model!r}; did you mean {near[0]!r}?")
     return model
 
@@ -63,23 +63,24 @@ def load_backbone(
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
     Args:
-        spec: Which one, and in what precision.
-        device: Where it lies afterwards.
-        mesh: The ranks to shard it over: each keeps a part, and all of them run the same passes. None keeps it whole.
+        spec: Which base model, and in what precision.
+        device: Device of its weights.
+        mesh: The ranks to shard it over: each keeps a part, and all run the same number of forward passes. None keeps
+            it whole.
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
 
     Raises:
-        ModelNotFoundError: Nothing is there under that name, or a file is missing.
-        ModelError: What is there is not a whole causal LM with a tokenizer, brings code that ``trust_remote_code`` has
-            not allowed, or has no weights of the kind that ``use_safetensors`` says.
+        ModelNotFoundError: There is no model of that name, or a file is missing.
+        ModelError: It is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code`` does not
+            allow, or has no weights of the kind that ``use_safetensors`` selects.
         UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, or a model that is
             quantised by other means. With ``mesh``: ``torch_compile``, pickle files, a model quantised on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
-            "torch_compile: expected a base model that lies on one GPU, found one shared out over several, whose "
-            "weights come and go between the layers; remove the key, or set num_gpus to 1"
+            "torch_compile: expected a base model on one GPU, found one sharded over several, whose "
+            "weights are gathered and freed layer by layer; remove the key, or set num_gpus to 1"
         )
     tokenizer = load_tokenizer(spec)
     return Backbone(
@@ -102,10 +103,10 @@ def load_tokenizer(spec: BaseModelSpec) -> Any:
 
 
 def _check_offsets(model: str, tokenizer: Any) -> None:
-    """Which tokens of a rendered chat template are a reply's is read off where in the text they begin."""
+    """Check that a tokenizer reports where in the text its tokens begin: this identifies the tokens of replies."""
     if getattr(tokenizer, "chat_template", None) and not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"model: expected a tokenizer of {model!r} that says where in the text its tokens begin (tokenizer.json), "
+            f"model: expected a tokenizer of {model!r} that reports where tokens begin in a text (tokenizer.json), "
             f"as its chat template needs, found {type(tokenizer).__name__}, which is written in Python and does not; "
             "save a fast tokenizer beside the model, or remove the chat template: turns are then encoded one by one"
         )
@@ -114,7 +115,7 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
 def load_network(
     spec: BaseModelSpec, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None
 ) -> PreTrainedModel:
-    """The model itself on ``device``, its forward pass as it comes; ``spec``, ``mesh`` and errors as of
+    """The model itself on ``device``, with its own forward pass; ``spec``, ``mesh`` and errors as in
     :func:`load_backbone`."""
     model, config, path = spec.id, load_config(spec), resolve_model(spec.id)
     device = torch.device(device)
@@ -146,7 +147,7 @@ def load_network(
                 device_map={"": device} if is_quantised else None,
                 trust_remote_code=spec.trust_remote_code,
                 use_safetensors=spec.use_safetensors,
-                ignore_mismatched_sizes=True,  # said in better words by _check_complete
+                ignore_mismatched_sizes=True,  # _check_complete raises a better error
                 output_loading_info=True,
             )
         except OSError as error:
@@ -175,11 +176,11 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
-    """What can be read slice by slice: unquantised safetensors."""
+    """Check that the weights can be read slice by slice: unquantised safetensors."""
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
-            f"num_gpus: expected an unquantised model to share out, found that {spec.id!r} lies quantised on disk; use "
-            f"the unquantised model with '{QUANTISATION_KEYS['4bit']}: true', or set num_gpus to 1"
+            f"num_gpus: expected an unquantised model to shard, found that {spec.id!r} is quantised on disk; use "
+            f"the unquantised model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
         )
     if not spec.use_safetensors:
         raise UnsupportedError(
@@ -200,14 +201,14 @@ def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
         what = "config.json of a causal language model"
     else:
         what = f"one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, with a causal language model"
-    with reading(model, path, what, "use a base model that transformers knows"):
+    with reading(model, path, what, "use a base model that transformers supports"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     _check_is_causal(model, config)
     return config
 
 
 def _check_is_causal(model: str, config: PreTrainedConfig) -> None:
-    """transformers would load the body of a classifier or an encoder and put a language model's head on it."""
+    """Refuse a classifier or an encoder: transformers would load its body and add a new language-model head."""
     for name in config.architectures or ():
         if hasattr(transformers, name) and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             raise ModelError(
@@ -217,7 +218,7 @@ def _check_is_causal(model: str, config: PreTrainedConfig) -> None:
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:
-    """transformers fills weights that are missing, or have another shape, with random numbers."""
+    """Refuse missing weights and weights of another shape: transformers would fill them with random numbers."""
     wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
     wrong += [
         f"{name} as {tuple(found)} instead of {tuple(expected)}"

@@ -1,4 +1,5 @@
-"""Next-token loss without ever holding the logits of all tokens, and without a gradient for the frozen head.
+"""Next-token loss, chunk by chunk: the logits of all tokens are never in memory together, and the frozen head gets no
+gradient.
 
 Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
 """
@@ -17,7 +18,8 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits of a chunk: 8 MiB of float32, which stay in a CPU's cache; 256 MiB on a GPU, enough to fill it."""
 
 _MIN_CHUNK_TOKENS = {"cpu": 128, "cuda": 256}
-"""With fewer, as a large vocabulary would ask for, a chunk mostly waits for the head's weight, which it reads twice."""
+"""Smallest number of tokens of a chunk: with fewer, as for a large vocabulary, reading the head's weight twice
+dominates its time."""
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
@@ -68,6 +70,13 @@ def token_losses(
 
     The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there;
     the backward pass only scales it.
+
+    Args:
+        hidden_SH: Hidden states.
+        weight_VH: Weight of the output head.
+        targets_S: Target token ids.
+        bias_V: Bias of the output head; None without one.
+        softcap: Cap of the logits; None without one.
 
     Returns:
         ``[S]`` float32, nats.

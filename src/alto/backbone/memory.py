@@ -1,4 +1,4 @@
-"""Which errors of the libraries below mean that memory ran out."""
+"""Recognises out-of-memory errors of PyTorch and its libraries."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _MESSAGES = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
 )
-"""What libraries say that have no type of their own for it, in a ``RuntimeError``."""
+"""Messages of a ``RuntimeError`` by which libraries without an own error type report it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device, or the machine, has no memory left."""
+    """Whether ``error`` means that the device, or the machine, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def device_name(device: torch.device) -> str:
-    """What kind of device it is: ``cpu``, or a GPU by its model."""
+    """The kind of device: ``cpu``, or the model of a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def release_memory() -> None:
-    """Release unused memory: cycles that hold tensors, and what PyTorch keeps for later."""
+    """Release unused memory: tensors in reference cycles, and PyTorch's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

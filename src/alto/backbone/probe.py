@@ -1,13 +1,14 @@
-"""Whether the padding-free pass of a model is its own forward pass, asked on a few rows when it is loaded.
+"""Checks on a few rows, when a model is loaded, that its padding-free forward pass equals its own forward pass.
 
-Three questions, on rows longer than every window (windows are made small meanwhile):
+Three checks, on rows longer than every window (windows are made small meanwhile):
 
-- Which tokens does each attention module see? Read off the model's own masks (:mod:`alto.backbone.windows`).
-- Are the losses the model's own? As far as the model's own rounding goes: its forward pass is run a second time with
-  every module's output rounded again, and the losses may lie twice as far apart as those two passes do. A model of half
-  precision is asked in float32 too.
-- Is every row alone? Another row's tokens must not change it by a bit; where the order of sums depends on all tokens,
-  as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be exactly zero.
+- The tokens that each attention module sees are read from the model's own masks (:mod:`alto.backbone.windows`).
+- The losses are the model's own, up to its rounding: its forward pass is run a second time with every module's output
+    rounded again, and the losses may differ by twice as much as those of the two runs. A model of half precision is
+    checked in float32 too.
+- Every row is independent: another row's tokens must not change it by a bit; where the order of sums depends on all
+    tokens, as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be
+    exactly zero.
 
 Shapes: ``T`` tokens of all rows, ``C`` targets whose losses are compared for each token.
 """
@@ -40,11 +41,11 @@ _CHANGED = 2
 _NUM_TARGETS = 8
 _MAX_REASON_CHARS = 200
 _MAX_RATIO = 2.0
-"""How many times as far as the model's own rounding moves any token's losses ours may be off."""
+"""Tolerance of a loss, as a multiple of the largest change by the model's own rounding."""
 
 
 class PaddingFree(Protocol):
-    """What is asked of :class:`alto.backbone.Backbone`; see there."""
+    """The methods of :class:`alto.backbone.Backbone` that are checked; see there."""
 
     model: PreTrainedModel
     max_length: int | None
@@ -60,10 +61,10 @@ class PaddingFree(Protocol):
 
 
 def probe(backbone: PaddingFree, head: OutputHead) -> None:
-    """Compare, and set what each attention module of the model sees.
+    """Compare, and set the pattern of each attention module.
 
     Raises:
-        UnsupportedModelError: The padding-free pass differs from the model's own, or a row depends on another.
+        UnsupportedModelError: The padding-free forward pass differs from the model's own, or a row depends on another.
     """
     model = backbone.model
     with _refusing(model):
@@ -84,9 +85,9 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
 
 
 def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
-    """Ask a model of half precision again in float32, where no error hides in rounding.
+    """Check a model of half precision again in float32, where rounding cannot hide an error.
 
-    A model that does not run so, or for which there is no memory, has been judged by its own precision alone.
+    A model that does not run in float32, or for which there is no memory, is checked only in its own precision.
     """
     with in_float32(backbone.model):
         try:
@@ -132,7 +133,7 @@ class _Rows:
 
     def check_objective(self) -> None:
         """The model's own loss must be that of the next token: decoders of some encoder-decoders do not shift labels,
-        since theirs come shifted."""
+        since theirs are shifted already."""
         row = max(self.rows, key=len)[None]
         if row.shape[1] < 2:
             return
@@ -149,7 +150,7 @@ class _Rows:
 
     @torch.no_grad()
     def compare(self, expected_TC: Tensor, noise_TC: Tensor) -> Tensor:
-        """The losses of the padding-free pass must be ``expected_TC``; returns its hidden states ``[T, H]``."""
+        """The losses of the padding-free forward pass must be ``expected_TC``; returns its hidden states ``[T, H]``."""
         hidden_TH = self._hidden(self._ids_T)
         found_TC = self._losses(hidden_TH)
         difference_TC = found_TC - expected_TC
@@ -163,8 +164,8 @@ class _Rows:
         return hidden_TH
 
     def check_isolation(self, before_TH: Tensor, noise_TC: Tensor, *, by_gradient: bool = True) -> None:
-        """Another row's tokens must not change a row of ``before_TH``; where they do by rounding, ``by_gradient`` asks
-        the gradient too."""
+        """Another row's tokens must not change a row of ``before_TH``; where they do by rounding, ``by_gradient``
+        checks the gradient too."""
         ends = list(itertools.accumulate(self._lengths, initial=0))
         changed = slice(ends[_CHANGED], ends[_CHANGED + 1])
         is_kept_T = torch.ones(len(self._ids_T), dtype=torch.bool, device=self._ids_T.device)
@@ -184,7 +185,7 @@ class _Rows:
             )
 
     def _gradient(self, is_kept_T: Tensor) -> Tensor:
-        """Of what the kept rows give, towards every token's embedding."""
+        """Gradient of the kept rows towards every token's embedding."""
         leaves: list[Tensor] = []
 
         def catch(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ class _Rows:
         return losses.reshape(-1, num_targets)
 
     def _worst(self, difference_TC: Tensor, noise_TC: Tensor, losses_TC: Tensor) -> float:
-        """How far the worst token is off, in units of what rounding does to the worst; losses are float32."""
+        """Largest difference of a token's losses, divided by the largest difference by rounding; losses are float32."""
         noise = _rms(noise_TC).max() + torch.finfo(torch.float32).eps * _rms(losses_TC).max()
         worst: float = (_rms(difference_TC).max() / noise).item()
         return worst
@@ -238,7 +239,7 @@ def _set_patterns(patterns: Any) -> None:
 
 @contextmanager
 def _rounded_anew(model: nn.Module) -> Iterator[None]:
-    """Every module that is built of no others gives its output moved by up to one rounding, at random."""
+    """The output of every module without submodules is changed by up to one rounding, at random."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def move(_: nn.Module, __: Any, output: Any) -> Any:
@@ -247,7 +248,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(0)
         unit = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generators[output.device])
-        # Models compute norms and rotations in float32 whatever their dtype.
+        # Models compute norms and rotations in float32 with any dtype.
         rounding = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps) / 2
         exact = output.to(torch.promote_types(output.dtype, torch.float64))
         return (exact * (1 + rounding * unit)).to(output.dtype)
@@ -262,7 +263,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _refusing(model: nn.Module) -> Iterator[None]:
-    """Whatever a model of an unknown kind raises is said as a refusal."""
+    """Translate any error of a model of an unknown kind into a refusal."""
     try:
         yield
     except AltoError:

@@ -1,4 +1,4 @@
-"""Linear layers of the base whose weights lie in 4 or 8 bits, as bitsandbytes packs them."""
+"""Linear layers of the base with weights in 4 or 8 bits, as bitsandbytes packs them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from alto.errors import ModelError, UnsupportedError
 from alto.spec import BaseModelSpec, Quantisation
-from alto.spec.base_model import QUANTISATION_KEYS, quantisation_keys, quantisation_of
+from alto.spec.base_model import LOAD_IN_4BIT, QUANTISATION_KEYS, quantisation_keys, quantisation_of
 
 __all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
 
-_PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads the one through the other
+_PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes through accelerate
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear layer that multiplies by what its packed weight stands for.
+    """A frozen linear layer with a packed weight, dequantised for every product.
 
-    The numbers are made for every product, in the forward pass and again in the backward pass, and dropped after it.
+    The weight is dequantised in the forward pass and again in the backward pass, and freed after each.
     Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
     differently when one token in it is large, so that the tokens of one job would change another's.
 
-    ``packed`` is what bitsandbytes made of the weight: bytes of two numbers each, or ``[N, K]`` int8. What it takes to
-    read them, the quantisation state, is small and always whole, also where ``packed`` is sharded.
+    ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantisation
+    state is small and never sharded, also where ``packed`` is.
 
     Args:
-        layer: A ``Linear4bit`` or ``Linear8bitLt`` that lies where it is to stay; or one on the meta device, whose
-            weight :meth:`pack` makes later.
+        layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or one on the meta device, whose weight
+            :meth:`pack` makes later.
         dtype: Of the base.
     """
 
@@ -50,7 +50,7 @@ class QuantisedLinear(nn.Linear):
         self._is_4bit = isinstance(layer, Linear4bit)
         if layer.weight.is_meta:
             kind: Any = type(layer.weight)
-            self._packing = kind, dict(vars(layer.weight))  # how bitsandbytes is to pack it
+            self._packing = kind, dict(vars(layer.weight))  # bitsandbytes' settings for packing
             num_bytes = -(-layer.weight.numel() // 2)
             shape = (num_bytes, 1) if self._is_4bit else layer.weight.shape
             packed = torch.empty(shape, dtype=torch.uint8 if self._is_4bit else torch.int8, device="meta")
@@ -60,9 +60,9 @@ class QuantisedLinear(nn.Linear):
         self.packed = nn.Parameter(packed, requires_grad=False)
 
     def pack(self, weight_NK: Tensor, device: torch.device) -> Tensor:
-        """What bitsandbytes makes of a weight in the dtype of the base on the CPU: the whole ``packed``, on ``device``.
+        """Pack a weight in the dtype of the base on the CPU: the whole ``packed``, on ``device``.
 
-        Its quantisation state is kept; the caller puts as much of the numbers into ``packed`` as is to lie here.
+        Its quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
         """
         kind, settings = self._packing
         made = kind(weight_NK, requires_grad=False, **settings).to(device)
@@ -86,7 +86,7 @@ class QuantisedLinear(nn.Linear):
         weight_NK: Tensor = dequantize_4bit(self.packed, self.quant_state)
         return weight_NK.to(self.dtype)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # bitsandbytes' state is no tensor, and breaks graphs
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # bitsandbytes' state is not a tensor, and breaks graphs
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Product.apply(x, self)
         return y
@@ -104,14 +104,14 @@ class _Product(torch.autograd.Function):
 
 
 def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """How to quantise the linear layers of a base model while it is read; None where nothing is asked for, or where
-    they are quantised on disk.
+    """How to quantise the linear layers of a base model while it is read; None where quantisation is not requested, or
+    where they are quantised on disk.
 
     Args:
-        config: The model's own, which says how it lies on disk.
+        config: The model's own configuration, which has its quantisation on disk.
 
     Raises:
-        ModelError: The model is quantised on disk in another way than asked for.
+        ModelError: The model is quantised on disk in another way than requested.
         UnsupportedError: A package is missing, or the model is quantised on disk by other means than bitsandbytes.
     """
     wanted, on_disk = spec.quantisation, _quantisation_on_disk(spec.id, config)
@@ -168,7 +168,7 @@ def _quantisation_on_disk(model: str, config: PreTrainedConfig) -> Quantisation:
     if method != "bitsandbytes" or found == "none":
         raise UnsupportedError(
             f"model: expected a base model that is unquantised or quantised by bitsandbytes in 4 or 8 bits, found that "
-            f"{model!r} is quantised by {method}; use the unquantised model, with '{QUANTISATION_KEYS['4bit']}: true' "
+            f"{model!r} is quantised by {method}; use the unquantised model, with '{LOAD_IN_4BIT}' "
             "to make it small"
         )
     return found

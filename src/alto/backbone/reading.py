@@ -1,4 +1,4 @@
-"""What goes wrong when a model is read, said in ALTO's words: which file, what was expected, what to do about it."""
+"""Translates errors of reading a model into ALTO's: file, expectation, remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["has_pickle_weights", "reading"]
 _MAX_REASON_CHARS = 240
 
 _NOT_READABLE = (
-    ValueError,  # JSON that is none among them
+    ValueError,  # invalid JSON among them
     KeyError,
     TypeError,
     AttributeError,
@@ -41,13 +41,13 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
 
     Args:
         model: As the user wrote it.
-        path: What ``from_pretrained`` takes for it.
+        path: The argument of ``from_pretrained``.
         what: What is read, and from which files.
-        remedy: What to do where that is there and cannot be used.
+        remedy: What to do where it exists and cannot be used.
 
     Raises:
         ModelNotFoundError: A file, or everything under that name, is missing.
-        ModelError: What is there is no such thing.
+        ModelError: It exists and cannot be used.
     """
     is_local = Path(path).is_dir()
     try:
@@ -79,7 +79,7 @@ def has_pickle_weights(path: str) -> bool:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """For local models: read in a moment, their bar would stand between a program's own lines. Downloads show it."""
+    """Hide transformers' progress bar for local models, which are read quickly. Downloads show it."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -47,7 +47,8 @@ def sdpa_attention(
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """One sequence's attention with capped scores, which PyTorch's own does not have; Gemma 2's way, in float32."""
+    """One sequence's attention with capped scores, which PyTorch's own does not support; computed as in Gemma 2, in
+    float32."""
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     scores = torch.tanh(scale * (q @ k.transpose(-1, -2)) / softcap) * softcap

@@ -1,4 +1,4 @@
-"""Where the sequences of one pass lie, as attention asks for it."""
+"""The offsets of the sequences of one forward pass, for attention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["Sequences"]
 
 
 class Sequences:
-    """Sequences laid end to end; made once per pass and read by every layer.
+    """Concatenated sequences; made once per forward pass and read by every layer.
 
     Args:
         lengths: Tokens of each sequence.
-        prefixes: Tokens of the sequence before it that each goes on behind, as if they were its own: two replies to one
-            prompt are a sequence of the prompt and the first, and one of the second behind that prompt. Only a sequence
-            without a prefix lends one. None where no sequence has any.
+        prefixes: Number of tokens of the previous sequence that are the prefix of each, as if they were its own: two
+            replies to one prompt are a sequence of the prompt and the first reply, and a sequence of the second reply
+            with that prompt as its prefix. Only a sequence without a prefix can provide one. None where no sequence has
+            any.
 
     Attributes:
         key_lengths: Tokens that the last token of each sequence sees: its prefix and itself.
@@ -48,7 +49,7 @@ class Sequences:
         """The same tokens, each sequence cut into runs of ``size`` positions.
 
         Raises:
-            UnsupportedModelError: A sequence goes on behind a prefix, whose last run would be shared.
+            UnsupportedModelError: A sequence has a prefix, whose last run would be shared.
         """
         if self._prefixes is not None:
             raise UnsupportedModelError(
@@ -65,11 +66,11 @@ class Sequences:
         return self._send("offsets", device, torch.int32)
 
     def key_offsets(self, device: torch.device) -> Tensor:
-        """The same of what :meth:`with_prefixes` gives."""
+        """The same for the result of :meth:`with_prefixes`."""
         return self._send("offsets" if self._prefixes is None else "key_offsets", device, torch.int32)
 
     def with_prefixes(self, x_TGD: Tensor) -> Tensor:
-        """Keys or values with those of each sequence's prefix laid before its own; they themselves where none has one.
+        """Keys or values with those of each sequence's prefix before its own; unchanged without prefixes.
 
         Those of a prefix get the gradients of both sequences: of two numbers the sum has the same bits in any order.
         """
@@ -78,7 +79,7 @@ class Sequences:
         return x_TGD.index_select(0, self._send("key_tokens", x_TGD.device, torch.int64))
 
     def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Sent when the first layer asks, from pinned memory, so that the host never waits for the device."""
+        """Copied at the first use, from pinned memory, without host-device synchronisation."""
         if (name, device) not in self._sent:
             numbers = torch.tensor(list(getattr(self, f"_{name}")()), dtype=dtype, pin_memory=device.type == "cuda")
             self._sent[name, device] = numbers.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Loading a base model in parts: every rank reads its own slices of the files, and none ever holds the whole model."""
+"""Loads a base model in shards: every rank reads its own slices of the files, and none holds the whole model."""
 
 from __future__ import annotations
 
@@ -33,13 +33,19 @@ def load_sharded(
     quantisation: BitsAndBytesConfig | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model of ``config`` with this rank's part of the safetensors weights at ``path``, and what was amiss.
+    """The model of ``config`` with this rank's part of the safetensors weights at ``path``, and a report of missing
+    weights.
 
     All ranks call this together. The files must name weights as the model does.
 
     Args:
-        dtype: Of the model; None for that of the files.
+        path: Folder of the model.
+        config: Configuration of the model.
+        dtype: Precision of the model; None for that of the files.
+        device: Device of this rank.
+        mesh: The ranks.
         quantisation: How to quantise the linear layers, a weight at a time.
+        trust_remote_code: Run Python code that comes with the model.
 
     Returns:
         The model; and ``missing_keys`` and ``mismatched_keys`` as transformers reports them.
@@ -76,18 +82,18 @@ class _Files:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first weight."""
+        """Dtype of the first weight."""
         key, file = next(iter(self._file_of.items()))
         first: Tensor = file.get_slice(key)[:0]
         return first.dtype
 
     def find(self, names: Iterable[str], prefix: str) -> str | None:
-        """Under which name the files have a weight: one of its own, or that without the prefix of the model's body."""
+        """The name of a weight in the files: its own, or that without the prefix of the model's body."""
         keys = (key for name in names for key in (name, name.removeprefix(f"{prefix}.")))
         return next((key for key in keys if key in self._file_of), None)
 
     def part(self, key: str) -> Any:
-        """What slices of the weight can be taken from."""
+        """A handle of the weight, from which slices can be read."""
         return self._file_of[key].get_slice(key)
 
     def __enter__(self) -> _Files:
@@ -156,7 +162,7 @@ def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh, device: tor
 
 
 def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, QuantisedLinear | None]]:
-    """What the files must have: the names of a weight, where it is to lie, and the layer that packs it first."""
+    """The required weights: names of each, its destination, and the layer that packs it first."""
     stored = network.state_dict(keep_vars=True)
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in stored.items():
@@ -169,7 +175,7 @@ def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, Quant
 
 
 def _rows_of_rank(source: Any, num_rows: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows, as FSDP deals them: as many to each, the last ranks may have fewer."""
+    """This rank's rows, as FSDP splits them: equal numbers for each, the last ranks may have fewer."""
     per_rank = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * per_rank, num_rows)
     rows: Tensor = source[first : min(first + per_rank, num_rows)]

@@ -1,8 +1,8 @@
-"""A frozen base model whose parameters lie in parts on several ranks, gathered layer by layer where they are used.
+"""A frozen base model whose parameters are sharded over ranks and gathered layer by layer.
 
 Every rank keeps a part of every parameter (FSDP2's ``fully_shard``) and gathers a layer for its forward pass and again
 for its backward pass, the next one already under way. Nothing is reduced: a frozen base has no gradients. So every rank
-must run the same passes, each on tokens of its own.
+must run the same forward and backward passes, each on its own tokens.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def find_body(model: PreTrainedModel) -> Any:
         UnsupportedModelError: It is not a module of its own.
     """
     body = model.base_model
-    if body is model:  # some classes name it otherwise than their ``base_model_prefix`` says
+    if body is model:  # in some classes the name differs from ``base_model_prefix``
         body = getattr(model, "model", model)
     if body is model:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expected a body that gives hidden states and an output head behind it, found one "
+            f"{type(model).__name__}: expected a body that gives hidden states and an output head after it, found one "
             "module that is both; use another base model"
         )
     return body
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of every parameter of ``model``, in place. Parameters may lie on the meta device.
+    """Shard ``model`` in place: keep this rank's part of every parameter. Parameters may be on the meta device.
 
     A layer is gathered as a whole, and so are the embeddings and the output head, each only while it is used: a layer
     for its forward pass and again for its backward pass, the next one meanwhile; the other two have no backward pass.
@@ -64,7 +64,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for part in (*layers, embeddings, *(() if is_tied else (head,))):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     body: Any = fully_shard(find_body(model), mesh=mesh)
-    body._set_unshard_async_op(True)  # else a layer's bytes would lie there twice until the next one is there
+    body._set_unshard_async_op(True)  # else a layer's bytes would be in memory twice until the next one is gathered
     embeddings.set_unshard_in_backward(False)
     if is_tied:
         head.weight = embeddings.weight
@@ -75,8 +75,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def find_roots(model: PreTrainedModel) -> None:
-    """Let FSDP see, once there are numbers in the parameters, which modules are entered from outside: the body and the
-    output head. What is gathered by hand (:class:`OutputHead`) must have been seen. All ranks call it together."""
+    """Initialise FSDP once the parameters have values: body and output head are its root modules. Modules gathered by
+    hand (:class:`OutputHead`) must be initialised before. All ranks call it together."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = find_body(model)(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
@@ -85,9 +85,10 @@ def find_roots(model: PreTrainedModel) -> None:
 
 
 def forget_micro_batch(model: PreTrainedModel) -> None:
-    """After a forward pass that no backward pass follows: FSDP would remember its layers until there is one.
+    """Clean up after a forward pass without a backward pass: FSDP would keep references to its layers until there is
+    one.
 
-    PyTorch before 2.13 cannot drop them; it keeps a few references a pass until the next training step.
+    PyTorch before 2.13 cannot drop them; it keeps a few references per forward pass until the next training step.
     """
     body: Any = find_body(model)
     if is_sharded(body) and hasattr(body, "reset_iter_state"):
@@ -95,7 +96,7 @@ def forget_micro_batch(model: PreTrainedModel) -> None:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers of ``model`` that lie on this rank between passes."""
+    """Bytes of the parameters and buffers of ``model`` on this rank between forward passes."""
     kept = {id(value): value for value in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in kept.values())
 
@@ -115,7 +116,7 @@ class OutputHead:
 
     @contextmanager
     def gathered(self) -> Iterator[Tensor]:
-        """Its weight ``[V, H]``, gathered from all ranks meanwhile."""
+        """Its weight ``[V, H]``, gathered from all ranks inside the context."""
         if not is_sharded(self._owner):
             yield self.linear.weight
             return
@@ -131,5 +132,5 @@ class OutputHead:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether what ``module`` itself holds is gathered and let go of by FSDP."""
+    """Whether FSDP gathers and frees the parameters of ``module`` itself."""
     return isinstance(module, FSDPModule)

@@ -16,11 +16,11 @@ def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
     """The modules of a base model; no weights are read, and none take memory.
 
     Raises:
-        ModelNotFoundError: Nothing is there under that name, or its configuration is missing.
-        ModelError: What is there is not the configuration of a causal LM, or needs ``trust_remote_code``.
+        ModelNotFoundError: There is no model of that name, or its configuration is missing.
+        ModelError: Its configuration is not that of a causal LM, or needs ``trust_remote_code``.
     """
     config, path = load_config(spec), resolve_model(spec.id)
     what = "config.json of a causal language model"
-    with reading(spec.id, path, what, "use a base model that transformers knows"), parameters_on_meta():
+    with reading(spec.id, path, what, "use a base model that transformers supports"), parameters_on_meta():
         network: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     return network.requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Which tokens each attention module of a model sees, read off the masks that transformers makes for it.
+"""Finds which tokens each attention module of a model sees, from the masks that transformers makes for it.
 
-Many models say so in their mask alone, which padding-free attention never builds; so it is asked once, on a short row.
-Windows are made small meanwhile, or a short row would not show them.
+Many models define this only in their mask, which padding-free attention never builds; so it is read once, on a short
+row. Windows are made small meanwhile, as a short row would not show large ones.
 
 Shapes: ``L`` tokens of a row.
 """
@@ -41,7 +41,7 @@ def small_windows(model: PreTrainedModel) -> Iterator[Mapping[int, int]]:
     """Every window of ``model`` is at most :data:`LARGEST_SMALL_WINDOW` inside; different ones stay different.
 
     Yields:
-        The real size of each size that was put in place of one.
+        The real size of each replaced size.
     """
     owners = [vars(part) for part in _parts(model)]
     places = [
@@ -76,7 +76,7 @@ def find_patterns(model: PreTrainedModel, input_ids_L: Tensor) -> dict[nn.Module
     """What every attention module of ``model`` sees in a row of its own; the model's attention is replaced after it.
 
     Raises:
-        UnsupportedModelError: One sees something else than what :class:`Pattern` can say.
+        UnsupportedModelError: A mask cannot be expressed as a :class:`Pattern`.
     """
     AttentionInterface.register(_TRACE, _trace)
     AttentionMaskInterface.register(_TRACE, _whole_mask)
@@ -139,7 +139,7 @@ def _trace(
     sliding_window: int | None = None,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Notes the mask; the values that go on do not matter."""
+    """Records the mask; its return value does not matter."""
     _SEEN.get().setdefault(module, []).append((attention_mask, sliding_window))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
@@ -149,7 +149,7 @@ def _whole_mask(*arguments: Any, **settings: Any) -> Tensor | None:
 
 
 def _pattern(mask: Tensor | None, window: int | None, length: int) -> Pattern | None:
-    """What ``mask`` says, ``[1, 1 or heads, L, L]``; None where that is nothing :class:`Pattern` can say."""
+    """The pattern of ``mask``, ``[1, 1 or heads, L, L]``; None where it cannot be expressed as a :class:`Pattern`."""
     if mask is None:
         return Pattern(window=window)
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (length, length):

@@ -1,4 +1,4 @@
-"""The command line: reads arguments and files, shows what happens, says what went wrong in one message.
+"""The command line: reads arguments and files, shows progress, reports an error in one message.
 
 Each module holds the commands of one subject; torch is imported by the commands that train, not by those that read.
 """

@@ -1,4 +1,4 @@
-"""All commands, and what they have in common: the version, the exit code, how an error is said."""
+"""All commands, and their common parts: the version, the exit code, the report of an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main() -> None:
     """Entry point: exit code 0 for success, 1 for an error ALTO names, 2 for wrong usage."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that has no star shows a question mark.
+            # A terminal whose encoding has no star shows a question mark.
             stream.reconfigure(errors="replace")
     try:
         app()

@@ -1,4 +1,4 @@
-"""``alto eval``: what adapters are worth on held-out rows."""
+"""``alto eval``: evaluates adapters on held-out rows."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def evaluate(
             help="Held-out loss, exact match of answers after ####, preference on pairs, or what the rows allow.",
         ),
     ] = "auto",
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers written at a time, of all adapters.")] = 64,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers generated at a time, of all adapters.")] = 64,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of the longest answer.")] = 512,
     limit: Annotated[int | None, typer.Option("--limit", help="Use this many rows, from the first.")] = None,
     base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapters name.")] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Measure the base model alone as well.")] = False,
-    backend: Annotated[GenerationBackend, typer.Option("--backend", help="Who writes the answers.")] = "alto",
+    backend: Annotated[GenerationBackend, typer.Option("--backend", help="What generates the answers.")] = "alto",
     trust_remote_code: TrustRemoteCode = False,
     save_predictions: Annotated[
         Path | None,
@@ -109,13 +109,11 @@ def evaluate(
 
 
 def _check_file(path: Path, metric: str) -> None:
-    """What would make the predictions unsaved is said before they are made."""
+    """Check that predictions can be saved, before they are made."""
     if metric in ("loss", "preference"):
         raise typer.BadParameter(f"expected answers to save, found --metric {metric}, which makes none; leave one out")
     if not path.parent.is_dir() or path.is_dir():
-        raise typer.BadParameter(
-            f"expected a file in a folder that is there, found {str(path)!r}; make the folder first"
-        )
+        raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first asks the running task to stop cleanly, the second stops at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: the first lets the running task stop cleanly, the second stops at once."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class Interrupt:
         self._has_ended = False
 
     def requested(self) -> bool:
-        """Whether a signal came while the task trained. Whoever asks this can be stopped cleanly."""
+        """Whether a signal came while the task trained. Training calls this, so from its first call on it can stop
+        cleanly."""
         self._is_asked = True
         return self.exit_code != 0
 
     def observe(self, entry: JournalEntry) -> None:
-        """Find out from what happens whether there is nothing left to stop cleanly. That there is, training says by
-        asking: events are seen a moment later, on another thread."""
+        """Detect from events that nothing is left to stop cleanly. That there is something is known from the calls of
+        training: events arrive a moment later, on another thread."""
         match entry.event:
             case events.TaskCompleted() | events.TaskInterrupted():
                 self._has_ended = True
             case events.QueueCompleted() | events.QueueInterrupted():
                 self._has_ended = True
-            case events.TaskResumed() | events.QueueResumed():  # what came before was of an earlier process
+            case events.TaskResumed() | events.QueueResumed():  # earlier entries are of an earlier process
                 self._has_ended = False
 
     def handle(self, number: int, _: FrameType | None) -> None:
@@ -50,7 +51,7 @@ class Interrupt:
         self.exit_code = 128 + number
         if at_once:
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # a closed terminal takes no words
+        with contextlib.suppress(OSError):  # a closed terminal cannot be written to
             typer.echo("Stopping after this step; once more stops at once.", err=True)
 
 
@@ -58,7 +59,7 @@ class Interrupt:
 def catching_signals() -> Iterator[Interrupt]:
     """Handle signals within the block."""
     interrupt = Interrupt()
-    # What is ignored stays so: nohup, a shell's background jobs.
+    # Ignored signals stay ignored: nohup, a shell's background jobs.
     heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt.handle) for number in heeded}
     try:

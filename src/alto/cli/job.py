@@ -30,7 +30,7 @@ def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
 
 @app.command()
 def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
-    """Go on with JOB, which was stopped, by you or by early exit."""
+    """Resume JOB, which was stopped by you or by early exit."""
     _ask(run, Action.RESUME, job, wait_s=wait_s)
 
 
@@ -39,7 +39,8 @@ def clone(
     run: Run,
     job: JobName,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting that the clone has otherwise.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the clone that differs from the job's."),
     ] = None,
     warm: Annotated[
         bool, typer.Option("--warm", help="Start from the job's best weights instead of new ones.")
@@ -50,7 +51,7 @@ def clone(
     changed = dict(map(parse_override, changes or ()))
     started = read_history(RunDir.open(run).root).started
     method = find_method("sft" if started is None else started.method)
-    JobConfig.of(method, changed)  # what no job can have is said here, whether or not the task runs
+    JobConfig.of(method, changed)  # invalid settings are reported here, whether or not the task runs
     _ask(run, Action.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
 
 
@@ -66,11 +67,11 @@ def _ask(
     mailbox = Mailbox(run_dir)
     command = mailbox.send(action, job, changes=changes, warm=warm)
     if not run_dir.is_locked():
-        typer.echo(f"Nobody works on this run; it is done as soon as you go on with it: alto resume {run_dir.root}")
+        typer.echo(f"No process works on this run; the command takes effect with: alto resume {run_dir.root}")
         return
     answer = mailbox.wait_for_answer(command, wait_s)
     if answer is None:
-        typer.echo(f"No answer within {wait_s:g} s; the task will do it before its next step, or when it is resumed.")
+        typer.echo(f"No answer within {wait_s:g} s; the command takes effect before the next step, or on resumption.")
     elif answer.done:
         typer.echo(answer.message)
     else:

@@ -13,7 +13,7 @@ OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Folder in w
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 Strategy = Annotated[
-    str, typer.Option("--strategy", help="How a task uses several GPUs: adapter_parallel, or single for not at all.")
+    str, typer.Option("--strategy", help="How a task uses several GPUs: adapter_parallel, or single for one process.")
 ]
 TrustRemoteCode = Annotated[
     bool,

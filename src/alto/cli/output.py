@@ -31,7 +31,7 @@ def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
     from alto.export import open_view
 
     with open_view(console) as view:
-        yield [_until_nobody_reads(view.observe)]
+        yield [_until_pipe_closes(view.observe)]
 
 
 @contextlib.contextmanager
@@ -44,32 +44,32 @@ def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueuePro
         yield known, [known.apply]
         return
     with open_queue_view(console) as view:
-        yield view.progress, [_until_nobody_reads(view.observe)]
+        yield view.progress, [_until_pipe_closes(view.observe)]
 
 
-def _until_nobody_reads(observe: Observer) -> Observer:
-    """A run outlives the pipe its progress is read from (``alto tune FILE | head``)."""
+def _until_pipe_closes(observe: Observer) -> Observer:
+    """A run continues when the pipe of its output closes (``alto tune FILE | head``)."""
 
     def observe_if_read(entry: JournalEntry) -> None:
         try:
             observe(entry)
         except BrokenPipeError:
-            # Whatever is printed from here on, by the interpreter's own farewell too, goes nowhere.
+            # All later output, also of the interpreter's exit, is discarded.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return observe_if_read
 
 
 def print_error(error: AltoError) -> None:
-    """Say on stderr what went wrong; what a stranger named a file or a column reaches no terminal as an escape."""
+    """Print an error on stderr; names of files and columns are cleaned of terminal escapes."""
     from alto.export.preview import visible
 
-    # Text, not markup: rich would make a sign of the place in rows.jsonl:100:.
+    # Text, not markup: rich would read rows.jsonl:100: as an emoji.
     Console(stderr=True).print(Text(visible(f"{type(error).__name__}: {error}")), soft_wrap=True)
 
 
 def print_notices(results: Sequence[TaskResult]) -> None:
-    """Say on stderr what did not come out as it should beside the results."""
+    """Print the notices of results on stderr."""
     for result in results:
         for notice in result.notices:
             Console(stderr=True).print(f"{result.task}: {notice}", soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Paths on the command line that the operating system cannot even look for."""
+"""Paths on the command line that the operating system cannot look up."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Run", "reachable"]
 
 
 def reachable(path: Path | None) -> Path | None:
-    """``path`` as it is, whether or not there is something.
+    """``path`` unchanged, whether or not it exists.
 
     Raises:
-        RunNotFoundError: A name is too long, a link leads to itself, or a folder on the way is closed to the user.
+        RunNotFoundError: A name is too long, a link leads to itself, or a parent folder cannot be read.
     """
     try:
         if path is not None:
             path.resolve().exists()
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "a link that leads to itself"
-        raise RunNotFoundError(f"expected a path that can be looked for, found {path} ({reason}); correct it") from None
+        raise RunNotFoundError(f"expected a path that can be looked up, found {path} ({reason}); correct it") from None
     return path
 
 

@@ -1,4 +1,4 @@
-"""``alto plan``: what tasks will take, before anything is trained."""
+"""``alto plan``: the memory and time of tasks, before anything is trained."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def plan(
     gpu_hour_price: Annotated[
         float | None, typer.Option("--gpu-hour-price", min=0, help="Price of an hour of the device, for the cost.")
     ] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever was measured before.")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure again, even where a measurement is cached.")
+    ] = False,
     total_gpus: Annotated[
         int | None, typer.Option("--total-gpus", min=1, help="GPUs that several tasks share; CPU slots without GPUs.")
     ] = None,
     strategy: Strategy = "adapter_parallel",
-    method: Annotated[str, typer.Option("--method", help="Who schedules several tasks.")] = "cp-sat",
+    method: Annotated[str, typer.Option("--method", help="Method that schedules several tasks.")] = "cp-sat",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure what the tasks in FILES take of memory and time, and show how they would be packed and scheduled."""
+    """Measure memory and time of the tasks in FILES, and show how they would be packed and scheduled."""
     tasks = [load_task(file, overrides or ()) for file in files]
     from alto.engine import Engine
     from alto.export import plan_text, schedule_text

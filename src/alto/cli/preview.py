@@ -26,7 +26,7 @@ def preview(
     ] = None,
     num_rows: Annotated[int, typer.Option("--rows", min=0, help="Number of examples to show.")] = 3,
     form: Annotated[
-        str | None, typer.Option("--format", help="Form of the rows; told by their columns if left.")
+        str | None, typer.Option("--format", help="Form of the rows; by default found from their columns.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the task.")
@@ -34,7 +34,7 @@ def preview(
     plain: Annotated[bool, typer.Option("--plain", help="Mark trained tokens with ⟦…⟧ instead of colour.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Show the first examples of FILE as the model will see them, and what becomes of its rows."""
+    """Show the first examples of FILE as the model will see them, and how many rows are used, cut and left out."""
     task = _task(file, model, form, overrides or [])
     from alto.engine import Engine
     from alto.export import preview_text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ from alto.cli.options import Overrides
 from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import QueueCommandError
-from alto.runs import QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
+from alto.runs import Answer, QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
 from alto.spec import load_task
 
 __all__ = ["cancel", "drain", "list_tasks", "submit"]
@@ -20,20 +22,26 @@ __all__ = ["cancel", "drain", "list_tasks", "submit"]
 QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of the queue.", callback=reachable)]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
 
+_NO_PROCESS = "No process works on this queue."
+
+_LOOK_S = 1.0
+"""How often the lock of the queue is tested while waiting, in seconds."""
+
 
 def submit(
     queue: QueueFolder,
     files: Annotated[list[Path], typer.Argument(help="Task files (YAML).")],
     tenant: Annotated[
-        str | None, typer.Option("--tenant", help="Whose quota the tasks count against; else as their files say.")
+        str | None,
+        typer.Option("--tenant", help="Whose quota the tasks count against; by default as set in their files."),
     ] = None,
     priority: Annotated[
-        int | None, typer.Option("--priority", help="Higher goes first; else as their files say.")
+        int | None, typer.Option("--priority", help="Higher goes first; by default as set in their files.")
     ] = None,
     overrides: Overrides = None,
     wait_s: Wait = 60.0,
 ) -> None:
-    """Have the tasks in FILES run by the queue as soon as it is their turn."""
+    """Submit the tasks in FILES to the queue; it runs them as soon as it is their turn."""
     tasks = [load_task(file, overrides or ()) for file in files]
     queue_dir = QueueDir.open(queue)
     from alto.engine.runner import portable
@@ -47,8 +55,7 @@ def submit(
         )
         for task in tasks
     ]
-    for command in commands:
-        _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, commands, wait_s)
 
 
 def cancel(
@@ -56,62 +63,101 @@ def cancel(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks, as alto list names them.")],
     wait_s: Wait = 60.0,
 ) -> None:
-    """Take tasks out of the queue; those that run save and end."""
+    """Cancel tasks; those that run save and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
-    for command in [mailbox.ask(QueueAction.CANCEL, task) for task in tasks]:
-        _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, [mailbox.ask(QueueAction.CANCEL, task) for task in tasks], wait_s)
 
 
 def drain(
     queue: QueueFolder,
     when_done: Annotated[
-        bool, typer.Option("--when-done", help="Not now: take no more tasks, and end once all have ended.")
+        bool, typer.Option("--when-done", help="Not now: accept no more tasks, and end once all have ended.")
     ] = False,
     wait_s: Wait = 60.0,
 ) -> None:
-    """End the queue: what runs saves and ends, and alto resume goes on with it."""
+    """End the queue: running tasks save and end, and alto resume continues them."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
-        typer.echo("Nobody works on this queue.")
+        typer.echo(_NO_PROCESS)
         return
     mailbox = QueueMailbox(queue_dir.run)
     command = mailbox.ask(QueueAction.FINISH if when_done else QueueAction.DRAIN)
-    _show_answer(queue_dir, mailbox, command, wait_s)
+    _show_answers(queue_dir, mailbox, [command], wait_s, remains=False)
 
 
 def list_tasks(
     queue: QueueFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print the tasks as JSON and nothing else.")] = False,
 ) -> None:
-    """List the tasks of the queue, and how far they are; never disturbs it."""
+    """List the tasks of the queue and their progress; only reads its files."""
     queue_dir = QueueDir.open(queue)
     is_live = queue_dir.run.is_locked()
     progress = QueueProgress.read(queue_dir.root)
     tasks = list(progress.queue.tasks.values())
+    num_commands = QueueMailbox(queue_dir.run).num_pending
     if as_json:
         status = progress.queue.status(is_live=is_live)
-        print_json({"state": status.value, "tasks": [_facts(progress, task) for task in tasks]})
+        print_json(
+            {"state": status.value, "commands": num_commands, "tasks": [_facts(progress, task) for task in tasks]}
+        )
         return
     from alto.export import task_list
 
     console = Console()
     console.print(task_list(progress))
     if progress.queue.status(is_live=is_live) is RunStatus.INTERRUPTED:
-        console.print(f"nobody works on it; go on with: alto resume {queue_dir.root}", soft_wrap=True, markup=False)
+        console.print(
+            f"no process works on it; continue with: alto resume {queue_dir.root}", soft_wrap=True, markup=False
+        )
+    if num_commands and not is_live:
+        console.print(
+            f"commands that wait for the next process: {num_commands}; alto resume {queue_dir.root}",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
-def _show_answer(queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float) -> None:
-    if not queue_dir.run.is_locked():
-        typer.echo(f"Nobody works on this queue; it is done as soon as you go on with it: alto resume {queue_dir.root}")
-        return
-    answer = mailbox.wait_for_answer(command, wait_s)
-    if answer is None:
-        typer.echo(f"No answer within {wait_s:g} s; the queue will do it when it can, or when it is resumed.")
-    elif answer.done:
-        typer.echo(answer.message)
-    else:
-        raise QueueCommandError(answer.message)
+def _show_answers(
+    queue_dir: QueueDir, mailbox: QueueMailbox, commands: Sequence[str], wait_s: float, *, remains: bool = True
+) -> None:
+    """Print the outcome of each command.
+
+    Args:
+        remains: Whether commands that this process does not carry out are left for the next process.
+
+    Raises:
+        QueueCommandError: Some were refused; the outcomes of the others are printed first.
+    """
+    refusals = []
+    for command in commands:
+        is_live, answer = _wait_for_answer(queue_dir, mailbox, command, wait_s)
+        if answer is None and is_live:
+            otherwise = ", or on resumption" if remains else ""
+            typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible{otherwise}.")
+        elif answer is None and remains:
+            typer.echo(f"{_NO_PROCESS[:-1]}; the command takes effect with: alto resume {queue_dir.root}")
+        elif answer is None:
+            typer.echo(_NO_PROCESS)
+        elif answer.done:
+            typer.echo(answer.message)
+        else:
+            refusals.append(answer.message)
+    if refusals:
+        raise QueueCommandError("\n".join(refusals))
+
+
+def _wait_for_answer(
+    queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float
+) -> tuple[bool, Answer | None]:
+    """Whether a process works on the queue, and its answer; the wait ends when the process ends."""
+    gives_up_at = time.monotonic() + wait_s
+    while True:
+        is_live = queue_dir.run.is_locked()  # tested first: a process answers all commands before it ends
+        left_s = max(0.0, gives_up_at - time.monotonic())
+        answer = mailbox.wait_for_answer(command, min(left_s, _LOOK_S) if is_live else 0.0)
+        if answer is not None or not is_live or not left_s:
+            return is_live, answer
 
 
 def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:

@@ -12,7 +12,7 @@ __all__ = ["report"]
 def report(
     run: Run,
 ) -> None:
-    """Show the jobs of RUN, or the tasks of a queue, and write its report.html anew."""
+    """Show the jobs of RUN, or the tasks of a queue, and write its report.html again."""
     from alto.export import final_summary, queue_summary, write_queue_report, write_report
     from alto.runs import QueueDir, QueueProgress, RunDir, read_history
 

@@ -1,4 +1,4 @@
-"""``alto resume``: go on with what was interrupted."""
+"""``alto resume``: resumes an interrupted run or queue."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ __all__ = ["resume"]
 def resume(
     run: Run,
     num_gpus: Annotated[
-        int | None, typer.Option("--num-gpus", min=1, help="Go on with so many GPUs; not for a queue.")
+        int | None, typer.Option("--num-gpus", min=1, help="Number of GPUs from now on; not for a queue.")
     ] = None,
     strategy: Strategy = "adapter_parallel",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="Of a queue that began on a Ray cluster at an address: its address again.")
+        str,
+        typer.Option(
+            "--cluster",
+            help="For a queue that began on a Ray cluster at an address, or on a package's cluster: the same again.",
+        ),
     ] = "local",
     wait_for_tasks: Annotated[
-        bool, typer.Option("--wait-for-tasks", help="Of a queue: stay when all tasks have ended, until alto drain.")
+        bool,
+        typer.Option("--wait-for-tasks", help="For a queue: keep running when all tasks have ended, until alto drain."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with an interrupted RUN, or queue of runs, from its last checkpoint.
+    """Resume an interrupted RUN, or queue of runs, from its last checkpoint.
 
     A queue keeps the strategy it began with.
     """

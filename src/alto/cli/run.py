@@ -30,17 +30,21 @@ def run(
         int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
     ] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", help="local, or a Ray cluster: auto, ray://HOST:PORT.")
+        str,
+        typer.Option("--cluster", help="local; a Ray cluster: auto, ray://HOST:PORT; or NAME://… of a package."),
     ] = "local",
     strategy: Strategy = "adapter_parallel",
-    method: Annotated[str, typer.Option("--method", help="Who schedules: cp-sat, milp, lpt, sjf, fifo.")] = "cp-sat",
+    method: Annotated[
+        str, typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo.")
+    ] = "cp-sat",
     quotas: Annotated[
         list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
     ] = None,
     wait_for_tasks: Annotated[
         bool,
         typer.Option(
-            "--wait-for-tasks", help="Stay when all tasks have ended, for those of alto submit; end by alto drain."
+            "--wait-for-tasks",
+            help="Keep running when all tasks have ended, for those of alto submit; end it with alto drain.",
         ),
     ] = False,
     trust_remote_code: Annotated[
@@ -84,7 +88,8 @@ def run(
 def work_on_queue(
     work: Callable[[Engine], tuple[Path, list[TaskResult]]], *, as_json: bool, quiet: bool, **settings: object
 ) -> None:
-    """Let an engine with ``settings`` work on a queue, whose folder and results ``work`` returns, and show it."""
+    """Run ``work``, which returns a queue's folder and results, on an engine with ``settings``, and show the
+    progress."""
     from alto.engine import Engine
     from alto.export import queue_summary
 
@@ -98,7 +103,7 @@ def work_on_queue(
             print_error(error)
             raise typer.Exit(interrupt.exit_code or 1) from None
         except KeyboardInterrupt:
-            typer.echo("Stopped at once; a queue that had begun goes on with: alto resume QUEUE", err=True)
+            typer.echo("Stopped at once; continue a queue that had begun with: alto resume QUEUE", err=True)
             raise typer.Exit(interrupt.exit_code or 130) from None
     if as_json:
         print_json({"tasks": [result_facts(result) for result in results]})

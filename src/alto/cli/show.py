@@ -1,4 +1,4 @@
-"""``alto show``: how a run stands, live or long over."""
+"""``alto show``: the state of a run, running or finished."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["show"]
 def show(
     run: Run,
     as_json: Annotated[bool, typer.Option("--json", help="Print the state as JSON and nothing else.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on showing it until the run stops.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until the run stops.")] = False,
     every_s: Annotated[
-        float, typer.Option("--every", min=0.1, max=86400, help="Seconds between two looks with --watch.")
+        float, typer.Option("--every", min=0.1, max=86400, help="Seconds between two updates with --watch.")
     ] = 1.0,
 ) -> None:
-    """Show the jobs of RUN, or the tasks of a queue, and how far they are; never disturbs the run."""
+    """Show the jobs of RUN, or the tasks of a queue, and their progress; only reads the run's files."""
     from alto.export import final_summary, watch_run
 
     console = Console()

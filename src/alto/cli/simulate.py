@@ -1,4 +1,4 @@
-"""``alto simulate``: what a cluster would make of a set of tasks, and how large it must be."""
+"""``alto simulate``: how a cluster would run a set of tasks, and how large it must be."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def simulate(
 
 @contextlib.contextmanager
 def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows what is simulated and how far it is, on stderr if that is a terminal; nothing elsewhere."""
+    """Shows the progress of the simulations, on stderr if that is a terminal; nothing elsewhere."""
     console = Console(stderr=True)
     if silent or not console.is_terminal:
         yield lambda what, done, total: None
@@ -145,6 +145,6 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
 
 
 def _notes(outcomes: list[SimulationOutcome]) -> list[str]:
-    """Whose plans were made by others, too."""
+    """The methods whose plans were partly made by another method."""
     helped = {found.method: found.planner for found in outcomes if found.planner != found.method}
     return [f"{method}: planned by {planner} where many tasks wait or run" for method, planner in helped.items()]

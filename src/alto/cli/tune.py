@@ -74,9 +74,7 @@ def train(
             print_error(error)
             raise typer.Exit(interrupt.exit_code or 1) from None
         except KeyboardInterrupt:
-            typer.echo(
-                "Stopped at once; a run that had begun goes on from its last checkpoint: alto resume RUN", err=True
-            )
+            typer.echo("Stopped at once; continue a run from its last checkpoint with: alto resume RUN", err=True)
             raise typer.Exit(interrupt.exit_code or 130) from None
     if as_json:
         print_json(result_facts(result))

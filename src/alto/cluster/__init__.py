@@ -1,5 +1,6 @@
 """Runs tasks: a controller owns the GPUs and drives the queue, a cluster launches executors here or on Ray."""
 
+from alto.cluster.attempt import Ending
 from alto.cluster.base import (
     Cluster,
     ClusterEvent,
@@ -12,8 +13,9 @@ from alto.cluster.base import (
 )
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
-from alto.cluster.entry import error_class
-from alto.cluster.live_queue import LiveQueue, QueueIntake, unique_name
+from alto.cluster.entry import error_class, run_entry
+from alto.cluster.launches import check_launch
+from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.solver import GuardedSolver
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
@@ -22,6 +24,7 @@ __all__ = [
     "ClusterEvent",
     "Controller",
     "ControllerStatus",
+    "Ending",
     "EntryWritten",
     "ExecutorEnded",
     "GpuCame",
@@ -34,7 +37,11 @@ __all__ = [
     "Submission",
     "TaskRun",
     "TaskStatus",
+    "answer_past_ends",
+    "check_launch",
     "error_class",
     "open_cluster",
+    "past_ends",
+    "run_entry",
     "unique_name",
 ]

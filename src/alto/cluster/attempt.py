@@ -1,11 +1,11 @@
-"""What an executor leaves beside its run: logs, a heartbeat, and how it ended.
+"""The files of one executor in its run directory: logs, a heartbeat, and how it ended.
 
 ::
 
     logs/attempt-<n>/
         stdout.log, stderr.log    what it and its libraries print
         rank-<k>.log              what its ranks beside the first print
-        heartbeat                 touched while it works; there from the moment it has the run to itself
+        heartbeat                 touched while it works; exists once it holds the run's lock
         ended.json                how it ended; a process that was killed leaves none
         ended-rank-<k>.json       how a rank beside the first ended, where that ended the executor
 """
@@ -30,10 +30,11 @@ _DISK_FULL = 84
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an executor says that it ended.
+    """How an executor ended.
 
     Attributes:
-        reason: In a sentence; where it finished, what the user should know of it, mostly nothing.
+        outcome: Kind of the end.
+        reason: A sentence; where it finished, notices for the user, usually empty.
         error: Class of the error, empty where there was none.
     """
 
@@ -43,18 +44,23 @@ class Ending:
 
 
 def exit_code_of(ending: Ending, *, is_written: bool) -> int:
-    """What the process of an executor ends with; it says how where ``ended.json`` could not be written."""
+    """Exit code of an executor's process; it encodes the end where ``ended.json`` could not be written."""
     if is_written:
         return int(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
     return _DISK_FULL if ending.error == DiskFullError.__name__ else _UNWRITTEN[ending.outcome]
 
 
 def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Ending | None:
-    """What the exit code of an executor, or of one of its ranks, says where it could not write down how it ended; None
-    where it says nothing."""
+    """The end that the exit code of an executor, or of one of its ranks, encodes; None where it encodes none.
+
+    Args:
+        exit_code: Exit code of the process.
+        attempt: The attempt, for messages.
+        rank: Rank of the process.
+    """
     unwritten = f"could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
     if exit_code == _DISK_FULL:
-        return Ending(outcome=Outcome.FAILED, reason=f"it {unwritten}; make room", error=DiskFullError.__name__)
+        return Ending(outcome=Outcome.FAILED, reason=f"it {unwritten}; free disk space", error=DiskFullError.__name__)
     outcome = next((outcome for outcome, code in _UNWRITTEN.items() if code == exit_code), None)
     if outcome is None:
         return None
@@ -63,7 +69,7 @@ def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Endi
 
 
 class AttemptDir:
-    """The folder of one attempt at a run; no two attempts share one, whatever their numbers."""
+    """The folder of one attempt at a run; no two attempts share one, even with equal numbers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -82,7 +88,7 @@ class AttemptDir:
         with writing(run_dir, logs):
             logs.mkdir(exist_ok=True)
             root, again = logs / f"attempt-{attempt}", 1
-            # A controller that was started anew may count from where it was.
+            # A restarted controller may count from the same number.
             while root.exists():
                 again += 1
                 root = logs / f"attempt-{attempt}-{again}"
@@ -107,18 +113,18 @@ class AttemptDir:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def write_ending(self, ending: Ending, rank: int = 0) -> None:
-        """Say how it ended, all at once; the first rank says it for the executor."""
+        """Write how it ended, atomically; the first rank writes it for the executor."""
         file = self._ended(rank)
         with writing(self.run_dir, file):
             replace_file(file, json.dumps(asdict(ending)) + "\n")
 
     def ending(self, rank: int = 0) -> Ending | None:
-        """What was said; None where nothing was."""
+        """How it ended, as written; None where nothing was written, or nothing valid."""
         try:
             said = read_json(self._ended(rank))
-        except FileNotFoundError:
+            return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        return Ending(outcome=Outcome(said["outcome"]), reason=said["reason"], error=said["error"])
 
     def _ended(self, rank: int) -> Path:
         return self.root / (f"ended-rank-{rank}.json" if rank else "ended.json")

@@ -19,13 +19,13 @@ class Launch:
 
     Attributes:
         task: Unique within the queue.
-        run_dir: Folder of the run, made already and seen by every node; what an earlier attempt left there is gone on
-            with.
-        entry: What the executor does, ``module:function``: it is called with the run directory and a function that says
-            whether to stop.
+        run_dir: Folder of the run, made already and seen by every node; an earlier attempt in it is resumed.
+        entry: What the executor does, ``module:function``: it is called with the run directory and a function that
+            returns whether to stop.
         gpus: Its own for as long as it runs.
-        num_ranks: Processes that it is, each on its share of the GPUs; one process has them all.
-        trust_remote_code: Whether the user allows code of the base model, where the run's task asks for it.
+        attempt: Number of the attempt, from 1.
+        num_ranks: Number of its processes, each on its share of the GPUs; a single process has all of them.
+        trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
     """
 
     task: str
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-    """As asked, with everything on disk."""
+    """Stopped on request, with everything on disk."""
     FAILED = "failed"
     """With an error that the next attempt would meet again."""
     LOST = "lost"
@@ -51,7 +51,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
-    """An entry that the executor of a task has written into the journal of its run."""
+    """An entry that the executor of a task has written into the journal of its run.
+
+    Attributes:
+        task: Name of the task.
+        attempt: Number of the attempt.
+        entry: The journal entry.
+    """
 
     task: str
     attempt: int
@@ -64,8 +70,11 @@ class ExecutorEnded:
     holds the lock of its run, which keeps the next attempt waiting.
 
     Attributes:
-        reason: In a sentence, for the user; where it finished, what did not come out as it should beside the result.
-        error: Class of the error that it ended with; empty where there was none, or nobody knows.
+        task: Name of the task.
+        attempt: Number of the attempt.
+        outcome: Kind of the end.
+        reason: A sentence for the user; where it finished, warnings beside the result.
+        error: Class of the error that it ended with; empty where there was none, or it is unknown.
     """
 
     task: str
@@ -104,14 +113,14 @@ class Cluster(Protocol):
         """False where CPU slots stand for GPUs."""
 
     def start(self, launch: Launch) -> None:
-        """Start an executor; how it fares is reported by :meth:`poll`, also where it cannot be started.
+        """Start an executor; :meth:`poll` reports its events, also where it cannot be started.
 
         Raises:
             ValueError: The task runs already, or a GPU is taken or is not in this cluster.
         """
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end; it ends as ``interrupted``. Returns at once.
+        """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
 
         Where it has ended meanwhile, nothing happens.
         """
@@ -120,4 +129,4 @@ class Cluster(Protocol):
         """What has happened since the last call, oldest first; waits up to ``timeout_s`` where nothing has."""
 
     def close(self) -> None:
-        """Kill what still runs. No process is left when this returns; doing it twice changes nothing."""
+        """Kill what still runs. No process is left when this returns. Idempotent."""

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TypeAlias, cast
 
 from alto.cluster.base import Cluster
+from alto.cluster.checked import CheckedCluster
 from alto.errors import SpecError
+from alto.spec.packages import naming_errors
 from alto.spec.registry import Registry
 
 __all__ = ["CLUSTERS", "OpenCluster", "open_cluster"]
@@ -40,7 +42,7 @@ CLUSTERS: Registry[OpenCluster] = Registry(
     own={"local": _local, "auto": _ray, "ray": _ray},
     check=_checked,
 )
-"""Kinds of clusters by name: what stands before ``://``, or the whole where there is none."""
+"""Kinds of clusters by name: the part before ``://``, or the whole address without one."""
 
 
 def open_cluster(address: str, *, total_gpus: int | None) -> Cluster:
@@ -53,8 +55,16 @@ def open_cluster(address: str, *, total_gpus: int | None) -> Cluster:
 
     Raises:
         SpecError: There is no such kind of cluster, or it has fewer GPUs.
-        UnsupportedError: Ray is not installed; or what a package registers cannot be used.
+        UnsupportedError: Ray is not installed; or what a package registers cannot be used, or opens no cluster.
     """
     if address == "ray":
         raise SpecError("cluster: expected auto or ray://HOST:PORT for a Ray cluster, found 'ray'; add its address")
-    return CLUSTERS.find(address.partition("://")[0])(address, total_gpus)
+    kind = address.partition("://")[0]
+    CLUSTERS.check_not_taken(kind)
+    opens = CLUSTERS.find(kind)
+    if kind in CLUSTERS.own:
+        return opens(address, total_gpus)
+    module = getattr(opens, "__module__", None) or kind
+    with naming_errors(f"the function that opens the cluster {kind!r}", module, page=CLUSTERS.page):
+        cluster = opens(address, total_gpus)
+    return CheckedCluster(cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from alto.scheduler.queue import Queue
 __all__ = ["POLL_S", "Controller", "interruption"]
 
 POLL_S = 0.25
-"""How long the cluster is waited for in one turn; commands and interruptions are heeded between two turns."""
+"""Longest wait for the cluster in one turn; commands and interruptions are handled between two turns."""
 
 T = TypeVar("T")
 
@@ -29,15 +30,15 @@ class Controller:
     """Runs tasks on a cluster while they come and go.
 
     :meth:`start` begins a thread that drives the cluster; every other method may be called from any thread. Where it
-    was not started, each method does its work on the thread that calls it, and waiting means to call :meth:`turn`:
-    so a test needs no thread and no clock of its own. Use it as a context manager, or :meth:`close` it.
+    was not started, each method works on the thread that calls it, and waiting calls :meth:`turn`, so that a test needs
+    no thread and no real clock. Use it as a context manager, or :meth:`close` it.
 
     Args:
-        cluster: Used by this controller alone until it is closed; whoever opened it closes it.
+        cluster: Used by this controller only, until it is closed; the caller that opened it closes it.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Of what happens to the tasks.
         show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`; has to return at once.
-        is_interrupted: Asked in every turn; once it returns true, what runs saves and ends, as after :meth:`drain`.
+        is_interrupted: Called in every turn; once it returns true, what runs saves and ends, as after :meth:`drain`.
         clock: In seconds; never runs backwards.
     """
 
@@ -68,16 +69,16 @@ class Controller:
     # -- its life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Go on by itself from now on."""
+        """Start the thread."""
         assert self._thread is None, "it was started"
         self._thread = threading.Thread(target=self._work, name="alto-controller", daemon=True)
         self._thread.start()
 
     def begin(self, submissions: Sequence[Submission]) -> None:
-        """Take in tasks that the journal has already, all in one plan; before :meth:`start`.
+        """Add tasks that the journal has already, in one plan; before :meth:`start`.
 
         Raises:
-            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
+            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
         self._dispatcher.begin(submissions)
 
@@ -86,13 +87,14 @@ class Controller:
         self._hooks.append(hook)
 
     def drain(self) -> None:
-        """Have what runs save and end, start nothing any more, and wait until nothing runs.
+        """Let running executors save and end, start no others, and wait until none runs.
 
         Raises:
             RunWriteError, RunBusyError, ClusterLostError: What ended the controller before.
         """
         if not self._dispatcher.is_drained:
-            self.begin_drain()
+            with contextlib.suppress(_EndedError):  # another caller has drained or closed it meanwhile
+                self.begin_drain()
         while not self._dispatcher.is_drained:
             num_turns = self._num_turns
             self._check_alive()
@@ -100,19 +102,19 @@ class Controller:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is done any more: it was closed or drained, or cannot go on."""
+        """Whether it has ended: it was closed or drained, or failed."""
         return self._has_ended
 
     def begin_drain(self) -> None:
-        """Have what runs save and end, and start nothing any more; returns at once."""
+        """Let running executors save and end, and start no others; returns at once."""
         self._call(self._dispatcher.drain)
 
     def pause(self) -> None:
-        """Until there was another turn, or it has ended."""
+        """Wait for another turn, or the end of the controller."""
         self._pause(self._num_turns)
 
     def close(self) -> None:
-        """Kill what still runs; doing it twice changes nothing. Its journal and its status can still be read."""
+        """Kill running executors. Idempotent. Journal and status can still be read."""
         self._is_closing = True
         if self._thread is None:
             self._end(None)
@@ -125,40 +127,41 @@ class Controller:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what is asked of it ---------------------------------------------------------------------------------------
+    # -- tasks and commands ----------------------------------------------------------------------------------------
 
     def submit(self, run: TaskRun, *, tenant: str = "", priority: int = 0, command: str = "") -> str:
         """Have a run executed as soon as it is its turn.
 
         Args:
+            run: The run on disk, and its demand.
             tenant: Whose quota it counts against.
             priority: Higher goes first.
-            command: Id of what asked for it, for the journal.
+            command: Id of the command that submits it, for the journal.
 
         Returns:
             The task's id here: its name.
 
         Raises:
-            SpecError: The name was there before, or no GPUs can ever be given to it.
-            QueueCommandError: Nothing is started any more.
+            SpecError: The name is taken, or the cluster can never provide its GPUs.
+            QueueCommandError: The controller starts no more tasks.
         """
         submission = Submission(run=run, tenant=tenant, priority=priority)
         self._call(lambda: self._dispatcher.submit(submission, command))
         return run.task
 
     def check(self, submission: Submission) -> None:
-        """Whether :meth:`submit` would take it; raises what it would."""
+        """Check that :meth:`submit` would accept a run; raises the same errors."""
         self._call(lambda: self._dispatcher.check(submission))
 
     def check_open(self, task: str) -> None:
-        """Whether :meth:`cancel` would take it; raises what it would."""
+        """Check that :meth:`cancel` would accept a task; raises the same errors."""
         self._call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
-        """Take a task out of the queue, or have its executor save and end; returns at once.
+        """Cancel a task: remove it from the queue, or let its executor save and end; returns at once.
 
         Raises:
-            QueueCommandError: There is no such task, or it has ended; or nothing is started any more.
+            QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
         """
         self._call(lambda: self._dispatcher.cancel(task, command))
 
@@ -175,9 +178,12 @@ class Controller:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:
+            task: Name of the task.
+            action: Stop, resume or clone.
+            job: Id of the job.
             changes: A clone's settings that differ from the job's, canonical keys.
             warm: A clone starts from the job's best adapter.
-            timeout_s: How long the executor's answer is waited for.
+            timeout_s: Longest wait for the executor's answer.
 
         Returns:
             The answer; None if there was none in time. The command stays until an executor of the task answers it.
@@ -205,20 +211,20 @@ class Controller:
         """The entries of the journal, in order and each once.
 
         Args:
-            since: Sequence number of the first entry that is wanted. Whoever left off after entry n goes on with
-                n + 1, here or with another controller of the same journal.
-            follow: Wait for what comes, until the controller has ended; else end with the last that there is.
+            since: Sequence number of the first entry. A reader that stopped after entry n continues with n + 1, here or
+                with another controller of the same journal.
+            follow: Wait for new entries until the controller has ended; else stop after the last entry.
         """
         tail = JournalTail(self._journal.path)
         while True:
-            has_ended, num_turns = self._has_ended, self._num_turns  # asked first, so that nothing is missed
+            has_ended, num_turns = self._has_ended, self._num_turns  # read first, so that no entry is missed
             yield from (entry for entry in tail.read() if entry.seq >= since)
             if has_ended or not follow:
                 return
             self._pause(num_turns)
 
     def wait(self, *tasks: str, timeout_s: float | None = None) -> bool:
-        """Until all of ``tasks`` have ended, or every task where none is named.
+        """Wait until all of ``tasks`` have ended, or every task where none is named.
 
         Args:
             timeout_s: On the controller's clock; None waits for ever.
@@ -227,7 +233,7 @@ class Controller:
             Whether they have; False after the timeout.
 
         Raises:
-            TaskInterruptedError: What runs was asked to save and end, and has; not where all that are named had ended.
+            TaskInterruptedError: The controller was drained before the named tasks had ended.
             RunWriteError, RunBusyError, ClusterLostError: What ended the controller.
         """
         until_s = None if timeout_s is None else self._clock() + timeout_s
@@ -245,7 +251,7 @@ class Controller:
             self._pause(num_turns)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do ``work`` between two turns, when nobody else changes anything; what it returns or raises.
+        """Run ``work`` between two turns, when nothing else changes the state; returns or raises what it does.
 
         Raises:
             QueueCommandError: The controller has ended.
@@ -255,7 +261,7 @@ class Controller:
     # -- its thread ------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Do what was asked, and take in what has happened on the cluster."""
+        """Carry out commands and handle the cluster's events."""
         while self._calls:
             self._calls.popleft().do()
         for hook in self._hooks:
@@ -272,7 +278,7 @@ class Controller:
         try:
             while not (self._is_closing or self._dispatcher.is_drained):
                 self.turn()
-        except BaseException as found:  # whoever waits for the tasks is told
+        except BaseException as found:  # raised in the threads that wait for tasks
             error = found
         self._end(error)
 
@@ -302,7 +308,7 @@ class Controller:
         return call.future.result() if self._thread is not None else work()
 
     def _pause(self, num_turns: int) -> None:
-        """Until there were more turns than ``num_turns``, or it has ended."""
+        """Wait for more than ``num_turns`` turns, or the end of the controller."""
         if self._thread is None:
             self.turn()
             return
@@ -318,7 +324,7 @@ class Controller:
 
 
 def interruption(status: ControllerStatus) -> TaskInterruptedError:
-    """What whoever waits for the tasks of a controller is told that was asked to end before them."""
+    """The error for callers that wait for tasks of a controller that was drained before their end."""
     return TaskInterruptedError(
         f"stopped as asked, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and everything "
         "on disk"
@@ -326,11 +332,11 @@ def interruption(status: ControllerStatus) -> TaskInterruptedError:
 
 
 class _EndedError(QueueCommandError):
-    """The controller has ended, and not by an error."""
+    """Signal that the controller has ended without an error."""
 
 
 class _Call:
-    """Something to be done on the controller's thread."""
+    """A call to be made on the controller's thread."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()

@@ -1,7 +1,7 @@
-"""Which process of this user has which GPU of this machine: a lock file for each.
+"""Locks of this machine's GPUs between the processes of this user: a lock file for each GPU.
 
-The kernel gives a lock back when its process ends, however that ends. CPU slots have none: they are shares of cores,
-which any number of processes may take at a time.
+The kernel releases a lock when its process ends, in any way. CPU slots have none: they are shares of cores, which
+several processes may use at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from alto.runs import LockFile, cache_home, write_error
 __all__ = ["DeviceLocks"]
 
 TIMEOUT_S = 1.0
-"""Whoever asks whether a lock is free holds it for an instant."""
+"""A process that tests whether a lock is free holds it for an instant, so taking it is retried for this long."""
 
 
 class DeviceLocks:
-    """Locks of GPUs, held from now on until :meth:`release`.
+    """Locks of GPUs, held until :meth:`release`.
 
     Args:
         names: Of the GPUs, the same in every process that may want them: UUIDs.
@@ -35,14 +35,14 @@ class DeviceLocks:
         self._folder = folder if folder is not None else cache_home() / "locks"
         self._held: list[LockFile] = []
         try:
-            for name in sorted(names):  # in one order everywhere, so that two processes cannot each get a half
+            for name in sorted(names):  # in the same order in every process, to avoid deadlock
                 self._acquire(name)
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
-        """Give them back; doing it twice changes nothing."""
+        """Release the locks. Idempotent."""
         while self._held:
             self._held.pop().release()
 
@@ -53,7 +53,7 @@ class DeviceLocks:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not lock.acquire(TIMEOUT_S):
                 raise DeviceBusyError(
-                    f"expected GPU {name} to be free, found that process {_holder(path)} of this machine has it for "
+                    f"expected GPU {name} to be free, found that process {_holder(path)} of this machine uses it for "
                     "its own tasks; wait until it has ended, end it, or name other GPUs in CUDA_VISIBLE_DEVICES"
                 )
             self._held.append(lock)

@@ -1,4 +1,5 @@
-"""Does with a cluster what a queue wants, tells the queue what happens, and journals both. Has no thread of its own."""
+"""Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. It has no
+thread of its own."""
 
 from __future__ import annotations
 
@@ -10,8 +11,18 @@ from types import MappingProxyType
 
 from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
-from alto.errors import QueueCommandError
-from alto.runs import Journal, JournalEntry, Observer, RunDir, RunHistory, has_result
+from alto.errors import QueueCommandError, RunError
+from alto.records import MAX_DURATION_S
+from alto.runs import (
+    NOT_FOLDABLE,
+    Journal,
+    JournalEntry,
+    Observer,
+    RunDir,
+    RunHistory,
+    has_result,
+    read_intact_entries,
+)
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.scheduler import remaining_duration_s
@@ -36,6 +47,7 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
+from alto.spec.outside import is_number
 
 __all__ = ["Dispatcher"]
 
@@ -45,16 +57,16 @@ _STANDS = (
     journaled.JobExited,
     journaled.JobCompleted,
 )
-"""Events of a run that say how far it is."""
+"""Events that report a run's progress."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """An executor that runs, and what is known of its pace.
+    """A running executor and its measured pace.
 
     Attributes:
-        far: How far the run had come on disk when it was started.
-        start_s: Seconds that it took until it began to train.
+        far: Progress of the run on disk when it was started.
+        start_s: Seconds until it began to train.
         began_at: When it began to train; None before.
     """
 
@@ -72,6 +84,7 @@ class Dispatcher:
     """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
 
     Args:
+        cluster: Starts and watches executors.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Of what happens to the tasks.
         show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.
@@ -94,22 +107,22 @@ class Dispatcher:
         self._is_drained = False
         self._broken_by: Exception | None = None
 
-    # -- what is asked ---------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------------
 
     def begin(self, submissions: Sequence[Submission]) -> None:
-        """Take in tasks that the journal has already, all in one plan.
+        """Add tasks that the journal has already, in one plan.
 
         Raises:
-            SpecError: A name was there before, or no GPUs can ever be given to a task; none is taken in then.
+            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
         self._take_in(submissions, lambda: None)
 
     def submit(self, submission: Submission, command: str = "") -> None:
-        """Take in a new task and journal it; ``command`` is the id of what asked for it.
+        """Add a new task and journal it; ``command`` is the id of the command that submits it.
 
         Raises:
             SpecError: As of :meth:`begin`.
-            QueueCommandError: What runs was asked to save and end.
+            QueueCommandError: The queue is being drained.
         """
         self.check(submission)
         run = submission.run
@@ -124,13 +137,13 @@ class Dispatcher:
         self._take_in([submission], lambda: self._journal.append(news))
 
     def check(self, submission: Submission) -> None:
-        """Whether a task can be taken in; errors as of :meth:`submit`."""
+        """Check that a task can be submitted; errors as in :meth:`submit`."""
         self._check_open()
         now_s = self._now_s()
         self._queue.check(Submitted(time_s=now_s, demand=submission.demand(now_s)))
 
     def run_of(self, task: str) -> TaskRun:
-        """What is executed for a task for which something is still to be done.
+        """The run of a task that has not ended.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -139,7 +152,7 @@ class Dispatcher:
         return self._runs[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
-        """Take a task out of the queue, or have its executor save and end; the state that it is in then.
+        """Cancel a task: remove it from the queue, or let its executor save and end; returns its new state.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -154,12 +167,12 @@ class Dispatcher:
         return found.state
 
     def check_cancel(self, task: str) -> None:
-        """Whether a task can be cancelled; errors as of :meth:`cancel`."""
+        """Check that a task can be cancelled; errors as in :meth:`cancel`."""
         self._check_open()
         self._check_known(task)
 
     def drain(self) -> None:
-        """Have every executor save and end, and start no other."""
+        """Let every executor save and end, and start no other."""
         if not self._is_draining:
             self._is_draining = True
             for task in self._running:
@@ -172,7 +185,7 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all have saved and ended, as they were asked, and the journal says so."""
+        """Whether all executors have saved and ended after a drain, and this is journalled."""
         return self._is_drained
 
     def status(self) -> ControllerStatus:
@@ -184,7 +197,7 @@ class Dispatcher:
         )
 
     def turn(self, most_s: float) -> None:
-        """Take in what has happened on the cluster; waits up to ``most_s`` where nothing has.
+        """Handle the cluster's events; waits up to ``most_s`` for one.
 
         Raises:
             RunWriteError, RunBusyError: The journal cannot be written.
@@ -196,7 +209,7 @@ class Dispatcher:
         wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
         # All at once, so that nothing is started on a GPU whose loss is further down in the list.
         news = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
-        if self._is_draining:  # the queue is told nothing, so that it starts no other executors
+        if self._is_draining:  # not reported to the queue, so that it starts no other executors
             self._end_drain()
             return
         if wake_s is not None and wake_s <= self._now_s():
@@ -207,7 +220,7 @@ class Dispatcher:
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 
     def _handle(self, event: ClusterEvent) -> QueueEvent | None:
-        """Journal ``event``; what the queue is told of it."""
+        """Journal ``event``; returns the queue's event for it."""
         match event:
             case EntryWritten():
                 return self._handle_entry(event)
@@ -224,7 +237,10 @@ class Dispatcher:
         attempt = self._running.get(written.task)
         if attempt is None or attempt.launch.attempt != written.attempt:
             return None
-        attempt.history.apply(written.entry)
+        if isinstance(written.entry.event, journaled.TaskResumed):
+            attempt.history = _history_before(attempt.launch.run_dir, written.entry.seq)
+        with contextlib.suppress(*NOT_FOLDABLE):  # an invalid entry changes no estimate
+            attempt.history.apply(written.entry)
         self._show(
             JournalEntry(seq=NO_SEQ, time=written.entry.time, event=TaskRelayed(task=written.task, entry=written.entry))
         )
@@ -233,7 +249,7 @@ class Dispatcher:
             attempt.began_at, attempt.share_before = self._clock(), share
             attempt.start_s = attempt.began_at - attempt.launched_at
             return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
-        if isinstance(event, journaled.GpusOffered):
+        if isinstance(event, journaled.GpusOffered) and _is_valid(event):
             return Offered(
                 time_s=self._now_s(),
                 task=written.task,
@@ -259,8 +275,9 @@ class Dispatcher:
         del self._running[ended.task]
         run = self._runs[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
-            # A task that has its result is finished, whatever ended its executor afterwards.
-            ended = replace(ended, outcome=Outcome.FINISHED, reason=f"Ended after it had its result: {ended.reason}")
+            # A task that has its result is finished, even if its executor failed afterwards.
+            reason = f"Ended after its result was complete: {ended.reason}"
+            ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
         self._ended[ended.task] = ended
         self._journal.append(
             journaled.ExecutorExited(
@@ -300,7 +317,7 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """What fails inside leaves the queue, the journal and the cluster at odds, so that nobody can go on."""
+        """An error inside leaves queue, journal and cluster inconsistent, so the dispatcher cannot continue."""
         try:
             yield
         except Exception as error:
@@ -363,13 +380,13 @@ class Dispatcher:
     def _check_open(self) -> None:
         if self._is_draining:
             raise QueueCommandError(
-                "expected a queue that runs, found one whose tasks were asked to save and end; go on with: alto resume"
+                "expected a queue that runs, found one that is being drained; continue with: alto resume"
             )
 
     def _status_of(self, task: QueuedTask) -> TaskStatus:
         attempt, ended = self._running.get(task.name), self._ended.get(task.name)
         state = task.state
-        if self._is_draining and attempt is None and task.has_gpus:  # the queue was not told of its end
+        if self._is_draining and attempt is None and task.has_gpus:  # its end was not reported to the queue
             state = _state_after_drain(state, ended)
         return TaskStatus(
             task=task.name,
@@ -400,6 +417,20 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
     if ended is not None and ended.outcome is Outcome.FINISHED:
         return TaskState.FINISHED
     return TaskState.STOPPED if state is TaskState.STOPPING else TaskState.WAITING
+
+
+def _history_before(run_dir: str, seq: int) -> RunHistory:
+    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
+    try:
+        return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
+    except (RunError, *NOT_FOLDABLE):
+        return RunHistory()
+
+
+def _is_valid(offer: journaled.GpusOffered) -> bool:
+    """Whether an offer has at least one GPU, and durations within bounds."""
+    seconds = (offer.duration_s, offer.data_parallel_duration_s)
+    return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
 
 
 def _is_beyond(after: tuple[float, ...], before: tuple[float, ...]) -> bool:

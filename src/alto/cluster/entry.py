@@ -1,4 +1,4 @@
-"""What a process of an executor is started for, and how it says that it ended."""
+"""Calls the entry function of an executor's process, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from alto.errors import (
 )
 from alto.runs import is_disk_full
 
-__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry"]
+__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry", "run_entry"]
 
 Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
-"""Works on the run in a folder; asks now and then whether to stop; returns what the user should know of its end."""
+"""Works on the run in a folder; calls the given function regularly to check whether to stop; returns notices for the
+user."""
 
 _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionError)
-"""Errors that the next attempt, or another machine, may not meet; a disk that is full, it does meet."""
+"""Errors that may not recur in the next attempt or on another machine; a full disk does recur."""
 
 
 def load_entry(name: str) -> Entry:
@@ -39,19 +40,30 @@ def load_entry(name: str) -> Entry:
 
 
 def error_class(name: str) -> type[AltoError] | None:
-    """The error of ALTO's that is called so; None for another's, and for no name."""
+    """ALTO's error class of that name; None for any other name."""
     found = getattr(errors, name, None) if name else None
     return found if isinstance(found, type) and issubclass(found, AltoError) else None
 
 
+def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
+    """Do what a :class:`alto.cluster.Launch` asks for, in a process of its own; how that ended. What went wrong is
+    printed.
+
+    Args:
+        entry, run_dir: Of the launch.
+        is_interrupted: Whether to save and end; asked between steps.
+    """
+    return ending_of(lambda: load_entry(entry)(run_dir, is_interrupted))
+
+
 def ending_of(work: Callable[[], str | None]) -> Ending:
-    """Do ``work``; how that ended. What went wrong is printed."""
+    """Run ``work`` and return how it ended; an error is printed."""
     try:
         notice = work()
     except (TaskInterruptedError, KeyboardInterrupt) as error:
         return Ending(
             outcome=Outcome.INTERRUPTED,
-            reason=str(error) or "stopped as asked before it had begun",
+            reason=str(error) or "stopped as asked before it began",
             error=type(error).__name__,
         )
     except BaseException as error:
@@ -62,7 +74,7 @@ def ending_of(work: Callable[[], str | None]) -> Ending:
 
 
 def ending_by(error: BaseException) -> Ending:
-    """What ``error`` makes of an executor."""
+    """How ``error`` ends an executor."""
     reason = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and is_disk_full(error)):
         return Ending(outcome=Outcome.FAILED, reason=reason, error=DiskFullError.__name__)

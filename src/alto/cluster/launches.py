@@ -1,4 +1,4 @@
-"""What every cluster asks of a launch."""
+"""Checks of a launch that every cluster makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ __all__ = ["check_launch"]
 
 
 def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
-    """Refuse a launch that cannot be meant.
+    """Refuse an invalid launch.
+
+    Args:
+        launch: The launch.
+        nodes: Nodes of the cluster.
+        running: Launches of running executors.
 
     Raises:
         ValueError: The task runs already, or a GPU is taken or is not on one of ``nodes``.

@@ -1,8 +1,7 @@
 """A queue on disk while a controller works on it: tasks are submitted and cancelled by this process and by others.
 
-What is wanted is in ``queue.yaml``: a task is submitted, or cancelled, once that file says so. A controller that dies
-after that has the journal follow when it is started anew; a command that was not answered then is answered, and has
-its effect once.
+``queue.yaml`` is the source of truth: a task is submitted or cancelled once that file is written. If a controller dies
+after that, the restarted one completes the journal and answers open commands; each command takes effect once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from alto.runs import (
 from alto.runs import events as journaled
 from alto.spec import Task, build_task
 
-__all__ = ["LiveQueue", "QueueIntake", "unique_name"]
+__all__ = ["LiveQueue", "QueueIntake", "answer_past_ends", "past_ends", "unique_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,8 @@ class QueueIntake:
     Attributes:
         entry: What its executors do, as of :class:`alto.cluster.Launch`.
         is_parallel: As of :class:`alto.cluster.TaskRun`.
-        check: Raises what is wrong with a task that is submitted.
-        estimate_s: What a task that is submitted is estimated to take, in seconds.
+        check: Raises an error for a submitted task that is not valid.
+        estimate_s: Estimated duration of a submitted task, in seconds.
         trusted: Tasks of the queue that may run the Python code that comes with their base model.
         trusts_commands: Whether tasks that other processes submit may.
     """
@@ -57,6 +56,7 @@ class LiveQueue:
         queue_dir: Locked by this process.
         controller: Not started yet; nothing was submitted to it.
         journal: The queue's and the controller's.
+        intake: How a task becomes a run.
     """
 
     def __init__(
@@ -71,39 +71,43 @@ class LiveQueue:
         self._journal = journal
         self._intake = intake
         self._keeps_open = True
+        self._takes_tasks = True
         self._has_completed = False
         self._mailbox = QueueMailbox(queue_dir.run)
         controller.on_turn(self._carry_out_commands)
 
     def begin(self, done: Iterable[str]) -> None:
         """Submit the tasks of the folder but those that are ``done`` or cancelled; before the controller starts."""
+        finished = set(done)
+        self._cancel_what_waits(finished)
         entries, _ = self._queue_dir.read()
         self._journal_what_is_missing(entries)
-        finished = set(done)
         self._controller.begin(
             [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int, duration_s: float | None = None) -> str:
-        """Take in a task; once this has returned, the queue has it whatever happens.
+        """Submit a task; once this has returned, the submission is durable.
 
         Args:
             task: With absolute paths.
-            duration_s: What it is estimated to take; None takes what the queue knows.
+            tenant: Whose quota it counts against.
+            priority: Higher goes first.
+            duration_s: Estimated duration in seconds; None uses the queue's own estimate.
 
         Returns:
             Its name in the queue.
 
         Raises:
             AltoError: What is wrong with the task.
-            QueueCommandError: The queue takes none any more.
+            QueueCommandError: The queue accepts no more tasks.
         """
         duration_s = self._intake.estimate_s(task) if duration_s is None else duration_s
         command = _Submit(task=task, tenant=tenant, priority=priority, duration_s=duration_s)
         return self._controller.call(lambda: self._submit(command, trusts=task.trust_remote_code))
 
     def cancel(self, task: str) -> None:
-        """Take a task out of the queue, or have its executor save and end.
+        """Cancel a task: remove it from the queue, or let its executor save and end.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -115,10 +119,10 @@ class LiveQueue:
         self._keeps_open = False
 
     def wait(self) -> None:
-        """Until the queue has completed: every task has ended, and no other is waited for.
+        """Wait until the queue has completed: every task has ended, and it waits for no others.
 
         Raises:
-            TaskInterruptedError: It was asked to save and end before; all tasks have.
+            TaskInterruptedError: The queue was drained before; all running tasks have saved and ended.
             RunWriteError, RunBusyError, ClusterLostError: What ended its controller.
         """
         while True:
@@ -146,11 +150,20 @@ class LiveQueue:
         for command in self._mailbox.pending():
             try:
                 answer = Answer(done=True, message=self._carry_out(command))
-            except (RunBusyError, RunWriteError):  # the queue cannot go on; the command waits for whoever resumes it
+            except RunBusyError:  # the queue has failed; it answers the command when it is resumed
                 raise
             except AltoError as error:
+                if isinstance(error, RunWriteError) and self._is_noted(command):
+                    raise  # the queue's folder has what its journal lacks
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
+
+    def _is_noted(self, command: QueueCommand) -> bool:
+        """Whether the effect of a command is in the queue's folder."""
+        entries, _ = self._queue_dir.read()
+        return any(
+            entry.command == command.id or (entry.is_cancelled and entry.task == command.task) for entry in entries
+        )
 
     def _carry_out(self, command: QueueCommand) -> str:
         match command.action:
@@ -159,8 +172,11 @@ class LiveQueue:
             case QueueAction.CANCEL:
                 return self._cancel_once(command)
             case QueueAction.FINISH:
+                self._takes_tasks = False
                 self.finish()
-                return "The queue waits for no further tasks."
+                return "The queue takes no further tasks, and ends when all have ended."
+            case QueueAction.DRAIN if self._has_completed:
+                return "The queue has completed."
             case QueueAction.DRAIN:
                 self._controller.begin_drain()
                 return "Running tasks save and end."
@@ -170,7 +186,7 @@ class LiveQueue:
         before = next((entry.task for entry in entries if entry.command == command.id), None)
         if before is not None:  # the answer was lost
             return before
-        task = build_task(command.values)
+        task, duration_s = self._read(command)
         if task.trust_remote_code and not self._intake.trusts_commands:
             raise UntrustedCodeError(
                 f"trust_remote_code: expected a task without code of its base model {task.model!r}, or a queue that "
@@ -180,14 +196,36 @@ class LiveQueue:
             task=task,
             tenant=command.tenant,
             priority=command.priority,
-            duration_s=self._intake.estimate_s(task),
+            duration_s=duration_s,
             command=command.id,
         )
         return self._submit(asked, trusts=self._intake.trusts_commands)
 
+    def _read(self, command: QueueCommand) -> tuple[Task, float]:
+        """The task that a command submits, and what it is estimated to take, in seconds.
+
+        Raises:
+            AltoError: What is wrong with the task, or with the files that it names.
+        """
+        try:
+            task = build_task(command.values)
+            return task, self._intake.estimate_s(task)
+        except AltoError:
+            raise
+        except Exception as error:  # a broken link, a folder without permission: the other tasks continue
+            raise QueueCommandError(
+                f"expected a task whose model and data can be read by the process that works on the queue, found "
+                f"{type(error).__name__}: {error}; correct it, then submit it again"
+            ) from error
+
     def _submit(self, asked: _Submit, *, trusts: bool) -> str:
         if self._has_completed:
             raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
+        if not self._takes_tasks:
+            raise QueueCommandError(
+                "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
+                "(alto drain --when-done); start another"
+            )
         self._intake.check(asked.task)
         entries, _ = self._queue_dir.read()
         entry = QueueEntry(
@@ -228,8 +266,16 @@ class LiveQueue:
         )
         return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
 
+    def _cancel_what_waits(self, finished: Collection[str]) -> None:
+        """Record cancellations that were sent while no process worked on the queue: those tasks are not started, and
+        one that cannot run any more does not block the others. The commands are answered in the first turn."""
+        asked = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
+        for entry in self._queue_dir.read()[0] if asked else ():
+            if entry.task in asked and entry.task not in finished and not entry.is_cancelled:
+                self._queue_dir.cancel(entry.task)
+
     def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
-        """What ``queue.yaml`` says and the journal does not yet: a controller died between the two."""
+        """Journal what only ``queue.yaml`` has: a controller died between the two writes."""
         submitted, cancelled = set[str](), set[str]()
         for event in (entry.event for entry in self._journal.past):
             if isinstance(event, journaled.QueueStarted):
@@ -257,7 +303,7 @@ class LiveQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Submit:
-    """A task to be taken in; ``command`` is the id of what asked for it, empty where this process did."""
+    """A task to be added; ``command`` is the id of the command that submits it, empty where this process does."""
 
     task: Task
     tenant: str
@@ -270,3 +316,18 @@ def unique_name(name: str, taken: Collection[str]) -> str:
     """``name``, with a number where it is taken."""
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     return name if name not in taken else next(found for found in numbered if found not in taken)
+
+
+def past_ends(queue_dir: QueueDir) -> list[str]:
+    """Ids of pending commands that end the queue. Read before this process takes the queue's lock: they were meant for
+    an earlier process."""
+    pending = QueueMailbox(queue_dir.run).pending()
+    return [command.id for command in pending if command.action in (QueueAction.FINISH, QueueAction.DRAIN)]
+
+
+def answer_past_ends(queue_dir: QueueDir, commands: Collection[str]) -> None:
+    """Answer those of :func:`past_ends` that have no answer yet; this process holds the lock of ``queue_dir``."""
+    mailbox = QueueMailbox(queue_dir.run)
+    for command in mailbox.pending():
+        if command.id in commands:
+            mailbox.answer(command.id, Answer(done=True, message="The queue had ended already."))

@@ -30,19 +30,18 @@ class LocalCluster:
     On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
     n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
 
-    Its GPUs are locked from now on until it is closed, so that no other controller of this user takes them; slots of
-    the CPU are not.
+    Its GPUs are locked until it is closed, so that no other controller of this user takes them; CPU slots are not.
 
     Args:
         total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
             has; None makes it one.
-        heartbeat_timeout_s: An executor that has written into its journal and then gives no sign of life for so long is
-            killed and ends as ``lost``. A sign is a line in its journal, or its training loop asking whether to stop.
-        start_timeout_s: The same before it has written anything, while it loads the model and reads the data.
+        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for so long is
+            killed and ends as ``lost``. Signs are journal lines, and checks of its training loop whether to stop.
+        start_timeout_s: The same before its first journal line, while it loads the model and reads the data.
         drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
 
     Raises:
-        DeviceBusyError: Another controller has one of the GPUs; says which, and its process.
+        DeviceBusyError: Another controller uses one of the GPUs; the message names the GPU and the process.
         SpecError: There are fewer GPUs than asked for.
         UnsupportedError: The machine does not run Linux.
     """
@@ -103,7 +102,7 @@ class LocalCluster:
             )
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end; it is killed if that takes too long."""
+        """Let a running executor save and end; it is killed if that takes too long."""
         if task in self._executors:
             self._executors[task].ask_to_stop()
 
@@ -122,7 +121,7 @@ class LocalCluster:
             time.sleep(WATCH_INTERVAL_S)
 
     def close(self) -> None:
-        """Kill what still runs, then give the GPUs back."""
+        """Kill what still runs, then release the GPUs."""
         while self._executors:
             self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
             if self._executors:
@@ -131,7 +130,7 @@ class LocalCluster:
 
 
 def _visible_devices() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA names them: numbers of the machine, or UUIDs."""
+    """The GPUs that this process may use, as CUDA names them: indices or UUIDs."""
     count = torch.cuda.device_count()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in chosen.split(",")] if chosen is not None else [str(i) for i in range(count)]

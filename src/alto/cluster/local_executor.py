@@ -25,7 +25,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long an executor is waited for, in seconds.
+    """Timeouts of an executor, in seconds.
 
     Attributes:
         heartbeat_s: Without a sign of life, once it has written into its journal.
@@ -45,6 +45,7 @@ class LocalExecutor:
         zygote: Forks its first process.
         devices: Its own, as CUDA names them; none where slots of the CPU stand for GPUs.
         num_threads: Of the CPU.
+        timeouts: Timeouts, in seconds.
 
     Raises:
         OSError: It cannot be started. (`RunWriteError` is one.)
@@ -80,12 +81,12 @@ class LocalExecutor:
         self._drains_until = float("inf")
 
     def watch(self) -> list[ClusterEvent]:
-        """What is new; the last is an :class:`ExecutorEnded`, after which there is nothing more to watch."""
-        has_ended = self._has_ended()  # asked first: whatever it wrote before is read below
+        """The new events; the last event of an executor is :class:`ExecutorEnded`."""
+        has_ended = self._has_ended()  # checked first: everything that it wrote before is read below
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
-            entries = []  # by whoever held the run before
+            entries = []  # by the previous holder of the lock
         self._has_begun = self._has_begun or bool(entries)
         if not has_ended:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
@@ -96,7 +97,7 @@ class LocalExecutor:
         return [*events, self._ending()] if has_ended else events
 
     def ask_to_stop(self) -> None:
-        """Have it save and end; it is killed if it does not."""
+        """Let it save and end; it is killed if it does not."""
         self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
         self._group.ask_to_stop()
 
@@ -112,17 +113,19 @@ class LocalExecutor:
         return has_ended
 
     def _skip_past(self) -> None:
-        """Pass over what earlier attempts have written; the executor itself finds out whether that is damaged."""
-        with contextlib.suppress(RunError):
+        """Skip what earlier attempts have written; the executor itself checks whether that is damaged."""
+        with contextlib.suppress(RunError, OSError):
             self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
-        """What is new; an executor that writes what cannot be read is killed."""
+        """The new journal entries; an executor whose journal cannot be read is killed, and started again."""
         try:
             return self._tail.read()
         except RunError as error:
             self._kill_because(str(error))
-            return []
+        except OSError as error:
+            self._kill_because(f"the journal of its run cannot be read ({error})")
+        return []
 
     def _read_heartbeat(self) -> int | None:
         try:
@@ -133,7 +136,7 @@ class LocalExecutor:
     def _kill_if_overdue(self, *, is_silent: bool) -> None:
         limit_s = self._timeouts.heartbeat_s if self._has_begun else self._timeouts.start_s
         now = time.monotonic()
-        # While this process was itself stopped, nobody can have been heard.
+        # While this process was itself stopped, it could not see any sign of life.
         elapsed_s = min(now - self._watched_at, limit_s / 2)
         self._watched_at = now
         self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0
@@ -164,7 +167,7 @@ class LocalExecutor:
         if code is None:
             return self._group.why_not_started or "its process is gone, with the one that had started it"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how} and did not say why; see {self._attempt.stderr}"
+        return f"its process {how} and reported no reason; see {self._attempt.stderr}"
 
 
 def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> dict[str, str]:
@@ -184,9 +187,9 @@ def _environment(devices: tuple[str, ...], num_threads: int, launch: Launch) -> 
 
 
 def _allocator() -> dict[str, str]:
-    """Settings of PyTorch's memory on a GPU, which it reads when it is first used there; the user's own stand.
+    """Settings of PyTorch's CUDA allocator, read at its first use; the user's own settings are kept.
 
-    MicroBatches differ in length, and of what is free in pieces only ends of segments that can grow serve a longer one.
+    Micro-batches differ in length; only with expandable segments can fragmented free memory serve a longer one.
     """
     if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         return {}

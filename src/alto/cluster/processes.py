@@ -1,4 +1,4 @@
-"""Processes of a session, found and killed as Linux has them: in ``/proc``."""
+"""Finds and kills the processes of a session, through Linux's ``/proc``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 __all__ = ["HELD_SIGNALS", "kill_session", "session_members"]
 
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What asks a process to end, and what torch elastic handles in its own way. A new executor has them blocked until it
-listens, so that one that is asked to stop before it can listen stops nevertheless."""
+"""Signals that ask a process to end, and that torch elastic handles in its own way. They are blocked in a new executor
+until its handlers are installed, so that a signal before that still stops it."""
 
 _DEAD = ("Z", "X")
 
@@ -26,7 +26,7 @@ def kill_session(leader: int, *, spare: int | None = None) -> bool:
     """Send SIGKILL to every process of a session but ``spare``.
 
     Returns:
-        Whether none was left; who was takes a moment to die, and may just have begun another one.
+        Whether none was left. A killed process takes a moment to die, and may just have started another one.
     """
     others = [pid for pid in session_members(leader) if pid != spare]
     for pid in others:

@@ -1,4 +1,4 @@
-"""The ranks of an executor beside its first: processes that the first one starts, watches and takes with it.
+"""The ranks of an executor beside its first: processes that the first one starts, watches and ends.
 
 The first is ``alto.cluster.worker``; it forks each other before it has touched a GPU, in its own session. One that dies
 leaves the others waiting for it in the middle of a micro-batch, so the executor ends, within `GRACE_S` of that; one
@@ -28,7 +28,7 @@ from alto.runs import writing
 __all__ = ["GRACE_S", "RankProcesses"]
 
 GRACE_S = 5.0
-"""How long the ranks may take to find out by themselves what ended one of them: mostly they meet the same."""
+"""How long the ranks may take to report the cause of one rank's end: usually they fail with the same error."""
 
 WATCH_INTERVAL_S = 0.2
 
@@ -39,6 +39,7 @@ class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
+        attempt: Folder of the attempt, for logs and ends.
         entry: ``module:function`` that each of them calls.
         on_death: Is called, on a thread, once a rank has died before its work was done and `GRACE_S` have gone by.
     """
@@ -55,7 +56,7 @@ class RankProcesses:
 
         Raises:
             RunWriteError: The log of one cannot be written.
-            OSError: The machine has no room for another process.
+            OSError: The machine cannot start another process.
         """
         for rank in range(1, self._size):
             self._processes[rank] = self._start(rank)
@@ -63,7 +64,7 @@ class RankProcesses:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def verdict(self, own: Ending) -> Ending:
-        """How the executor ended, where its first rank says ``own``: what another rank knows better, if it does.
+        """How the executor ended, where its first rank reports ``own``: the end of another rank, if that is the cause.
 
         An error that ALTO did not raise may only be that the others have gone; it takes them a moment to be gone.
         """
@@ -102,17 +103,17 @@ class RankProcesses:
         if said is not None:
             return said
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        reason = f"rank {rank} {how} and did not say why; see {self._attempt.rank_log(rank)}"
+        reason = f"rank {rank} {how} and reported no reason; see {self._attempt.rank_log(rank)}"
         return Ending(outcome=Outcome.LOST, reason=reason)
 
 
 def _is_cause(death: Ending) -> bool:
-    """Whether it is no mere consequence: an error of ALTO's, or a death without a word."""
+    """Whether it is a cause and not a consequence: an error of ALTO's, or a death without a reported end."""
     return not death.error or error_class(death.error) is not None
 
 
 def _best_explained(deaths: list[Ending]) -> Ending:
-    """The one that the others followed from, as far as can be told."""
+    """The end that most likely caused the others."""
     return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
 
 
@@ -127,7 +128,7 @@ def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -
         os.dup2(log, descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     for number in HELD_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the first rank is asked, and asks the others
+        signal.signal(number, signal.SIG_IGN)  # only the first rank is stopped; it stops the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     threading.Thread(target=_die_with, args=(first,), daemon=True).start()
     ending = ending_of(lambda: load_entry(entry)(str(attempt.run_dir), lambda: False))

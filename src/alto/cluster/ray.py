@@ -1,4 +1,4 @@
-"""Executors on a Ray cluster: a placement group and an actor each. The one seam that knows Ray."""
+"""Executors on a Ray cluster: a placement group and an actor each. The only module that uses Ray's interface."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["RayCluster"]
 OLDEST = (2, 50)
 
 TICK_S = 1.0
-"""How often nodes are counted, and how long an actor waits for something to tell before it answers that it lives."""
+"""How often nodes are listed, and how long an actor waits for an event before it answers without one."""
 
 NODE_VERDICT_S = 5.0
-"""How long after an actor's death that of its node may become known; an executor is lost to the queue only then, so
-that nobody starts it there again."""
+"""How long after an actor's death Ray may report the death of its node; only then is the executor reported as lost, so
+that it is not started on that node again."""
 
 HEAD_TIMEOUT_S = 30.0
-"""How long the head may be away, as when it is started anew. Ray itself would end this process after a minute."""
+"""How long the head may be unreachable, as during a restart. Ray itself would end this process after a minute."""
 
 CLOSE_TIMEOUT_S = 30.0
 """How long actors may take to end their executors before they are killed themselves."""
@@ -49,11 +49,11 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """An executor, and the question that its actor has not answered yet; None where it has to be asked again.
+    """An executor, and the open request to its actor; None where a new request has to be sent.
 
     Attributes:
         died_because: Empty while its actor lives.
-        watched_at: When it was last looked at; once its actor has died, when that was found.
+        watched_at: Time of its last check; after its actor has died, the time when that was found.
     """
 
     launch: Launch
@@ -202,7 +202,7 @@ class RayCluster:
             ray.shutdown()
 
     def _wait(self, timeout_s: float) -> None:
-        """Until an actor has answered, or for ``timeout_s``."""
+        """Wait until an actor has answered, at most for ``timeout_s``."""
         replies = [running.reply for running in self._running.values() if running.reply is not None]
         if replies:
             ray.wait(replies, timeout=timeout_s)
@@ -213,7 +213,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
-        """What is done inside needs the connection to Ray.
+        """Translates a lost connection to Ray inside the block.
 
         Raises:
             ClusterLostError: There is none any more.
@@ -226,12 +226,12 @@ class RayCluster:
             self._is_lost = True
             raise ClusterLostError(
                 f"expected the Ray cluster to answer, found the connection lost ({_first_line(error)}); executors "
-                "that still run save and end by themselves. See that the cluster is up (ray status), then go on with: "
-                "alto resume runs/queue-<id>"
+                "that still run save and end by themselves. Check that the cluster is up (ray status), then continue "
+                "with: alto resume runs/queue-<id>"
             ) from error
 
     def _is_head_there(self) -> bool:
-        """Whether the head can be asked: while it is away, Ray's own calls do not return."""
+        """Whether the head is reachable: while it is not, Ray's own calls do not return."""
         if self._head is None:
             return True
         try:
@@ -248,7 +248,7 @@ class RayCluster:
     # -- executors -------------------------------------------------------------------------------------------------
 
     def _handle(self, running: _Running) -> Iterator[ClusterEvent]:
-        """What an actor has answered; asks it again."""
+        """Handle an actor's answer and send the next request."""
         if running.died_because:
             return
         if running.reply is not None:
@@ -280,7 +280,7 @@ class RayCluster:
 
     def _check_silence(self, running: _Running) -> Iterator[ExecutorEnded]:
         now = time.monotonic()
-        # While this process was itself stopped or busy, nobody can have been heard.
+        # While this process was itself stopped or busy, it could not see any sign of life.
         running.silence_s += min(now - running.watched_at, 2 * TICK_S)
         running.watched_at = now
         if running.is_placed and running.silence_s > self._timeouts.heartbeat_s:
@@ -298,7 +298,7 @@ class RayCluster:
         return ExecutorEnded(task=running.launch.task, attempt=running.launch.attempt, outcome=outcome, reason=reason)
 
     def _release(self, task: str) -> None:
-        """Kill the actor and give its GPUs back to Ray."""
+        """Kill the actor and release its GPUs to Ray."""
         running = self._running.pop(task)
         ray.kill(running.actor)
         remove_placement_group(running.group)
@@ -354,7 +354,7 @@ def _connect(address: str) -> bool:
 
 
 def _head() -> tuple[str, int] | None:
-    """Where the head listens; None where a client server stands between it and this process, and tells of its end."""
+    """Address of the head; None where this process connects through a client server, which reports the head's end."""
     if ray.util.client.ray.is_connected():
         return None
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster as the queue sees them: names, slots, and what came and went. Knows Ray's table, not Ray."""
+"""Nodes of a Ray cluster for the queue: names, slots, and changes. Reads Ray's node table, and does not import Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slot_resource(table: Table) -> str:
 class RayNodes:
     """The nodes that take part.
 
-    Ray counts the GPUs of a node and numbers them itself whenever it hands some out; the numbers here only count.
+    Ray counts the GPUs of a node and numbers them itself when it assigns some; the numbers here only count.
 
     Args:
         resource: As :func:`slot_resource` says.
@@ -52,7 +52,7 @@ class RayNodes:
         return self._num_slots[name]
 
     def update(self, table: Table) -> list[GpuGone | GpuCame]:
-        """Take in what Ray says now; returns what changed, losses first."""
+        """Update from Ray's node table; returns the changes, losses first."""
         slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
         gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
         lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]

@@ -17,12 +17,13 @@ WATCH_INTERVAL_S = 0.05
 
 
 class Starter:
-    """Starts one executor at once; it is a session of processes of its own, and outlives this one only to save.
+    """Starts one executor at once, in a session of its own; it outlives this process only to save.
 
     Args:
         launch: Which GPUs it names does not matter: Ray has chosen.
         has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names those; otherwise slots of the CPU stand for GPUs.
         core_share: How much of this machine's cores its threads may take, in (0, 1].
+        timeouts: Timeouts of the executor, in seconds.
     """
 
     def __init__(self, launch: Launch, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:
@@ -62,9 +63,9 @@ class Starter:
             self._events.append(_ended(launch, ending.outcome, str(error), ending.error))
 
     def poll(self, num_heard: int, timeout_s: float) -> list[ClusterEvent]:
-        """All events but the first ``num_heard``; waits up to ``timeout_s`` where there are none.
+        """All events after the first ``num_heard``; waits up to ``timeout_s`` where there are none.
 
-        An answer that is lost on its way is given again: only what the next question counts as heard is forgotten.
+        A lost answer is repeated: only events that the next request counts as received are removed.
         """
         gives_up_at = time.monotonic() + timeout_s
         del self._events[: num_heard - self._num_forgotten]
@@ -79,7 +80,7 @@ class Starter:
             time.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
-        """Ask the executor to save and end; it is killed if it does not."""
+        """Let the executor save and end; it is killed if it does not."""
         if self._executor is not None:
             self._executor.ask_to_stop()
 

@@ -20,8 +20,8 @@ LOOPBACK = "lo"
 class Rendezvous:
     """A folder that only this user can enter, for the store in which ranks exchange addresses and a secret.
 
-    A store on a port would answer whoever reaches it. Whoever watches an executor makes the folder; it is removed when
-    the executor has ended, by either side.
+    A store on a port would answer every process that reaches it. The process that watches an executor makes the folder;
+    either side removes it when the executor has ended.
 
     Raises:
         OSError: It cannot be made.
@@ -38,7 +38,7 @@ class Rendezvous:
             FOLDER: self._folder,
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "NCCL_SOCKET_IFNAME": f"={LOOPBACK}",
-            "NCCL_RAS_ENABLE": "0",  # a status service for whoever connects
+            "NCCL_RAS_ENABLE": "0",  # a status service that accepts any connection
         }
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Makes schedules in a process of its own, so that a solver that crashes or hangs takes nothing with it.
+"""Makes schedules in a process of its own, so that a crash or hang of the solver affects nothing else.
 
 ``python -m alto.cluster.solver``: calls of :func:`schedule_tasks` on stdin, the outcome of each on stdout, as JSON,
-until stdin ends. Loading the solver takes a second or more, so the process is kept: a queue asks for many plans.
+until stdin ends. Loading the solver takes a second or more, so the process is kept: a queue makes many plans.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["GuardedSolver"]
 FALLBACK = "lpt"
 
 _PATIENCE = 0.01
-"""Share of what its tasks take at least that goes into a schedule: a better one hardly gains more than that."""
+"""Time for the solver, as a share of the lower bound of the makespan: a better schedule rarely saves more than that."""
 _LEAST_PATIENCE_S = 0.2
 
 
 class GuardedSolver:
-    """Schedules by ``method``; where that cannot be had, by list scheduling, with a notice in the schedule.
+    """Schedules by ``method``; where that fails, by list scheduling, with a notice in the schedule.
 
     A process that crashed or was killed is replaced at the next call.
 
     Args:
-        time_limit_s: What the solver may take at most; where all tasks are short, it gets less.
+        time_limit_s: Longest time of the solver; less where all tasks are short.
         gap: See :func:`alto.scheduler.schedule_tasks`.
-        grace_s: What starting it, and anything else beyond that, may take before it counts as hung.
+        grace_s: Time beyond ``time_limit_s``, for starting it and all else, before it counts as hung.
     """
 
     def __init__(self, method: str, *, time_limit_s: float, gap: float = 0.0, grace_s: float = 30.0) -> None:
@@ -60,8 +60,11 @@ class GuardedSolver:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
         limit_s = min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem)))
         call = Call(problem=problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=self._gap)
-        if self._process is None:
-            self._process = _Process()
+        try:
+            if self._process is None:
+                self._process = _Process()
+        except OSError as error:
+            return self._fallback(problem, f"the solver's process could not be started ({error})")
         try:
             answer = self._process.ask(call, timeout_s=limit_s + self._grace_s)
         except TimeoutError:
@@ -72,7 +75,7 @@ class GuardedSolver:
             self._process = None
             return self._fallback(problem, f"the solver's process ended with code {code}")
         except BaseException:
-            self.close()  # or its answer would be taken for that of the next call
+            self.close()  # or its answer would be read as that of the next call
             raise
         failure = error_class(answer.error)
         if failure is UnsupportedError:
@@ -99,13 +102,13 @@ class GuardedSolver:
 
 
 def _least_makespan_s(problem: SchedulingProblem) -> float:
-    """What the waiting tasks would take if they could be spread over all GPUs like water."""
+    """Lower bound of the waiting tasks' makespan: their GPU seconds divided by the number of GPUs."""
     work = sum(task.num_gpus * task.duration_s for task in problem.pending)
     return work / max(1, sum(len(node.gpus) for node in problem.nodes))
 
 
 class _Process:
-    """The other end, in a session of its own: what asks this process to end is not meant for it."""
+    """The solver's process, in a session of its own, so that signals to this process do not reach it."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -123,7 +126,7 @@ class _Process:
         self._popen.stdout.close()
 
     def ask(self, call: Call, *, timeout_s: float) -> Answer:
-        """What comes of ``call``; raises TimeoutError, or EOFError or OSError where the process is gone."""
+        """The result of ``call``; raises TimeoutError, or EOFError or OSError where the process is gone."""
         self._calls.send_bytes(encoded(CALLS, call))
         if not self._outcomes.poll(timeout_s):
             raise TimeoutError
@@ -134,7 +137,7 @@ class _Process:
         self.end()
 
     def end(self) -> int:
-        """Let go of a process that has ended, or is about to; its exit code."""
+        """Reap a process that has ended or is about to; returns its exit code."""
         self._calls.close()
         self._outcomes.close()
         return self._popen.wait()
@@ -142,7 +145,7 @@ class _Process:
 
 def _serve() -> None:
     calls, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # whatever else is printed does not get into an answer
+    os.dup2(2, 1)  # other output does not mix with an answer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             outcomes.send_bytes(encoded(ANSWERS, _answer(decoded(CALLS, calls.recv_bytes()))))

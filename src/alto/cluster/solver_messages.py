@@ -1,4 +1,4 @@
-"""What the solver's process and whoever asks it send each other, as JSON."""
+"""Messages between the solver's process and its caller, as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
+    """The arguments of :func:`alto.scheduler.schedule_tasks`.
+
+    Attributes:
+        problem: The scheduling problem.
+        method: Scheduling method.
+        time_limit_s: Time limit of the solver, in seconds.
+        hint: An earlier schedule; None without one.
+        gap: Accepted relative gap.
+    """
 
     problem: SchedulingProblem
     method: str
@@ -29,7 +37,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The schedule; or, by its class and in its words, the error of ALTO's in its place."""
+    """The schedule; or class and message of the ALTO error that was raised.
+
+    Attributes:
+        schedule: The schedule; None after an error.
+        error: Class of the error; empty without one.
+        message: Message of the error.
+    """
 
     schedule: Schedule | None = None
     error: str = ""

@@ -1,4 +1,4 @@
-"""What is handed to a controller, and what it says of that."""
+"""What is submitted to a controller, and the status that it reports."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TaskRun:
         run_dir: Folder of the run, made already; on a cluster, every node sees it at this path.
         entry: What an executor does, as of :class:`alto.cluster.Launch`.
         num_gpus: GPUs that it runs on.
-        duration_s: What it is estimated to take.
+        duration_s: Estimated duration in seconds.
         is_parallel: Whether an executor is a process (rank) for each of its GPUs; else it is one process on all.
         trust_remote_code: As of :class:`alto.cluster.Launch`.
-        retry_interrupted: Whether an executor that ended as if asked to stop, though nobody here had asked, is started
-            again.
-        how_far: How far the run has come on disk: numbers of which each only grows. An executor that is lost and has
-            made one of them grow is no failure in a row. None: every lost executor is.
+        retry_interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is
+            started again.
+        how_far: Returns the run's progress on disk: numbers that only grow. A lost executor that has made one of them
+            grow does not count as a failure in a row. None: every lost executor counts.
     """
 
     task: str
@@ -47,7 +47,8 @@ class Submission:
     """A run to be executed, and for whom.
 
     Attributes:
-        tenant: Whose quota it counts against; whoever submits says it.
+        run: The run on disk.
+        tenant: Whose quota it counts against; set by the caller.
         priority: Higher goes first.
     """
 
@@ -56,7 +57,7 @@ class Submission:
     priority: int = 0
 
     def demand(self, release_s: float) -> TaskDemand:
-        """What the scheduler is asked for; ``release_s`` is on the queue's clock."""
+        """The scheduler's request for it; ``release_s`` is on the queue's clock."""
         return TaskDemand(
             task=self.run.task,
             num_gpus=self.run.num_gpus,
@@ -72,11 +73,15 @@ class TaskStatus:
     """One task as it is now.
 
     Attributes:
-        num_gpus: GPUs that it asks for.
+        task: Its name.
+        state: Its state in the queue.
+        tenant: Whose quota it counts against.
+        priority: Higher goes first.
+        num_gpus: GPUs that it needs.
         gpus: Its own while it runs; else none.
-        attempt: Executors that were started for it.
-        expected_s: What it, or its next attempt, is estimated to take from its start to its end.
-        share_done: Of its samples that are trained or spared, in [0, 1], as far as the running executor has said.
+        attempt: Number of executors that were started for it.
+        expected_s: Estimated seconds of it, or its next attempt, from start to end.
+        share_done: Share of its samples that are trained or saved by early exit, in [0, 1], as last reported.
         num_failures: Executors in a row that ended as failures that count.
         reason: Why it failed last, or was given up.
         ended: How its latest executor ended; None where none has.
@@ -108,7 +113,7 @@ class ControllerStatus:
     Attributes:
         nodes: The machines and their GPUs.
         tasks: All that were submitted, by name, in that order.
-        is_draining: Whether what runs was asked to save and end, and nothing is started any more.
+        is_draining: Whether running executors were requested to save and end, and no others are started.
     """
 
     nodes: tuple[Node, ...]

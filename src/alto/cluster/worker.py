@@ -1,8 +1,7 @@
 """The first process of an executor on this machine, and its first rank; forked by a zygote.
 
-It waits until nobody else works on the run, does its work, says how that ended, and leaves no process behind. SIGTERM
-asks the work to save and end; so does the death of the controller that started it, and then it is not waited for
-longer than a grace.
+It waits for the run's lock, does its work, writes how that ended, and leaves no process behind. SIGTERM makes the work
+save and end; so does the death of the controller that started it, and then within a grace period.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WATCH_INTERVAL_S = 0.2
 
 
 class Heartbeat:
-    """Whether the work is to stop; asking is what says that it goes on."""
+    """Whether the work has to stop. Each check is also its sign of life."""
 
     def __init__(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
@@ -46,13 +45,13 @@ class Heartbeat:
         self._beats_at = 0.0
 
     def is_interrupted(self) -> bool:
-        """Beat, and say whether the work is to stop."""
+        """Touch the heartbeat, and return whether the work has to stop."""
         self._has_asked = True
         self.beat()
         return self._is_stopping
 
     def beat(self) -> None:
-        """Touch the heartbeat, now and then.
+        """Touch the heartbeat, at most once per interval.
 
         Raises:
             RunWriteError: The run's disk cannot be written.
@@ -64,7 +63,7 @@ class Heartbeat:
             self._beats_at = now + BEAT_INTERVAL_S
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Ask the work to stop. While it has not begun to ask, nothing is lost by stopping it where it is."""
+        """Stop the work. Before its first check nothing can be lost, so it ends at once."""
         was_stopping, self._is_stopping = self._is_stopping, True
         if not was_stopping and not self._has_asked:
             raise KeyboardInterrupt
@@ -83,19 +82,19 @@ def main() -> None:
     has_ended = threading.Lock()
 
     def end(ending: Ending) -> None:
-        """Whoever comes first, the work or the death of a rank, says how it ended."""
+        """The first of the work's end and a rank's death sets how it ended."""
         has_ended.acquire()
         is_written = False
         try:
-            with contextlib.suppress(RunWriteError):  # the exit code says it, then
+            with contextlib.suppress(RunWriteError):  # then the exit code encodes it
                 attempt.write_ending(ending)
                 is_written = True
         finally:
-            _leave_nobody_behind()
+            _kill_rest_of_session()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # All is said and saved: no library's thread or exit handler may keep the devices.
+        # Everything is reported and saved: no library's thread or exit handler may keep the devices.
         os._exit(exit_code_of(ending, is_written=is_written))
 
     redirected = ending_of(lambda: _redirect_output(attempt))
@@ -131,7 +130,7 @@ def _wait_until_free(run: RunDir) -> None:
     while run.is_locked():
         if time.monotonic() > gives_up_at:
             raise RunBusyError(
-                f"expected a run that nobody works on, found that another process still does on {run.root} after "
+                f"expected a run that no other process works on, found that one still works on {run.root} after "
                 f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
             )
         time.sleep(WATCH_INTERVAL_S)
@@ -139,7 +138,7 @@ def _wait_until_free(run: RunDir) -> None:
 
 @contextlib.contextmanager
 def _listening(heartbeat: Heartbeat) -> Iterator[None]:
-    """Heed the signals that ask to stop, which were held back until now; afterwards they change nothing."""
+    """Handle the stop signals that were blocked until now; a repeated signal changes nothing."""
     try:
         for number in HELD_SIGNALS:
             signal.signal(number, heartbeat.on_signal)
@@ -158,11 +157,11 @@ def _outlive(zygote: int, grace_s: float) -> None:
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGTERM)
     time.sleep(grace_s)
-    _leave_nobody_behind()
+    _kill_rest_of_session()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave_nobody_behind() -> None:
+def _kill_rest_of_session() -> None:
     while not kill_session(os.getpid(), spare=os.getpid()):
         time.sleep(0.01)
     remove_rendezvous()

@@ -1,4 +1,4 @@
-"""From files to padding-free batches."""
+"""Reads datasets and makes padding-free batches."""
 
 from alto.data.batch import JobRows, TokenBatch, collate, dummy_batch, share_rows, split_into_micro_batches
 from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair

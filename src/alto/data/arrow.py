@@ -1,6 +1,6 @@
 """Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
 
-Rows stay in Arrow's memory until they are asked for, so a large dataset of which a few rows are drawn costs little.
+Rows stay in Arrow's memory until they are read, so drawing a few rows of a large dataset is cheap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REACH_SECONDS = 10.0
 
 
 class _ArrowRows(Sequence[RawRow]):
-    """Rows of an Arrow table, each made when it is asked for."""
+    """Rows of an Arrow table, each converted when it is read."""
 
     def __init__(self, num_rows: int, row: Callable[[int], Mapping[str, Any]], name: str) -> None:
         self._num_rows = num_rows
@@ -96,7 +96,7 @@ def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Se
         key: The task's key that names the dataset, for messages.
 
     Raises:
-        DataFileNotFoundError: The hub has no such dataset, or does not show it.
+        DataFileNotFoundError: The hub has no such dataset, or the user has no access to it.
         DataError: The hub cannot be reached, or the configuration is missing or unknown.
         UnsupportedError: ``datasets`` is not installed.
     """
@@ -120,17 +120,17 @@ def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Se
 
 
 def _check_hub(name: str, key: str) -> None:
-    """Ask the hub for the dataset once; loading it would try for half a minute before it says that there is no net."""
+    """Look the dataset up on the hub once; without a connection, loading it would retry for half a minute."""
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if huggingface_hub.constants.is_offline_mode():
-        return  # what the cache holds will do
+        return  # the cached dataset is used
     try:
         huggingface_hub.HfApi().dataset_info(name, timeout=_REACH_SECONDS)
     except RepositoryNotFoundError as error:
         raise _unknown(name, key, error) from None
-    except Exception as error:  # the hub's and those of its HTTP client, which share no root
+    except Exception as error:  # errors of the hub and of its HTTP client have no common base class
         raise _unreachable(name, key, error) from None
 
 

@@ -18,13 +18,14 @@ __all__ = ["JobRows", "TokenBatch", "collate", "dummy_batch", "share_rows", "spl
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job: of its batch, of a rank's share of that, or of one micro-batch.
+    """Rows of one job: of its batch, of a rank's share of it, or of one micro-batch.
 
     Attributes:
-        dataset: Where the rows are; jobs of other tasks have others.
-        slot: Where the job's adapter lies.
-        first_token: Tokens of the job's batch that come before these rows: in other passes, or on other ranks.
-        weight: What the rows of the job's whole batch count for; None where ``rows`` are all of it.
+        dataset: Rows of the job's task.
+        slot: Slot of the job's adapter.
+        rows: Indices into ``dataset``.
+        first_token: Tokens of the job's batch before these rows: in other micro-batches, or on other ranks.
+        weight: Total weight of the job's whole batch; None where ``rows`` are all of it.
     """
 
     dataset: EncodedDataset = field(compare=False, repr=False)
@@ -39,7 +40,7 @@ class JobRows:
 
     @property
     def batch_weight(self) -> int:
-        """What the rows of the job's whole batch count for."""
+        """Total weight of the job's whole batch."""
         return sum(self.dataset.weights[row] for row in self.rows) if self.weight is None else self.weight
 
     def single_rows(self) -> Iterator[JobRows]:
@@ -57,22 +58,22 @@ class TokenBatch:
 
     Attributes:
         slots: Slot of every job, ``J`` of them, in token order.
-        input_ids_T, position_ids_T: Token ids, and positions, which go on behind the prefix of a sequence.
+        input_ids_T, position_ids_T: Token ids, and positions, which continue after the prefix of a sequence.
         sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
-        sequence_prefixes: Tokens of the sequence before it that each goes on behind: 0, or the prompt of a pair.
+        sequence_prefixes: Number of tokens of the previous sequence that are the prefix of each: 0, or a pair's prompt.
         job_tokens: Tokens of every job.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
-        loss_targets_S: What they have to predict.
+        loss_targets_S: Token ids that they have to predict.
         sequence_targets: How many of the ``S`` positions are each sequence's.
         job_targets: How many are each job's.
         job_rows: Rows of every job.
         job_sequences: Sequences of every job.
-        job_weights: What the rows of the job's whole batch count for, which may be split over micro-batches: its
-            trained tokens, or its pairs.
-        job_first_tokens: How many tokens of it come before these.
-        job_references: Of how many of its rows ``references_Q2`` has every job: all or none.
-        references_Q2: What the frozen base gives the chosen and the rejected reply of pairs, float64 nats; None where
-            no job of the batch has them.
+        job_weights: Total weight of each job's whole batch, which may be split over micro-batches: its trained tokens,
+            or its pairs.
+        job_first_tokens: Tokens of each job's batch before these rows.
+        job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
+        references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
+            job of the batch has them.
     """
 
     slots: tuple[int, ...]
@@ -93,8 +94,7 @@ class TokenBatch:
     references_Q2: Tensor | None = None
 
     def part(self, first: int, last: int) -> TokenBatch:
-        """The jobs from number ``first`` up to, not with, ``last``, as a batch of their own; tensors are views, but for
-        one."""
+        """Jobs ``first`` to ``last - 1`` as a batch of their own; its tensors are views, except ``loss_positions_S``."""
         tokens, sequences = _range(self.job_tokens, first, last), _range(self.job_sequences, first, last)
         targets, references = _range(self.job_targets, first, last), _range(self.job_references, first, last)
         return TokenBatch(
@@ -118,7 +118,12 @@ class TokenBatch:
 
 
 def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
-    """Lay the rows of ``jobs`` end to end."""
+    """Lay the rows of ``jobs`` end to end.
+
+    Args:
+        jobs: Rows of each job; jobs of a task next to each other.
+        device: Device of the batch.
+    """
     rows = [(job.dataset, row) for job in jobs for row in job.rows]
     spans_J = [[span for row in job.rows for span in job.dataset.spans[row]] for job in jobs]
     spans = [span for of_job in spans_J for span in of_job]
@@ -150,7 +155,7 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
 
 def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
     """A batch of one token that belongs to no job, whose loss reaches no adapter: for a rank without rows in a
-    micro-batch, and still has its part in gathering the base."""
+    micro-batch, which still takes part in gathering the base."""
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),
@@ -172,7 +177,12 @@ def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
 
 def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
     """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each, none with
-    more than the mean and its longest row; None for a rank that gets none."""
+    more than the mean and its longest row; None for a rank that gets none.
+
+    Args:
+        job: Rows of the job.
+        num_ranks: Number of ranks.
+    """
     rows = list(job.single_rows())
     total, shares, first = job.num_tokens, [], 0
     for rank in range(num_ranks):
@@ -190,13 +200,15 @@ def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
 def split_into_micro_batches(
     jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
 ) -> Iterator[list[JobRows]]:
-    """Cut the work of a step into passes of at most ``max_tokens`` tokens, in order.
+    """Split the work of a step into micro-batches of at most ``max_tokens`` tokens, in order.
 
-    A row larger than ``max_tokens`` is a pass of its own. No tensor is made, so it cannot run out of memory.
+    A row larger than ``max_tokens`` is a micro-batch of its own. No tensor is made, so it cannot run out of memory.
 
     Args:
-        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best. Where
-            not, only those of a job larger than ``max_tokens`` are.
+        jobs: Rows of each job.
+        max_tokens: Largest number of tokens of a micro-batch.
+        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best.
+            Otherwise, only the rows of a job larger than ``max_tokens`` are split.
     """
     current: list[JobRows] = []
     filled = 0
@@ -217,7 +229,7 @@ def split_into_micro_batches(
 
 
 def _range(counts: Sequence[int], first: int, last: int) -> slice:
-    """Where things lie of which each job has so many, those of the jobs from ``first`` to ``last``."""
+    """Range of the elements of jobs ``first`` to ``last - 1``, where each job has so many as ``counts`` says."""
     start = sum(counts[:first])
     return slice(start, start + sum(counts[first:last]))
 
@@ -227,6 +239,6 @@ def _rows(references_Q2: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """To ``device``, without waiting for what a GPU is doing."""
+    """Copy to ``device`` without host-device synchronisation."""
     pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What a row becomes, whatever its form: turns in order, or two conversations of which one is preferred."""
+"""The common form of all rows: turns in order, or two conversations of which one is preferred."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, SupportsIndex, TypeAlias, overload
 __all__ = ["REASONING_KEYS", "Conversation", "ConversationWithTools", "Message", "Pair", "Row"]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message under which its reasoning is given; transformers hands each to the template under the first too."""
+"""Keys of a message under which its reasoning is given; transformers gives each to the template under the first name
+too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class Message:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing: no text, no reasoning and no call of a tool."""
+        """Whether it is empty: no text, no reasoning and no tool call."""
         spoken = ("tool_calls", *REASONING_KEYS)
         return not self.content.strip() and not any(self.other_keys().get(key) for key in spoken)
 
     def other_keys(self) -> dict[str, Any]:
-        """What :attr:`extras` holds, by key."""
+        """The values of :attr:`extras`, by key."""
         keys: dict[str, Any] = json.loads(self.extras) if self.extras else {}
         return keys
 
@@ -52,10 +53,10 @@ Conversation = tuple[Message, ...]
 
 
 class ConversationWithTools(Conversation):
-    """Turns in order, with what the chat template is given beside them.
+    """Turns in order, with the other arguments of the chat template.
 
     Attributes:
-        template_arguments: The text of a JSON object: ``tools``, and what the row's ``chat_template_kwargs`` holds.
+        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``.
     """
 
     template_arguments: str
@@ -91,7 +92,8 @@ class ConversationWithTools(Conversation):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations that begin alike, of which the first ends better; the turns they share are context."""
+    """Two conversations with the same beginning, of which the first has the better end; the shared turns are
+    context."""
 
     chosen: Conversation
     rejected: Conversation

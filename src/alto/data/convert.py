@@ -1,4 +1,4 @@
-"""Rows of a known form become conversations and pairs; what stands in them is checked as it is taken."""
+"""Converts rows of a known form into conversations and pairs, and checks their values."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     """The turns of one row.
 
     Raises:
-        DataFormatError: A column does not hold what the form says; names file and line.
+        DataFormatError: A column does not hold what the form needs; the message names file and line.
     """
     fields = _Fields(row, layout)
     return _completed(_CONVERTERS[layout.form](fields), fields)
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two conversations of one row; what both begin with is context, whatever its role.
+    """The two conversations of one row; their common beginning is context, with any roles.
 
     Raises:
-        DataFormatError: A column does not hold what the form says, or the conversations do not part at a reply of the
-            assistant; names file and line.
+        DataFormatError: A column does not hold what the form needs, or the conversations do not first differ in a reply
+            of the assistant; the message names file and line.
     """
     fields = _Fields(row, layout)
     conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
@@ -41,7 +41,7 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The values of one row by role, checked as they are taken."""
+    """The values of one row by role, checked when they are read."""
 
     row: RawRow
     layout: Layout
@@ -51,7 +51,7 @@ class _Fields:
         return None if column is None else self.row.values.get(column)
 
     def column(self, role: str) -> str:
-        """The name of the column that plays ``role``, for messages."""
+        """The name of the column of ``role``, for messages."""
         return quoted(self.layout.column(role))[1:-1]
 
     def text(self, role: str, *, optional: bool = False) -> str:
@@ -72,7 +72,7 @@ class _Fields:
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:
-        """A list of messages, or a single one, in either shape; or a text that ``speaker`` says."""
+        """A list of messages, or a single one, in either shape; or a text by ``speaker``."""
         value = self.get(role)
         messages = [value] if isinstance(value, Mapping) else value
         if not isinstance(messages, list):
@@ -81,7 +81,7 @@ class _Fields:
         return self.turns(messages, role, is_sharegpt=isinstance(first, Mapping) and "from" in first)
 
     def turns(self, value: object, role: str, *, is_sharegpt: bool = False) -> list[Message]:
-        """``value``, which stands in the column of ``role``, as a list of messages."""
+        """``value`` of the column of ``role``, as a list of messages."""
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
         return [read_message(message, is_sharegpt=is_sharegpt, wrong=self.wrong) for message in value]
@@ -91,7 +91,7 @@ class _Fields:
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
-    """``turns`` behind the text of the system column, with what the chat template is given beside them."""
+    """``turns`` after the text of the system column, with the other arguments of the chat template."""
     if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
@@ -119,12 +119,12 @@ def _messages(fields: _Fields) -> list[Message]:
 
 
 def _prompt_completion(fields: _Fields) -> list[Message]:
-    """Only the completion is trained, as in TRL: what the assistant says in a prompt of messages is context."""
+    """Only the completion is trained, as in TRL: turns of the assistant in a prompt of messages are context."""
     return _behind(fields.turns_or_text("prompt", "user"), "completion", fields)
 
 
 def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
-    """``prompt``, of which nothing is trained, and the reply in the column of ``role`` behind it, which may repeat it.
+    """``prompt``, which is not trained, followed by the reply in the column of ``role``, which may repeat the prompt.
 
     Raises:
         DataFormatError: There is no reply of the assistant.
@@ -158,7 +158,7 @@ def _alpaca(fields: _Fields) -> list[Message]:
 
 
 def _with_input(role: str, fields: _Fields) -> Message:
-    """What the user says in the column of ``role``, and an input below it, behind a blank line."""
+    """The user's text in the column of ``role``, and an input after it, separated by a blank line."""
     parts = [fields.text(role), fields.text("input", optional=True)]
     return Message("user", "\n\n".join(part for part in parts if part))
 
@@ -179,7 +179,7 @@ _Conversations = tuple[list[Message], list[Message]]
 
 
 def _preference(fields: _Fields) -> _Conversations:
-    """A prompt that is a text is not asked for where lists of messages begin with it themselves, as in TRL."""
+    """A prompt text is not required where lists of messages begin with it themselves, as in TRL."""
     chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
     given = fields.get("prompt")
     if given is None and not all(isinstance(fields.get(role), list) for role in ("chosen", "rejected")):
@@ -203,10 +203,10 @@ _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
 
 
 def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
-    """Both conversations; nothing is trained of what they begin with.
+    """Both conversations; their common beginning is not trained.
 
     Raises:
-        DataFormatError: They share no turn, or part elsewhere than where the assistant answers.
+        DataFormatError: They share no turn, or first differ elsewhere than in a reply of the assistant.
     """
     chosen, rejected = (_said(conversation) for conversation in conversations)
     shared, most = 0, min(len(chosen), len(rejected)) - 1

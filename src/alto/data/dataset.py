@@ -1,4 +1,4 @@
-"""Rows as token ids, with what each position has to predict: made once per task, shared by all jobs."""
+"""Rows as token ids and targets: made once per task, shared by all jobs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 __all__ = ["IGNORED", "EncodedDataset", "Span", "Unread", "digest_of"]
 
 IGNORED = -100
-"""The target of a position that has nothing to predict."""
+"""The target of a position that predicts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sequence of a row: as many tokens of it as ``length``, which go on behind the first ``prefix`` tokens of the
-    span before this one."""
+    """A sequence of a row: ``length`` tokens of it, which continue after the first ``prefix`` tokens of the span before
+    this one."""
 
     length: int
     prefix: int = 0
@@ -25,11 +25,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """Something in the conversations of a split without which the chat template writes the same.
+    """A part of the conversations of a split that does not change the output of the chat template.
 
     Attributes:
         what: A key of messages; ``row: tools`` for what stands beside them; ``role: tool`` for the turns of a role.
-        count, total: In how many places it is not read, and in how many it stands.
+        count, total: Number of places where it is not read, and of all places where it occurs.
     """
 
     what: str
@@ -41,24 +41,24 @@ class Unread:
 class EncodedDataset:
     """All rows of a split, tokenised.
 
-    A row that is a conversation is one sequence. A pair is two, the chosen and the rejected one, laid end to end; what
-    both begin with stands there once, except for its last token, which predicts the first token of each reply.
+    A row that is a conversation is one sequence. A pair is two, the chosen and the rejected one, laid end to end; their
+    common beginning is there once, except for its last token, which predicts the first token of each reply.
 
     Attributes:
         input_ids: One vector of token ids per row.
         targets: Per row, the token each position has to predict; :data:`IGNORED` where nothing is trained.
         num_truncated: Rows cut at ``max_length``.
-        num_skipped: Rows left out, for whatever reason.
-        num_masked: Those of them in which nothing was to be trained, however long; of a pair, in one of its replies.
-        num_unrolled: Conversations that became a row for every reply.
+        num_skipped: Rows left out, for any reason.
+        num_masked: Rows left out because nothing is trained in them, or in one reply of a pair, at any length.
+        num_unrolled: Conversations that became one row per reply.
         num_alike: Pairs left out because both replies have the same tokens.
         num_shortened: Trained replies of which the chat template leaves words out.
-        unread: What stands in the conversations and is not read.
+        unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
-        references: ``[rows, 2]`` float64, nats: what the frozen base gives the chosen and the rejected reply of every
-            pair; None until they are computed.
+        references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
+            None until they are computed.
         num_trained: Trained tokens of every row.
-        weights: What every row counts for in a mean over rows: its trained tokens; of pairs, each the same.
+        weights: Weight of every row in a mean over rows: its trained tokens; for pairs, all equal.
     """
 
     input_ids: tuple[Tensor, ...]
@@ -85,7 +85,7 @@ class EncodedDataset:
         return len(self.input_ids)
 
     def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
-        """So many rows after the other, each part a dataset of its own; rows that were left out are counted in none."""
+        """Consecutive parts of so many rows, each a dataset; skipped rows are counted in none of them."""
         for start in range(0, len(self), num_rows):
             stop = start + num_rows
             yield EncodedDataset(
@@ -113,7 +113,7 @@ class EncodedDataset:
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, which goes through the model in one pass: of a pair, both replies."""
+        """Tokens of the longest row, which is never split over micro-batches: of a pair, both replies."""
         return max(ids.numel() for ids in self.input_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""Conversations become token ids with a mask of the tokens that are trained: once per task, shared by all jobs."""
+"""Converts conversations into token ids with a mask of the trained tokens: once per task, shared by all jobs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ def encode_dataset(
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
+        conversations: The rows.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
-        limits: Those of the model; None where it sets none.
+        limits: Limits of the model; None where it has none.
 
     Raises:
         DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
@@ -99,7 +102,7 @@ def encode_dataset(
 
 
 def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
-    """Token ids of ``row``, cut, and what each position has to predict: position t predicts token t + 1."""
+    """Token ids of ``row``, cut, and the target of each position: position t predicts token t + 1."""
     ids = torch.tensor(row.input_ids[:max_length], dtype=torch.long)
     trained = torch.tensor(row.is_trained[:max_length], dtype=torch.bool)
     targets = torch.full_like(ids, IGNORED)
@@ -110,27 +113,27 @@ def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
 def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
 
-    Which tokens of a trained turn are trained is what the template says with ``{% generation %}``, as in TRL's
-    ``assistant_only_loss``. Where it says nothing, they begin where the tokens of the turns so far with the opening of
-    a reply, and those of the same turns with the reply, differ first (TRL's ``completion_only_loss``): a token that
-    merges the end of the opening with the reply's beginning is trained. They go through the token that ends the turn,
-    which is the next turn's opening where the template writes no end (GLM). What follows the last trained turn is left
-    out. A row always ends with the EOS token, where there is one.
+    The template's ``{% generation %}`` marks the trained tokens of a turn, as in TRL's ``assistant_only_loss``. Without
+    it, they begin where the tokens of the turns so far with the opening of a reply, and those of the same turns with
+    the reply, differ first (TRL's ``completion_only_loss``): a token that merges the end of the opening with the
+    reply's beginning is trained. They include the token that ends the turn, which is the next turn's opening where the
+    template writes no end (GLM). Everything after the last trained turn is left out. A row always ends with the EOS
+    token, where there is one.
 
     Returns:
         One row; none where nothing is to be trained; and where the template rewrites earlier turns when another is
-        added (Qwen3 takes thoughts out of them), a row for every trained turn, with the turns before it as the model
-        is shown them when it writes that turn.
+        added (Qwen3 removes thoughts from them), a row for every trained turn, with the turns before it as the model
+        sees them when it generates that turn.
 
     Raises:
-        DataError: The template refuses the turns, does not show the call that is all of a reply, or rewrites what
-            stands before a reply, so that the reply's tokens cannot be identified.
+        DataError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites the
+            turns before a reply, so that the reply's tokens cannot be identified.
     """
     return Encoder(tokenizer).rows(conversation)
 
 
 def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
-    """Token ids of ``turns`` and of the opening of a reply: what the model is shown before it writes that reply.
+    """Token ids of ``turns`` and of the opening of a reply: the model's input before it generates that reply.
 
     Raises:
         DataError: There is no turn, or the chat template refuses the turns.
@@ -143,7 +146,7 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
 
 
 def closing_text(tokenizer: Any) -> str:
-    """What the chat template writes behind a reply, without blanks; empty where it writes nothing."""
+    """The template's text after a reply, without blanks; empty where it writes nothing."""
     reply = "a reply"
     turns = (Message("user", "a question"), Message("assistant", reply))
     return ChatTemplate(tokenizer).text(turns, open_turn=False).rpartition(reply)[2].strip()
@@ -155,10 +158,10 @@ class _Reply:
 
     Attributes:
         turns: The conversation through it.
-        before: What the model is shown before it writes the turn.
+        before: The model's input before it generates the turn.
         through: The same with the turn.
-        stem: ``through`` without the EOS token that a template puts behind the last turn of all (Phi-3).
-        is_apart: Whether the template leaves what stands before the turn as it is when the turn is added; the opening
+        stem: ``through`` without the EOS token that a template puts after the last turn (Phi-3).
+        is_apart: Whether the template leaves the text before the turn unchanged when the turn is added; the opening
             of a reply may change (R1 opens a thought that a finished reply does not have).
     """
 
@@ -170,13 +173,13 @@ class _Reply:
 
     @property
     def written(self) -> str:
-        """What the template writes of the turn behind the opening of a reply."""
+        """The template's text of the turn after the opening of a reply."""
         is_prefix = self.through.startswith(self.before)
         return self.through[len(self.before) if is_prefix else _num_shared(self.before, self.through) :]
 
 
 class Encoder:
-    """Encodes the conversations of one split, and counts what the chat template did not show of them."""
+    """Encodes the conversations of one split, and counts their parts that the chat template leaves out."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.num_shortened = 0
@@ -187,7 +190,7 @@ class Encoder:
 
     @property
     def unread(self) -> tuple[Unread, ...]:
-        """What stood in the conversations so far and changed nothing of what the template wrote."""
+        """Parts of the conversations so far that did not change the template's output."""
         return tuple(
             Unread(what=name, count=self._unread[name], total=total)
             for name, total in self._given.items()
@@ -216,7 +219,7 @@ class Encoder:
             return [self._ended(*template.marked_tokens(conversation))]
         if not is_apart:
             raise DataError(
-                "expected the chat template to leave what stands before a reply as it is when the reply is added, "
+                "expected the chat template to leave the text before a reply unchanged when the reply is added, "
                 "found that it rewrites it; set another chat template on the tokenizer"
             )
         parts = [(conversation, text, replies)] if is_one_row else [(one.turns, one.through, [one]) for one in replies]
@@ -236,7 +239,7 @@ class Encoder:
         if position:
             before = template.text(conversation[:position], open_turn=True)
         else:
-            # Templates refuse an empty conversation, so the opening of a turn is read off behind the first turn.
+            # Templates refuse an empty conversation, so the opening of a turn is read after the first turn.
             before = template.text(turns, open_turn=True).removeprefix(through)
         stem = self._without_eos(through) if self._ends_before_eos else through
         is_apart = through.startswith(before)
@@ -246,7 +249,7 @@ class Encoder:
         return _Reply(turns, before, through, stem, is_apart)
 
     def _masked(self, text: str, replies: Sequence[_Reply]) -> tuple[list[int], list[bool]]:
-        """Tokens of ``text``, and whether each is part of one of ``replies``, which stand in it in order."""
+        """Tokens of ``text``, and whether each is part of one of ``replies``, which occur in it in order."""
         ids, starts = self._tokens(text)
         mask = [False] * len(ids)
         last_stop = 0
@@ -270,7 +273,7 @@ class Encoder:
         """Token ids of ``text``, and the place of each one's first character; None where the tokenizer is slow."""
         if not self._is_fast:
             return _ids_of(text, self._tokenizer), None
-        # Not verbose: the tokenizer would warn of rows beyond the model's length before they are cut.
+        # Not verbose: the tokenizer would warn about rows beyond the model's length before they are cut.
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), [first for first, _ in encoded["offset_mapping"]]
 
@@ -280,17 +283,17 @@ class Encoder:
 
     @cached_property
     def _ends_turns(self) -> bool:
-        """Whether the template writes something behind a reply; GLM's next turn is the end of the one before."""
+        """Whether the template writes something after a reply; GLM's next turn is the end of the previous one."""
         return self._closing != ""
 
     @cached_property
     def _ends_before_eos(self) -> bool:
-        """Whether an EOS token that the template writes last stands behind the end of the last turn."""
+        """Whether the template writes an EOS token after the end of the last turn."""
         return self._closing is not None and bool(self._without_eos(self._closing).strip())
 
     @cached_property
     def _closing(self) -> str | None:
-        """What the template writes behind a reply; None where it does not take a question and a reply alone."""
+        """The template's text after a reply; None where it does not accept a question and a reply alone."""
         try:
             return closing_text(self._tokenizer)
         except DataError:
@@ -312,13 +315,13 @@ class Encoder:
         return EncodedRow(tuple(ids), tuple(trained))
 
     def _count_unread(self, conversation: Conversation, shown: Sequence[tuple[Conversation, str]]) -> None:
-        """Count what of ``conversation`` the template does not read: without it, all of ``shown`` stays the same.
+        """Count the parts of ``conversation`` that the template does not read: without them, ``shown`` stays the same.
 
         Args:
-            shown: The turns of every row, with what the template makes of them; empty without a template.
+            shown: The turns of every row, with the template's text of them; empty without a template.
 
         Raises:
-            DataError: It does not read the calls that are all of a reply: only the reply's end would be trained.
+            DataError: It leaves out the tool calls that are all of a reply: only the reply's end would be trained.
         """
         for name, count in given_keys(conversation).items():
             self._given[name] += count
@@ -342,7 +345,7 @@ class Encoder:
 
 
 def _is_shortened(reply: _Reply) -> bool:
-    """Whether words of the reply are missing in what the template writes; blanks may differ."""
+    """Whether words of the reply are missing in the template's text; blanks may differ."""
     return _squeezed(reply.turns[-1].content) not in _squeezed(reply.written)
 
 
@@ -351,7 +354,7 @@ def _squeezed(text: str) -> str:
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items both begin with."""
+    """Length of the common prefix of both."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

@@ -31,7 +31,7 @@ def read_file(path: Path, key: str) -> Sequence[RawRow]:
         key: The task's key that names the file, for messages.
 
     Raises:
-        DataFormatError: The ending is not known, or what is there is not what it says; names file and line or row.
+        DataFormatError: The ending is unknown, or the file has another format; the message names file and line or row.
         DataError: There are no rows, or the file cannot be read.
         UnsupportedError: Parquet, without the package that reads it.
     """
@@ -62,13 +62,13 @@ def read_file(path: Path, key: str) -> Sequence[RawRow]:
 
 
 def _open(path: Path) -> IO[str]:
-    # Bytes that are no UTF-8 are carried along as surrogates, so that the reader can name their line.
+    # Bytes that are not UTF-8 are kept as surrogates, so that the error can name their line.
     how: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     return io.TextIOWrapper(_Unpacked(path), **how) if path.name.lower().endswith(".gz") else path.open("r", **how)
 
 
 class _Unpacked(gzip.GzipFile):
-    """Reads what is packed, unless it grows as only a bomb does: ten megabytes can hold ten gigabytes of zeros."""
+    """Decompresses a file, with a limit on its growth: ten megabytes can hold ten gigabytes of zeros."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -85,7 +85,7 @@ class _Unpacked(gzip.GzipFile):
         if self.tell() > self._max_bytes:
             raise DataError(
                 f"{self._path}: expected at most {_MAX_GROWTH} times the file's own size when it is unpacked, found "
-                "more; unpack it with gunzip, look at it, and name the unpacked file"
+                "more; unpack it with gunzip, check it, and name the unpacked file"
             )
         return data
 
@@ -155,7 +155,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv(lines: IO[str], path: str) -> Iterator[RawRow]:
-    """Commas, or semicolons where the first line has these alone: Excel's way where the comma is the decimal sign."""
+    """Commas, or semicolons where the first line has only these: Excel uses them where the comma is the decimal
+    sign."""
     header = next(lines, "")
     return _cells(chain([header], lines), path, ";" if ";" in header and "," not in header else ",")
 
@@ -166,7 +167,7 @@ def _tsv(lines: IO[str], path: str) -> Iterator[RawRow]:
 
 def _cells(lines: Iterable[str], path: str, delimiter: str) -> Iterator[RawRow]:
     """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
-    limit = csv.field_size_limit(sys.maxsize)  # the module's own is shorter than many a document
+    limit = csv.field_size_limit(sys.maxsize)  # the module's default limit is shorter than many documents
     try:
         table = csv.reader(_checked(lines, path), delimiter=delimiter, strict=True)
         columns: list[str] = []

@@ -17,7 +17,7 @@ form                          columns (optional ones in brackets)
 ============================  ================================================================================
 
 All but ``text`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or ``functions``,
-the older name of them, and ``chat_template_kwargs``: what the chat template is given beside the turns.
+the older name of them, and ``chat_template_kwargs``: further arguments of the chat template.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
         ),
     ),
 )
-"""Every way to write a form: its roles, and the columns that play them where the task does not say otherwise."""
+"""Every layout of a form: its roles, and their default columns."""
 
 _BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs")
 
@@ -80,7 +80,7 @@ _PROMPTS: tuple[Mapping[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The form of a dataset's rows, and which column plays which role: pairs of role and column."""
+    """The form of a dataset's rows, and its columns: pairs of role and column."""
 
     form: str
     columns: _Columns
@@ -89,7 +89,7 @@ class Layout:
         return f"{self.form} ({listed(column for _, column in self.columns)})"
 
     def column(self, role: str) -> str | None:
-        """The column that plays ``role``; None where none does."""
+        """The column of ``role``; None where there is none."""
         return dict(self.columns).get(role)
 
     @property
@@ -104,9 +104,10 @@ def find_layout(
     """The one layout that fits every row.
 
     Args:
+        rows: Rows of the dataset.
         form: Its name, or ``auto``.
-        columns: Roles to columns, where they are not the usual ones.
-        is_paired: Whether pairs are meant where a dataset has columns of pairs and of replies; None does not say.
+        columns: Roles to columns, where they differ from the defaults.
+        is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
 
     Raises:
         DataFormatError: No layout fits a row, rows need different ones, or several fit all.
@@ -210,7 +211,7 @@ def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormat
     roles = ("prompt", "chosen", "rejected") if is_paired else ("prompt", "completion")
     example = ", ".join(f"{role}: <its column>" for role in roles)
     return DataFormatError(
-        f"{row.where}: expected {what}: {_either(candidates)}; found {listed(row.values)}; say which is which with "
+        f"{row.where}: expected {what}: {_either(candidates)}; found {listed(row.values)}; name roles with "
         f"columns, such as {{{example}}}, or rename the columns"
     )
 

@@ -1,4 +1,4 @@
-"""How long a row may be and which token ids it may have: by the task, and by the model."""
+"""Limits of a row's length and token ids, by the task and the model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class RowLimit:
     """Tokens at which rows are cut.
 
     Attributes:
+        num_tokens: Largest number of tokens of a row.
         name: What sets it, for messages.
         remedy: What to do where too much is cut.
     """
@@ -39,13 +40,16 @@ def row_limit(max_length: int, limits: ModelLimits) -> RowLimit:
 
 
 def check_token_ids(ids: Sequence[int], limits: ModelLimits, tokenizer: Any, where: str) -> None:
-    """Make sure that the model has an embedding of every token of a row.
+    """Check that the model has an embedding of every token of a row.
 
     Args:
-        where: Which row it is, for messages.
+        ids: Token ids of the row.
+        limits: Limits of the model; None where it has none.
+        tokenizer: Names the token, for the message.
+        where: The row, for messages.
 
     Raises:
-        ModelError: It has not: on a GPU looking one up ends the process.
+        ModelError: It has not. (On a GPU a missing embedding would end the process.)
     """
     largest = max(ids, default=-1)
     if limits.vocab_size is not None and largest >= limits.vocab_size:

@@ -1,8 +1,8 @@
-"""Messages as TRL, OpenAI and ShareGPT write them become turns; so do the tools beside them.
+"""Converts messages and tools in the forms of TRL, OpenAI and ShareGPT into turns.
 
-Calls of tools take one form, OpenAI's: ``{"type": "function", "function": {"name", "arguments"}}`` with arguments as an
-object, whether the row has them so, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the older
-``function_call``. All other keys of a message stay as they are.
+Tool calls are converted into OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}`` with arguments
+as an object, whether the row has them so, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the
+older ``function_call``. All other keys of a message stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alto.errors import DataFormatError
 __all__ = ["read_message", "read_template_options", "read_tools"]
 
 Wrong = Callable[[str, object], DataFormatError]
-"""Makes the error that names the row, from what was expected and what was found."""
+"""Makes the error with the row's place, from the expected and the found value."""
 
 _ROLES = {
     "system": "system",
@@ -58,7 +58,13 @@ _RESERVED_OPTIONS = (
 
 
 def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
-    """One message of a row as a turn."""
+    """One message of a row as a turn.
+
+    Args:
+        message: The message of a row.
+        is_sharegpt: Whether it has ShareGPT's keys.
+        wrong: Makes the error.
+    """
     speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
     name = message.get(speaker) if isinstance(message, Mapping) else None
     role = roles.get(name) if isinstance(name, str) else None
@@ -91,7 +97,9 @@ def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
     """The tools of a row: JSON schemas, or JSON text of them.
 
     Args:
+        tools: The column ``tools``.
         functions: The older column, of functions that are not wrapped as tools.
+        wrong: Makes the error.
     """
     tools, functions = (_listed(value, wrong) for value in (tools, functions))
     if tools and functions:
@@ -100,7 +108,7 @@ def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
 
 
 def read_template_options(options: Any, wrong: Wrong) -> dict[str, Any]:
-    """What the column ``chat_template_kwargs`` gives to the chat template."""
+    """The arguments of the chat template in the column ``chat_template_kwargs``."""
     if isinstance(options, str) and options.strip():
         options = _parsed(options, "chat_template_kwargs to be a JSON object", wrong)
     if not options:
@@ -166,7 +174,7 @@ def _call(call: Any, wrong: Wrong) -> dict[str, Any]:
 
 
 def _joined(parts: list[Any], wrong: Wrong) -> str:
-    """Parts of text end to end, as chat templates that take parts write them."""
+    """The concatenated text of a message's parts, as chat templates write it."""
     texts = []
     for part in parts:
         if isinstance(part, str):
@@ -176,7 +184,7 @@ def _joined(parts: list[Any], wrong: Wrong) -> str:
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             what = f"a part of the type {kind}" if isinstance(kind, str) and kind not in _TEXT_PARTS else "another part"
-            raise wrong(f"content of text, not {what}: models of text alone are trained", part)
+            raise wrong(f"content of text, not {what}: only text models are trained", part)
         texts.append(text)
     return "".join(texts)
 

@@ -1,4 +1,4 @@
-"""What a user should know about the data before training, in sentences; and what is too bad to train on."""
+"""Notices about the data before training, and errors of data that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ MUCH_CUT = 0.5
 
 
 def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) -> list[str]:
-    """On the rows as they were read."""
+    """Notices about the rows before tokenisation.
+
+    Args:
+        train: Training rows.
+        num_validation: Number of validation rows.
+        num_shared: Validation rows that are training rows too.
+    """
     notes = []
     if num_shared:
         notes.append(
@@ -39,18 +45,18 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
     num_empty = sum(any(turn.is_trained and turn.is_empty for turn in conversation) for conversation in conversations)
     if num_empty:
         notes.append(
-            f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to say "
+            f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to reply "
             "nothing."
         )
     return notes
 
 
 def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread]) -> list[str]:
-    """On what stands in the rows and has no part in training."""
+    """Notices about parts of the rows that are not used in training."""
     notes = []
     if columns:
         listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
-        notes.append(f"Columns that nothing reads: {listed}; say what one is with columns if it should be read.")
+        notes.append(f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read.")
     if unread:
         notes.append(f"Parts of conversations that the chat template does not show: {', '.join(map(_unread, unread))}.")
     return notes
@@ -64,12 +70,12 @@ def _unread(unread: Unread) -> str:
     if kind == "row" and of_kind:
         return f"{quoted(of_kind)[1:-1]} (of {of} rows)"
     if kind == "role" and of_kind:
-        return f"what turns of the role {quoted(of_kind)[1:-1]} say ({of} turns)"
+        return f"the text of turns of the role {quoted(of_kind)[1:-1]} ({of} turns)"
     return f"{quoted(unread.what)[1:-1]} (of {of} messages)"
 
 
 def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
-    """On what the tokenizer lacks.
+    """Notices about a tokenizer without an EOS token or a chat template.
 
     Raises:
         DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
@@ -90,14 +96,20 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
         )
     if is_conversation and not has_template:
         notes.append(
-            "The tokenizer has no chat template: a prompt is given as plain text with a line break behind it, and "
+            "The tokenizer has no chat template: a prompt is given as plain text with a line break after it, and "
             "the adapter expects the same where it is served."
         )
     return notes
 
 
 def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[str]:
-    """On what tokenising cut or left out of the ``what`` data."""
+    """Notices about rows of the ``what`` data that tokenisation cut or left out.
+
+    Args:
+        dataset: Tokenised rows.
+        what: Name of the split.
+        limit: Limit at which rows were cut.
+    """
     notes = []
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"

@@ -1,4 +1,5 @@
-"""Preference pairs become token ids: two sequences a row, of which what both begin with goes through the model once."""
+"""Converts preference pairs into token ids: two sequences per row, whose common beginning goes through the model
+once."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ def encode_pairs(
     """Tokenise ``pairs``, cutting each conversation at ``max_length`` tokens, or at the model's positions if these are
     fewer.
 
-    A pair is left out and counted where a reply is empty or only shown (it would teach how long to reply, not what to
-    say), where both replies have the same tokens, and where nothing in which they differ is left before the cut.
+    A pair is left out and counted where a reply is empty or not trained (it would teach the length of replies, not
+    their content), where both replies have the same tokens, and where nothing in which they differ is left before the
+    cut.
 
     Args:
+        pairs: The rows.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a conversation is cut.
         what: Name of the split for messages, e.g. ``"training"``.
-        limits: Those of the model; None where it sets none.
-        share_prompts: Whether what both conversations begin with goes through the model once.
+        limits: Limits of the model; None where it has none.
+        share_prompts: Whether the common beginning of both conversations goes through the model once.
 
     Raises:
         DataError: No pair is left; or after the conversations part, one has several replies, which the chat template
@@ -93,9 +98,9 @@ def _encode_conversation(conversation: Conversation, encoder: Encoder) -> Encode
     rows = encoder.rows(conversation)
     if len(rows) > 1:
         raise DataError(
-            f"expected one reply where the two conversations of a pair part, found {len(rows)} in the one that begins "
-            f"{quoted(conversation[0].content)}, and the model's chat template rewrites earlier replies; make the last "
-            "one the reply, and the others part of the prompt"
+            f"expected one reply where the conversations of a pair first differ, found {len(rows)} in the one "
+            f"that begins {quoted(conversation[0].content)}, and the model's chat template rewrites earlier replies; "
+            "make the last one the reply, and the others part of the prompt"
         )
     return rows[0]
 

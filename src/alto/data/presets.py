@@ -1,4 +1,4 @@
-"""Datasets known by a short name: where they lie on the hub, and how their rows are split."""
+"""Datasets with a short name: their hub ids, and how their rows are split."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Preset:
     """A hub dataset and its defaults; a task's own keys win over them.
 
     Attributes:
-        names: How a task may call it, besides ``hub_id``.
+        names: Names of it in a task, besides ``hub_id``.
+        max_length: Tokens of a row: those of its authors' own recipes, and for GSM8K what holds every row.
         config: Configuration on the hub; None where there is one only.
+        form: Form of the rows.
         train_split, test_split: Splits on the hub; no test split where rows are held out of the training split.
         row_counts: Training, validation and test rows drawn from the training split with the task's ``data_seed``;
             None where its rows are used as they are.
-        max_length: Tokens of a row: those of its authors' own recipes, and for GSM8K what holds every row.
     """
 
     names: tuple[str, ...]

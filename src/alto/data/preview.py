@@ -1,4 +1,4 @@
-"""The data of a task as a user can read it before training."""
+"""A readable preview of a task's data before training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ _Tokens = Sequence[tuple[int, bool]]
 def preview_rows(
     rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int, limits: ModelLimits | None = None
 ) -> DataPreview:
-    """What ``rows`` become under ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
+    """Counts of ``rows`` encoded with ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
+
+    Args:
+        rows: Rows of the task.
+        tokenizer: Tokenizer of the base model.
+        task: The task.
+        num_rows: Number of examples.
+        limits: Limits of the model; None where it has none.
 
     Raises:
         DataError: See :meth:`TaskRows.encode`.
@@ -60,7 +67,7 @@ def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExampl
 def _sequences(dataset: EncodedDataset, row: int) -> list[_Tokens]:
     """Every sequence of a row as the model sees it, with its prefix."""
     ids = dataset.input_ids[row].tolist()
-    # A target speaks of the token behind it.
+    # A target is the token after its position.
     is_trained = [False, *(dataset.targets[row] >= 0).tolist()[:-1]]
     tokens = list(zip(ids, is_trained, strict=True))
     sequences: list[_Tokens] = []

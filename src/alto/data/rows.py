@@ -1,4 +1,4 @@
-"""A row of a dataset before its form is known, and how messages quote what stands in it."""
+"""A row of a dataset before its form is known, and quoting of its values in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the name of a dataset to its rows: a local file, a preset, or a dataset of the hub."""
+"""Reads the rows of a named dataset: a local file, a preset, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alto.spec import Task
 __all__ = ["Source", "open_source"]
 
 DEFAULT_MAX_LENGTH = 1024
-"""Tokens of a row, where neither a task nor a preset says."""
+"""Default of ``max_length``, where neither a task nor a preset sets it."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -30,7 +30,7 @@ class Source:
     Attributes:
         train: A file's rows, or those of the split to train on.
         validation, test: The dataset's own; None where it has none.
-        form: What a preset knows of the rows; ``auto`` elsewhere.
+        form: Form of the rows, from a preset; ``auto`` elsewhere.
         max_length: Tokens of a row, where a task leaves it open.
     """
 
@@ -51,7 +51,7 @@ def open_source(name: str, key: str, task: Task) -> Source:
     Raises:
         DataFileNotFoundError: There is no such file, preset or hub dataset.
         DataError: It cannot be read or reached, or lacks a split.
-        DataFormatError: What is there is not what its ending says.
+        DataFormatError: A file's content does not match its ending.
         UnsupportedError: A package that reads it is not installed.
     """
     is_own = name == task.dataset
@@ -87,12 +87,12 @@ def open_source(name: str, key: str, task: Task) -> Source:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long for a file's name
+    except OSError:  # too long for the name of a file
         return False
 
 
 def _read_file(path: Path, name: str, key: str, task: Task | None) -> Sequence[RawRow]:
-    """The rows of ``path``; ``task`` is given where its keys about splits speak of this file."""
+    """The rows of ``path``; ``task`` is given where its keys about splits apply to this file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"

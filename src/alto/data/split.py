@@ -1,4 +1,4 @@
-"""Cutting validation rows off, and the order in which a job sees its rows."""
+"""Splits off validation rows, and orders the rows of a job."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def sample_rows(rows: Sequence[Row], count: int | None, seed: int) -> list[Row]:
 def split_rows(rows: Sequence[Row], validation_share: float, seed: int) -> tuple[list[Row], list[Row]]:
     """Training and validation rows, drawn with a fixed seed, each in original order.
 
+    Args:
+        rows: All rows.
+        validation_share: Share of validation rows, in (0, 1).
+        seed: Seed of the split.
+
     Raises:
         DataError: There are fewer than two rows to split.
     """
@@ -46,7 +51,7 @@ def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[li
     """Disjoint parts of ``counts`` rows, drawn with a fixed seed, each in original order.
 
     Raises:
-        DataError: There are fewer rows than that.
+        DataError: There are fewer rows than ``counts`` add up to.
     """
     if len(rows) < sum(counts):
         raise DataError(
@@ -58,10 +63,15 @@ def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[li
 
 
 class DataOrder:
-    """Which rows each step of a job trains: every epoch its own shuffle, keyed by seed and epoch alone.
+    """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
 
-    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. Any step's rows can be asked for at
+    The last batch of an epoch holds what is left, as in Hugging Face's Trainer. The rows of any step can be computed at
     any time, so a job that is parked or resumed needs no random state.
+
+    Args:
+        num_rows: Rows of the training split.
+        batch_size: Rows of a step.
+        seed: Seed of the shuffles.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:

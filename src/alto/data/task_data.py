@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_VALIDATION_SHARE = 0.1
-"""Of the rows, where a task says nothing about validation and its dataset brings no rows for it."""
+"""Default share of validation rows, where neither the task nor its dataset defines them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,10 @@ class TaskData:
     """Training and validation rows, tokenised.
 
     Attributes:
+        train: Training rows.
+        validation: Validation rows.
         num_shared: Validation rows that are training rows too.
-        notes: What a user should know about the data before training, in sentences.
+        notes: Notices about the data, as sentences.
     """
 
     train: EncodedDataset
@@ -72,12 +74,14 @@ class TaskData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRows:
-    """Training and validation rows as they were read; no tokenizer, so no base model, is needed for them.
+    """Training and validation rows before tokenisation; they need no tokenizer and no base model.
 
     Attributes:
+        train: Training rows.
+        validation: Validation rows.
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
-        unread_columns: Columns of the dataset that play no role, each with the number of rows that have a value there.
+        unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
     """
 
     train: list[Row]
@@ -119,7 +123,13 @@ class TaskRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutRows:
-    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut."""
+    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut.
+
+    Attributes:
+        name: Name of the rows in results.
+        rows: The rows.
+        max_length: Tokens at which a row is cut.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -155,7 +165,7 @@ def read_task_rows(task: Task) -> TaskRows:
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
-    """Rows to judge a finished adapter on: nothing was trained or selected on them, where the data allows.
+    """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
         dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the test
@@ -178,11 +188,12 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
 def _converted(
     rows: Sequence[RawRow], known_form: str, task: Task, *, key: str = "dataset", is_paired: bool | None = None
 ) -> tuple[list[Row], Layout]:
-    """Rows in the task's form; where it leaves that open, in the form that is known of the dataset.
+    """Rows in the task's form; where it is not set, in the form of the dataset's preset.
 
     Args:
         key: The task's key that names the dataset, for messages.
-        is_paired: Whether they have to be pairs; None takes either, and of both what the task's method learns from.
+        is_paired: Whether they have to be pairs; None accepts either, and prefers the kind that the task's method
+            needs.
     """
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
     listed = list(rows)
@@ -195,7 +206,7 @@ def _converted(
 
 
 def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
-    """Columns that play no role, in the dataset's order, each with the number of rows that have a value there."""
+    """Columns without a role, in the dataset's order, each with the number of rows that have a value there."""
     read = {column for _, column in layout.columns}
     empty: tuple[object, ...] = (None, "", [], {})
     return dict(
@@ -204,7 +215,7 @@ def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
 
 
 def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
-    """What the method's objective would say after a model has been loaded."""
+    """The check of the method's objective, before a model is loaded."""
     if not layout.is_paired:
         return DataFormatError(
             f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
@@ -227,7 +238,15 @@ def _conversations(rows: Sequence[Row]) -> list[Conversation]:
 def encode_rows(
     rows: Sequence[Row], tokenizer: Any, max_length: int, what: str, *, limits: ModelLimits | None = None
 ) -> EncodedDataset:
-    """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`."""
+    """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`.
+
+    Args:
+        rows: All conversations, or all pairs.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
+        what: Name of the split for messages.
+        limits: Limits of the model; None where it has none.
+    """
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
         return encode_pairs(pairs, tokenizer, max_length, what, limits=limits)

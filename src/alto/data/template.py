@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: turns become text, and what the template does not show of them is found out."""
+"""Applies a tokenizer's chat template, and finds the parts of conversations that it leaves out."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["PARALLEL_CALLS", "ChatTemplate", "given_keys", "without_key"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PARALLEL_CALLS = "calls: parallel"
-"""How :func:`given_keys` names what a turn calls beside the first function."""
+"""The key of :func:`given_keys` for all tool calls of a turn but the first."""
 
 _PLAIN_ROLES = ("system", "developer", "user", "assistant")
 
 
 class ChatTemplate:
-    """How ``tokenizer``, which has a chat template, writes conversations.
+    """Writes conversations with the chat template of ``tokenizer``.
 
-    The template is given the row's own messages, but for what has one meaning in two forms of which many templates take
-    one alone: ``developer`` becomes ``system`` where the template does not name it; and where it fails, arguments of
-    calls become JSON text, and content that is missing beside calls becomes empty.
+    The template gets the row's own messages, with two exceptions for templates that accept only one of two equivalent
+    forms: ``developer`` becomes ``system`` where the template does not name it; and where it fails, arguments of calls
+    become JSON text, and content that is missing beside calls becomes empty.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def is_marked(self, conversation: Conversation) -> bool:
-        """Whether the template itself says what the assistant writes: ``{% generation %}``."""
+        """Whether the template itself marks the assistant's tokens: ``{% generation %}``."""
         return _GENERATION.search(self._source(conversation)) is not None
 
     def text(self, conversation: Conversation, *, open_turn: bool) -> str:
-        """``conversation`` as the template writes it, with the opening of a reply behind it where asked for.
+        """``conversation`` as the template writes it, followed by the opening of a reply if requested.
 
         Raises:
             DataError: The template refuses the turns, or fails.
@@ -51,7 +51,7 @@ class ChatTemplate:
         )
 
     def marked_tokens(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        """Token ids of ``conversation``, and for each whether the template says that the assistant writes it.
+        """Token ids of ``conversation``, and for each whether the template marks it as the assistant's.
 
         Raises:
             DataError: As :meth:`text`.
@@ -69,7 +69,7 @@ class ChatTemplate:
         return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
     def _first(self, conversation: Conversation, render: Callable[[list[dict[str, Any]], dict[str, Any]], Any]) -> Any:
-        """What ``render`` gives for the first form of the messages that the template takes."""
+        """The result of ``render`` for the first form of the messages that the template accepts."""
         beside = _beside(conversation)
         refusal = None
         for messages in self._forms(conversation):
@@ -84,7 +84,7 @@ class ChatTemplate:
         ) from refusal
 
     def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
-        """The same messages in the forms that templates take: the row's own first."""
+        """The same messages in the forms that templates accept: the row's own first."""
         own = [self._message(message, conversation) for message in conversation]
         yield [_given(message) for message in own]
         has_calls = any(message.get("tool_calls") for message in own)
@@ -108,10 +108,11 @@ class ChatTemplate:
 
 
 def given_keys(conversation: Conversation) -> dict[str, int]:
-    """What stands in ``conversation`` beside the texts of its turns, each with how often.
+    """The parts of ``conversation`` beside the texts of its turns, each with its number.
 
-    That is keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that many
-    templates do not know, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write the first alone.
+    These are keys of messages; ``tools`` and other arguments of the template, as ``row: tools``; turns of roles that
+    many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, of which some templates write only
+    the first.
     """
     counts: dict[str, int] = {f"row: {name}": 1 for name, value in _beside(conversation).items() if value}
     for message in conversation:
@@ -126,7 +127,8 @@ def given_keys(conversation: Conversation) -> dict[str, int]:
 
 
 def without_key(conversation: Conversation, name: str) -> Conversation:
-    """``conversation`` without what :func:`given_keys` calls ``name``; turns of a role stay, but say something else."""
+    """``conversation`` without the part that :func:`given_keys` names ``name``; turns of a role stay, with another
+    text."""
     kind, _, of_kind = name.partition(": ")
     turns: Sequence[Message] = conversation
     beside = _beside(conversation)
@@ -142,7 +144,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
 
 
 def _beside(conversation: Conversation) -> dict[str, Any]:
-    """What the template is given beside the turns."""
+    """The arguments of the template beside the turns."""
     text = conversation.template_arguments if isinstance(conversation, ConversationWithTools) else ""
     arguments: dict[str, Any] = json.loads(text) if text else {}
     return arguments
@@ -168,7 +170,7 @@ def _stripped(turn: Message, name: str) -> Message:
 
 
 def _given(message: dict[str, Any]) -> dict[str, Any]:
-    """What is null is not given: transformers leaves it out in some versions, and templates write ``None``."""
+    """Null values are left out: some versions of transformers leave them out, and templates would write ``None``."""
     return {key: value for key, value in message.items() if value is not None}
 
 

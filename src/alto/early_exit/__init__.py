@@ -1,9 +1,9 @@
 """Decides from loss records which jobs end early, and replays those decisions on recordings. Pure; no torch.
 
-The way of the data: `Selection` follows the jobs of a task; it asks its `Policy`, whose rules (`Divergence`,
-`OverfittingGap`, `OverfittingUpturn`, or a user's `Rule`) judge one job and whose rungs rank all. `Recording` holds
-what happened when nothing was stopped, `replay` what a policy would have made of it, `audit` whether a live run kept to
-its policy.
+Data flow: `Selection` follows the jobs of a task; it calls its `Policy`, whose rules (`Divergence`,
+`OverfittingGap`, `OverfittingUpturn`, or a user's `Rule`) judge one job and whose rungs rank all. `Recording` holds the
+curves of a task without early exit, `replay` applies a policy to it, `audit` checks that a live run followed its
+policy.
 """
 
 from alto.early_exit.audit import Disagreement, audit, selection_of

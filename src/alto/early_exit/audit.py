@@ -1,4 +1,4 @@
-"""Whether a live run ended its jobs as its policy, asked again, would have."""
+"""Checks that a live run ended its jobs as its policy decides when it is applied again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disagreement:
-    """A job whose exit in the journal is not the one its losses lead to; each a reason and step, None for no exit."""
+    """A job whose exit in the journal differs from the one derived from its losses; each a reason and step, None for no
+    exit.
+
+    Attributes:
+        job: Job id.
+        journalled: Exit in the journal.
+        derived: Exit derived from the losses.
+    """
 
     job: str
     journalled: tuple[str, int] | None
@@ -57,14 +64,14 @@ def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
 
 
 def selection_of(entries: Iterable[JournalEntry]) -> Selection:
-    """The selection as it stands after ``entries``: the same code decides again from the same losses.
+    """The selection after ``entries``: the same code decides again from the same losses.
 
-    Exits of the journal are not believed but derived again; only those from outside (stopped, failed) are taken over.
-    What the journal has of a job after the selection has ended it is not looked at.
+    Exits of the journal are derived again; only those from outside (stopped, failed) are copied. Entries of a job after
+    the selection has ended it are ignored.
 
     Raises:
-        RunError: No task was started, or the order of entries is none that the selection allows: steps missing, a job
-            trained past its rung, a rung held before every job was there.
+        RunError: No task was started, or the selection does not allow the order of entries: steps are missing, a job
+            trained past its rung, or a rung was decided before every job had reached it.
     """
     entries = list(entries)
     started = start_of(entries)
@@ -80,7 +87,7 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
         except (RunError, KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"Journal, event {entry.seq} ({entry.name}): {error}"
-                " If the journal is whole, another version of ALTO wrote it."
+                " If the journal is intact, another version of ALTO wrote it."
             ) from error
     return selection
 

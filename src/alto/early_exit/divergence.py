@@ -42,6 +42,6 @@ class Divergence(DivergenceSettings, Rule):
 def slope(values: Sequence[float]) -> float:
     """Least-squares slope of ``values`` (two or more) over their positions 0, 1, …; exactly 0 for equal values."""
     centre = (len(values) - 1) / 2
-    # Relative to the first value, so that a plateau has no slope made of rounding.
+    # Relative to the first value, so that rounding gives a plateau no slope.
     rise = sum((position - centre) * (value - values[0]) for position, value in enumerate(values))
     return rise / sum((position - centre) ** 2 for position in range(len(values)))

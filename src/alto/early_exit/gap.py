@@ -1,4 +1,4 @@
-"""Pattern *overfitting* as the paper's Algorithm 1 tests it: validation and training loss lie apart."""
+"""Pattern *overfitting* as the paper's Algorithm 1 tests it: validation loss is far above training loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the journal of a run: what this package needs of its entries."""
+"""Reads the entries of a run's journal for this package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ __all__ = ["Curves", "curves_of", "exits_of", "loss_of", "start_of", "start_valu
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base."""
+    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base.
+
+    Attributes:
+        start: Evaluation of the frozen base; None where it is not known.
+        train: Training loss by step.
+        validation: Validation loss by step.
+        scores: Score by step.
+        score_rows: Value of the metric on every validation row, by step.
+    """
 
     start: StartValue | None = None
     train: dict[int, float] = field(default_factory=dict)
@@ -51,7 +59,7 @@ def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
 
 
 def start_values(event: BaseEvaluated, metric: str) -> dict[str, StartValue]:
-    """What validation gives before the first step of every job."""
+    """The evaluation before the first step of every job."""
     starts = {}
     for value in event.values:
         score = score_of(metric, value.metrics)
@@ -93,5 +101,5 @@ def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
 
 
 def loss_of(value: float | str | None) -> float:
-    """A loss as recordings write it: a number; where it is not finite a string, or null for NaN."""
+    """A loss in the form of recordings: a number; where it is not finite a string, or null for NaN."""
     return math.nan if value is None else float(value)

@@ -15,7 +15,7 @@ _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
 
 
 class Scored(Protocol):
-    """Something with a score: an evaluation, or how a job stands; see :class:`alto.records.LossPoint`."""
+    """An object with a score: an evaluation, or a job's standing; see :class:`alto.records.LossPoint`."""
 
     @property
     def job(self) -> str: ...
@@ -40,9 +40,9 @@ S = TypeVar("S", bound=Scored)
 
 
 def is_within_noise(one: Scored, other: Scored) -> bool:
-    """Whether their scores by the task's metric cannot be told apart.
+    """Whether the difference of their scores by the task's metric is within noise.
 
-    Equal scores cannot. Others are compared row by row: the mean difference of the validation rows must lie outside of
+    Equal scores are. Others are compared row by row: the mean difference of the validation rows must lie outside of
     its own 95 % interval (Student's, two-sided). Where the values of the rows are not known, or one is not finite, any
     difference counts.
     """
@@ -61,20 +61,20 @@ def is_within_noise(one: Scored, other: Scored) -> bool:
 
 
 def is_better(one: Scored, other: Scored) -> bool:
-    """Whether evaluation ``one`` of a job is to be preferred to ``other`` of the same job: its score leads by more than
-    noise, or does not trail by more and its validation loss is lower."""
+    """Whether evaluation ``one`` of a job is better than ``other`` of the same job: its score is higher by more than
+    noise, or not lower by more than noise with a lower validation loss."""
     if is_within_noise(one, other):
         return one.validation_loss < other.validation_loss
     return one.score > other.score
 
 
 def ordered(scored: Iterable[S]) -> list[S]:
-    """Best first, whatever order they come in.
+    """Best first, independent of the given order.
 
     The one with the best score leads; with all that lie within noise of it, it makes a group, inside of which the
-    validation loss decides; where the losses are not on one scale, as a share of what the frozen base gives; and the
-    score where that is not known of all. The best of the rest leads the next group, and so on. Ties go to the lower job
-    id. A loss that is not finite comes last, where only the job id decides.
+    validation loss decides; where the losses differ in scale, as a share of the frozen base's; and the score where that
+    is not known for all. The best of the rest leads the next group, and so on. Ties go to the lower job id. A loss that
+    is not finite comes last, where only the job id decides.
     """
     items = list(scored)
     rest = sorted(_finite(items), key=_by_score)

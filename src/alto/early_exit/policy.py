@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from alto.early_exit import nonfinite, underperformance
 from alto.errors import UnsupportedError
 from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
-from alto.spec.rules import Rule
+from alto.spec.packages import naming_errors
+from alto.spec.rules import RULES, Rule
 from alto.spec.rungs import places_at
 
 __all__ = ["Policy", "policy_from"]
@@ -17,12 +18,12 @@ __all__ = ["Policy", "policy_from"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Decides from records alone: same records, same decisions, on every rank and in every replay.
+    """Decides only from records: same records, same decisions, on every rank and in every replay.
 
     Without rules and rungs it still ends a job whose loss is not finite.
 
     Attributes:
-        rules: Online rules in the order they are asked; the first verdict counts.
+        rules: Online rules in the order of their calls; the first verdict counts.
         rungs: Points of selection, progress rising.
         equal_shares: Rank by values interpolated to exactly the rung's share of every job's steps, and count places
             over all rungs; else by the first evaluation at or after the rung, and places among those ranked at it.
@@ -36,7 +37,8 @@ class Policy:
         """The verdict on one job at the last point of ``history`` (oldest first), or None to train on.
 
         Raises:
-            UnsupportedError: A rule's verdict is not on that job and step, or has another reason than the rule's.
+            UnsupportedError: A rule of a package raises; or its verdict is none, is not on that job and step, has
+                another reason than the rule's, or evidence that is no number.
         """
         if not history:
             return None
@@ -60,7 +62,7 @@ class Policy:
 
 
 def policy_from(settings: EarlyExit) -> Policy:
-    """The policy that ``settings`` ask for; divergence is looked at before overfitting, as in Algorithm 1."""
+    """The policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
     if not settings.enabled:
         return Policy()
     return Policy(
@@ -71,10 +73,36 @@ def policy_from(settings: EarlyExit) -> Policy:
 
 
 def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
-    verdict, last = rule.judge(history), history[-1]
-    if verdict is None or (verdict.job, verdict.step, verdict.reason) == (last.job, last.step, rule.reason):
-        return verdict
-    raise UnsupportedError(
-        f"{type(rule).__name__}.judge: expected a verdict on {last.job} at step {last.step} with reason "
-        f"{rule.reason!r}, found one on {verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
+    name, last = f"{type(rule).__name__}.judge", history[-1]
+    with naming_errors(f"{name} of {last.job} at step {last.step}", type(rule).__module__, page=RULES.page):
+        verdict = rule.judge(history)
+    if verdict is None:
+        return None
+    if not isinstance(verdict, ExitDecision):
+        raise UnsupportedError(
+            f"{name}: expected None or an alto.early_exit.ExitDecision, found {type(verdict).__name__}; correct the "
+            "rule"
+        )
+    if (verdict.job, verdict.step, verdict.reason) != (last.job, last.step, rule.reason):
+        raise UnsupportedError(
+            f"{name}: expected a verdict on {last.job} at step {last.step} with reason {rule.reason!r}, found one on "
+            f"{verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
+        )
+    wrong = _no_number_in(verdict.evidence)
+    if wrong:
+        raise UnsupportedError(
+            f"{name}: expected evidence that maps names to numbers (int or float), found {wrong}; correct the rule"
+        )
+    return verdict
+
+
+def _no_number_in(evidence: object) -> str:
+    """What a journal could not hold; empty where there is nothing."""
+    if not isinstance(evidence, Mapping):
+        return type(evidence).__name__
+    wrong = (
+        f"{name!r}: {type(value).__name__}"
+        for name, value in evidence.items()
+        if not isinstance(name, str) or not isinstance(value, int | float)
     )
+    return next(wrong, "")

@@ -1,4 +1,4 @@
-"""From fractions of a job's steps to steps: where it is evaluated, and what it was worth at a fraction."""
+"""Converts fractions of a job's steps: the steps of its evaluations, and its loss at a fraction."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from alto.spec.rungs import ceil_share, rung_step
 __all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
 
 
-# Closer to an evaluation than this, relative to the way between two, is at it.
+# Closer to an evaluation than this, relative to the distance of two, counts as at it.
 _EXACT = 1e-9
 
 
 def point_at_share(
     history: Sequence[LossPoint], rung: Rung, total_steps: int, start: StartValue | None
 ) -> LossPoint | None:
-    """How a job stood after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
+    """The standing of a job after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
 
     A job is evaluated after whole steps, and the first one at or after the rung may lie far behind it where batches are
     large. So the loss (and the score) is interpolated between the two evaluations around the rung: linear in the
     logarithm of the steps, as loss curves are nearly so; before the first evaluation straight from ``start``. Without a
     value on the near side, and where one of the two is not finite, the evaluation at or after the rung stands.
-    Validation rows are interpolated as their mean is; where one side does not know them, the result does not.
+    Validation rows are interpolated like their mean; where one side has none, the result has none.
 
     Args:
         history: Evaluations of one job, oldest first.
         total_steps: Steps of the job.
-        start: None where it is not known, as of a job that begins with another job's weights.
+        start: Evaluation before the first step; None where it is not known, as for a job that begins with another job's
+            weights.
     """
     reached = rung_step(rung, total_steps)
     index = next((index for index, point in enumerate(history) if point.step >= reached), None)
@@ -66,12 +67,13 @@ def _between(old: float, new: float, share: float) -> float:
 def rung_notes(
     rungs: Sequence[Rung], total_steps: Iterable[int], lr_warmup_shares: Iterable[float] = ()
 ) -> tuple[str, ...]:
-    """What a user should know where jobs have too few steps for their rungs, or rungs stand at the end of the longest
-    rise of a learning rate or before it, in sentences.
+    """Notices where jobs have too few steps for their rungs, or rungs come at or before the end of the longest
+    learning-rate warmup.
 
     Args:
-        total_steps: Of every job.
-        lr_warmup_shares: Shares of its steps in which the learning rate of every job rises.
+        rungs: Rungs of the task.
+        total_steps: Steps of every job.
+        lr_warmup_shares: Share of its steps in which the learning rate of every job rises.
     """
     steps = list(total_steps)
     if not rungs or not steps:
@@ -90,7 +92,7 @@ def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
             "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before that; move the rung behind it, or give all jobs "
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before that; move the rung after it, or give all jobs "
         "the same rise.",
     )
 
@@ -102,7 +104,7 @@ def _hasty_notes(rungs: Sequence[Rung], steps: Sequence[int]) -> tuple[str, ...]
         return ()
     return (
         f"{hasty} of {len(steps)} jobs have so few steps (the shortest {min(steps)}) that rungs fall on their first "
-        "step or on one another: they are ranked by next to nothing; move the rungs, for example "
+        "step or on one another: they are ranked by too little training; move the rungs, for example "
         "early_exit: {rungs: [[0.25, 0.5]]}, or train longer.",
     )
 
@@ -112,6 +114,11 @@ def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> t
 
     They are the fractions ``every``, ``2 * every``, … of the job's own steps, rounded up, the step of every rung, and
     the last step. So jobs of different lengths are compared at equal progress, and a rung always has a fresh value.
+
+    Args:
+        total_steps: Steps of the job.
+        every: Fraction of the steps between two evaluations, in (0, 1].
+        rungs: Rungs of the task.
 
     Raises:
         SpecError: ``every`` is not in (0, 1].

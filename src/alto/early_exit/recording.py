@@ -28,7 +28,7 @@ _MAX_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """The whole life of one job.
+    """The complete curves of one job.
 
     Attributes:
         job: Job id.
@@ -37,9 +37,9 @@ class RecordedJob:
         rows_per_step: Training rows of one full optimizer step.
         train_losses: Training loss of every step.
         evaluations: ``(step, validation_loss)``, steps rising.
-        scores: What each of these scored by the task's metric; none where it chooses by the loss.
-        score_rows: The same on every validation row; none where it is not known.
-        start: What validation gives before its first step; None where it was not recorded.
+        scores: Score of each evaluation by the task's metric; empty where it selects by the loss.
+        score_rows: The same on every validation row; empty where it is not known.
+        start: Evaluation before its first step; None where it was not recorded.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
@@ -165,7 +165,7 @@ class Recording:
 
         Raises:
             RunNotFoundError: There is no such file.
-            RunError: The file is no recording, one of a newer version, or a job in it was not trained to its end.
+            RunError: The file is not a recording, or one of a newer version, or a job in it was not trained to its end.
         """
         document = _document_at(Path(path))
         try:
@@ -182,7 +182,7 @@ class Recording:
 
 
 def _common_config(job: RecordedJob) -> JobConfig:
-    """What does not depend on the method, which a recording does not name."""
+    """Keys that do not depend on the method, which a recording does not name."""
     return JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS})
 
 
@@ -254,7 +254,7 @@ def _document_at(path: Path) -> Mapping[str, Any]:
         document = strict_json(gzip.decompress(data) if _is_gzip(path) else data)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise RunError(
-            f"{path}: expected a recording (.json or .json.gz), found {error}. Is the file whole and rightly named?"
+            f"{path}: expected a recording (.json or .json.gz), found {error}. Check the file and its name."
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError(

@@ -1,4 +1,4 @@
-"""What a policy would have done on a recording, and what that would have cost and saved."""
+"""Applies a policy to a recording: its exits, its savings and its regret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplayResult:
     """The outcome of a policy on a recording.
 
     Attributes:
-        jobs: How every job would have ended, in the order of the recording.
+        jobs: The result of every job, in the order of the recording.
         winner: Job with the best evaluation seen before its end; None if no evaluation was finite.
         best_kept: The validation loss of that evaluation; infinity if there is none.
         best_of_all: That of the best evaluation of the whole recording.
@@ -64,7 +64,7 @@ class ReplayResult:
         """Best kept over best of all: 1 when the winner was kept, larger the worse.
 
         Infinite where the best of all is not above zero, as the losses of some preference methods may be. It compares
-        losses: of a task that chooses by another metric it says nothing of who won.
+        losses: for a task that selects by another metric it is not about the winner.
         """
         if self.best_kept == self.best_of_all:
             return 1.0
@@ -74,9 +74,14 @@ class ReplayResult:
 def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResult:
     """Run ``policy`` over ``recording`` as the executor would.
 
-    A rung is held at the first recorded evaluation at or after its step, so a recording whose evaluations miss a rung
-    makes the policy look as late as it would have been, not better. A job whose recording does not say what validation
-    gave before its first step is ranked at a rung before its first evaluation by that evaluation.
+    A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
+    rung makes the policy later, not better. Without a recorded evaluation before its first step, a job is ranked at a
+    rung before its first evaluation by that evaluation.
+
+    Args:
+        recording: Curves of all jobs.
+        policy: The policy.
+        ema_alpha: Weight of the newest training loss in its average.
     """
     selection = Selection(
         policy,
@@ -108,7 +113,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
 
 
 class _Tape:
-    """Plays one recorded job into a selection, an evaluation at a time."""
+    """Feeds one recorded job into a selection, an evaluation at a time."""
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job

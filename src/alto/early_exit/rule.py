@@ -1,4 +1,4 @@
-"""What online rules share: counting how often in a row a condition held, and measuring changes of a loss."""
+"""Common parts of online rules: how often in a row a condition held, and the scale of loss changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from alto.records import ExitDecision, LossPoint
 
 __all__ = ["Evidence", "magnitude", "verdict_in_a_row"]
 
-# Below a thousandth of a nat a model is certain of every token, or of which reply of every pair is preferred, and
-# ratios of losses say nothing.
+# Below a thousandth of a nat a model is certain of every token, or of the preferred reply of every pair, and
+# # ratios of losses have no meaning.
 SMALLEST_LOSS = 1e-3
 
 Evidence = Mapping[str, float]
@@ -27,7 +27,7 @@ def verdict_in_a_row(
     Args:
         history: Evaluations of one job, oldest first.
         holds: The condition as of the last point of the history it is given: its evidence, or None where it fails.
-        patience: Evaluations in a row at which it must hold; one failure starts the count anew.
+        patience: Evaluations in a row at which it must hold; one failure resets the count.
         reason: The reason of the verdict (:attr:`Rule.reason`). Its evidence is that of the last point, and
             ``in_a_row``.
     """
@@ -41,5 +41,5 @@ def verdict_in_a_row(
 
 
 def magnitude(loss: float) -> float:
-    """What changes of ``loss`` are measured against: its size, which is never taken for less than 0.001 nats."""
+    """The scale of changes of ``loss``: its absolute value, at least 0.001 nats."""
     return max(abs(loss), SMALLEST_LOSS)

@@ -1,4 +1,4 @@
-"""The state of one task's selection: who still trains, who waits at a rung, who has ended and why."""
+"""The state of one task's selection: jobs that train, jobs that wait at a rung, and ended jobs with their reasons."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ __all__ = ["Selection"]
 UNBEATABLE = sys.float_info.max
 
 _ENDS_COMPETING = (ExitReason.DIVERGING, ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
-"""Who ends for one of these stands at no later rung; by overfitting, or by a rule of a user, with its best."""
+"""Jobs that end for one of these do not compete at later rungs; after overfitting, or a user's rule, the best
+evaluation competes."""
 
 
 @dataclass(slots=True)
 class _Runner:
-    """What the selection knows of one job."""
+    """The selection's state of one job."""
 
     total_steps: int
     ema: Ema
@@ -48,29 +49,29 @@ class _Runner:
 
     @property
     def steps(self) -> int:
-        """Steps done as of the latest evaluation."""
+        """Steps done at the latest evaluation."""
         return self.history[-1].step if self.history else 0
 
     @property
     def stands_with(self) -> LossPoint | None:
-        """The evaluation it competes with where no other is laid down; None if it does not compete."""
+        """The evaluation it competes with by default; None if it does not compete."""
         if self.trains:
             return self.history[-1] if self.history else None
         return self.best if self.competes else None
 
     def ended_after(self, point: LossPoint) -> bool:
-        """Whether it went on after ``point``, one of its evaluations, and then ended, other than by a user."""
+        """Whether it continued after ``point``, one of its evaluations, and then ended, other than by a user."""
         if self.decision is None:
             return self.finished and self.steps > point.step
         if self.decision.reason is ExitReason.FAILED:
-            return True  # in what came after: a step or an evaluation that fails is not counted
+            return True  # only what came after: a step or an evaluation that fails is not counted
         return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
 
 
 class Selection:
-    """Follows all jobs of a task and decides which end; the executor and the replay run this very code.
+    """Follows all jobs of a task and decides which end; the executor and the replay use the same code.
 
-    Told what happened (`observe_losses`, `observe`, `end`), it answers who ends. The executor's loop::
+    Its methods `observe_losses`, `observe` and `end` take what happened and return verdicts. The executor's loop::
 
         while selection.training:
             job = any of selection.training that does not wait, or of selection.certain_to_be_kept()
@@ -80,29 +81,30 @@ class Selection:
             while selection.rung_ready():
                 rung_result = selection.select()
 
-    Nothing depends on the order in which jobs are told of: a job is judged by its own history, and a rung waits until
+    The order in which jobs are observed does not matter: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
     journal again rebuilds it (`alto.early_exit.audit.selection_of`).
 
-    A job that waits may train on where its place is certain, as far as the rung after. The rung ranks it all the same
-    by what it was worth there, whatever has become of it: verdicts past a rung change nothing of that rung.
+    A job that waits may continue where its place is certain, as far as the rung after. The rung still ranks it by its
+    value there: verdicts after a rung do not change that rung.
 
     A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
     non-finite loss is a verdict. At a rung a job that trains stands with its latest evaluation, one that overfit
-    or finished with its best. A job that diverged, was stopped, failed or was once not kept stands no more. Where the
-    policy compares equal shares, its value at a rung is interpolated to exactly the rung's share of its steps.
+    or finished with its best. A job that diverged, was stopped, failed or was once not kept does not compete any more.
+    Where the policy compares equal shares, its value at a rung is interpolated to exactly the rung's share of its
+    steps.
 
-    Verdicts on one job look at its losses; who is better, of evaluations and of jobs, is a matter of their scores.
+    Verdicts on one job use its losses; evaluations and jobs are ordered by their scores.
 
     Args:
         policy: Judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
         total_steps: Steps of every job, by job id.
-        loss_scales: What decides the scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; the same
-            for all that are not named.
+        loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; equal for all that are not
+            named.
 
     Raises:
-        RunError: From every method that is told of something, if that cannot have happened now.
+        RunError: Raised by every observing method, if the event is not possible in the present state.
     """
 
     def __init__(
@@ -123,16 +125,21 @@ class Selection:
         self._num_changes = 0
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
-        """Take in the training losses of consecutive steps from ``first_step`` (1-based) on.
+        """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
 
-        The first loss that is not finite ends the job at its step; losses after it are not looked at.
+        The first loss that is not finite ends the job at its step; later losses are ignored.
+
+        Args:
+            job: Job id.
+            first_step: Step of the first loss.
+            losses: One loss per step.
         """
         runner = self._runners[job]
         due = runner.ema.count + 1
         _require(runner.trains, f"{job} to train, found that it has ended")
         _require(
             not losses or not self.is_waiting(job) or first_step + len(losses) - 1 <= self.furthest_stop(job),
-            f"{job} to wait for its rung, found that it trained on",
+            f"{job} to wait for its rung, found that it continued",
         )
         _require(first_step == due, f"step {due} of {job}, found step {first_step}")
         for step, loss in enumerate(losses, start=first_step):
@@ -144,7 +151,7 @@ class Selection:
         return None
 
     def observe_base(self, job: str, start: StartValue) -> None:
-        """Take in what validation gives with the frozen base alone, before the first evaluation of ``job``."""
+        """Observe the evaluation of the frozen base alone, before the first evaluation of ``job``."""
         runner = self._runners[job]
         _require(not runner.history, f"the base's validation before the first of {job}, found it after one")
         runner.start = start
@@ -152,11 +159,13 @@ class Selection:
     def observe(
         self, job: str, step: int, validation_loss: float, score: float = 0.0, score_rows: Sequence[float] = ()
     ) -> ExitDecision | None:
-        """Take in an evaluation after ``step`` steps, whose training losses must all have been observed.
+        """Observe an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
-            score: What :func:`alto.spec.metric.score_of` says of it, a finite number; without one the loss decides
-                alone.
+            job: Job id.
+            step: Steps done.
+            validation_loss: Validation loss.
+            score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 where only the loss decides.
             score_rows: The metric on every validation row, where it is known.
         """
         runner = self._runners[job]
@@ -182,7 +191,7 @@ class Selection:
         if verdict is None:
             if runner.peak is None or point.score > runner.peak.score:
                 runner.peak = point
-            # Steps that are each within noise of the one before must not lead away from the best score.
+            # Steps that are each within noise of the previous one must not lead away from the best score.
             if runner.best is None or (is_better(point, runner.best) and is_within_noise(point, runner.peak)):
                 runner.best = point
             if step == runner.total_steps:
@@ -202,20 +211,27 @@ class Selection:
         runner.competes = decision.reason not in _ENDS_COMPETING
 
     def add(self, job: str, total_steps: int, loss_scale: str = "") -> None:
-        """Let another job in, before its first step; it takes part in every rung that is still to be held."""
+        """Add a job, before its first step; it takes part in every rung that is still to be decided.
+
+        Args:
+            job: Id of the new job.
+            total_steps: Its steps.
+            loss_scale: Scale of its loss; the default is that of all other jobs.
+        """
         _require(job not in self._runners, f"a new job, found that {job} is there already")
         self._num_changes += 1
         self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale)
 
     def reopen(self, job: str) -> None:
-        """Let a job that was ended train on: in every rung still to be held, and judged by what it does from now on."""
+        """Reopen a job that was ended: it takes part in every rung still to be decided, and is judged by its later
+        evaluations."""
         runner = self._runners[job]
         verdict = runner.decision
         _require(verdict is not None, f"{job} to have been ended early, found that it has not")
         assert verdict is not None
         _require(
             all(map(math.isfinite, verdict.evidence.values())),
-            f"{job} to have finite losses, found that it ended with one that is not, so there is nothing to go on from",
+            f"{job} to have finite losses, found that it ended with one that is not, so it cannot be resumed",
         )
         self._num_changes += 1
         runner.decision = None
@@ -234,18 +250,19 @@ class Selection:
 
     @property
     def next_rung(self) -> Rung | None:
-        """The rung that is to be held next; None when there is none left."""
+        """The next rung; None when there is none left."""
         rungs = self.policy.rungs
         return rungs[self._rungs_held] if self._rungs_held < len(rungs) else None
 
     @property
     def rungs_held(self) -> int:
-        """Rungs held so far, which is also the index of `next_rung`."""
+        """Number of decided rungs, which is also the index of `next_rung`."""
         return self._rungs_held
 
     @property
     def num_changes(self) -> int:
-        """Rises with everything that may change who trains; only training losses that end nobody do not count."""
+        """A version number that rises with every change of the training jobs; training losses that end no job do not
+        count."""
         return self._num_changes
 
     def next_stop(self, job: str) -> int:
@@ -253,7 +270,7 @@ class Selection:
         return self._stop(job, self._rungs_held)
 
     def furthest_stop(self, job: str) -> int:
-        """The step past which ``job`` must not train before the next rung is held, certain of its place or not."""
+        """The step after which ``job`` must not train before the next rung is decided, even if its place is certain."""
         return self._stop(job, self._rungs_held + 1)
 
     def is_training(self, job: str) -> bool:
@@ -266,9 +283,9 @@ class Selection:
         return runner.trains and self.next_rung is not None and runner.steps >= self.next_stop(job)
 
     def certain_to_be_kept(self) -> frozenset[str]:
-        """Jobs that wait and may train on all the same: the next rung will keep them, whatever the others do.
+        """Jobs that wait but may continue: the next rung will keep them for any results of the others.
 
-        That is so where a job would be kept if all that are still to come were better. Only what users do may undo it:
+        A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this, by
         jobs that they add, reopen or stop.
         """
         coming = {job for job in self.training if not self.is_waiting(job)}
@@ -276,7 +293,7 @@ class Selection:
         if self.next_rung is None or not any(standing.is_training for standing in present):
             return frozenset()
         if any(standing.score_rows for standing in present):
-            return frozenset()  # a job still to come may change who lies within noise of whom
+            return frozenset()  # a job still to come may change which jobs are within noise of each other
         better = [
             Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE, is_training=True) for job in sorted(coming)
         ]
@@ -286,11 +303,11 @@ class Selection:
         )
 
     def rung_ready(self) -> bool:
-        """Whether the next rung can be held: somebody has reached it, and all who train wait at it."""
+        """Whether the next rung can be decided: a job has reached it, and all training jobs wait at it."""
         return all(map(self.is_waiting, self.training)) and any(map(self._stands_at_rung, self._runners))
 
     def standings(self) -> tuple[Standing, ...]:
-        """How everybody who competes stands now, by job id."""
+        """Standings of all competing jobs, by job id."""
         standings = []
         for job, runner in sorted(self._runners.items()):
             point = self._at_rung(job) if self._stands_at_rung(job) else runner.stands_with
@@ -310,7 +327,7 @@ class Selection:
         return tuple(standings)
 
     def select(self) -> RungResult:
-        """Hold the next rung: rank, end those dropped, and let the others train on."""
+        """Decide the next rung: rank, end those dropped, and let the others continue."""
         _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
         standings = self.standings()
         rung_result = self._ranked(standings)
@@ -324,7 +341,7 @@ class Selection:
         return rung_result
 
     def start_of(self, job: str) -> StartValue | None:
-        """What validation gave before the first step of ``job``; None where it is not known."""
+        """The evaluation before the first step of ``job``; None where it is not known."""
         return self._runners[job].start
 
     def decision_on(self, job: str) -> ExitDecision | None:
@@ -353,14 +370,14 @@ class Selection:
         return ordered(bests)[:count]
 
     def within_noise_of_winner(self) -> list[LossPoint]:
-        """The best evaluations of other jobs, with other scores than the winner's, that the validation rows cannot tell
-        from the best score; best score first."""
+        """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
+        score; best score first."""
         group = leading_group(runner.best for runner in self._runners.values() if runner.best is not None)
         others = [point for point in group if point.score != group[0].score]
         return sorted(others, key=lambda point: (point.sort_key, point.job))
 
     def _ranked(self, standings: Sequence[Standing]) -> RungResult:
-        """The outcome of the next rung, if ``standings`` were all who compete at it."""
+        """The outcome of the next rung, if only ``standings`` competed at it."""
         entered = {job for job, runner in self._runners.items() if runner.was_ranked}
         return self.policy.select(self._rungs_held, standings, len(entered | {one.job for one in standings}))
 
@@ -369,7 +386,7 @@ class Selection:
         return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
 
     def _at_rung(self, job: str) -> LossPoint | None:
-        """How ``job`` stood at the next rung; None if it has not reached it, or no rung is left."""
+        """The standing of ``job`` at the next rung; None if it has not reached it, or no rung is left."""
         if self.next_rung is None:
             return None
         runner = self._runners[job]
@@ -378,12 +395,12 @@ class Selection:
         return next((point for point in runner.history if point.step >= self.next_stop(job)), None)
 
     def _stands_at_rung(self, job: str) -> bool:
-        """Whether ``job`` waits at the next rung, or trained past it and ended there by what it did."""
+        """Whether ``job`` waits at the next rung, or trained past it and ended there by a verdict."""
         point, runner = self._at_rung(job), self._runners[job]
         if point is None:
             return False
         if runner.finished and runner.steps == point.step:
-            # It finished by coming here. Compared with others at equal shares it must not have the better of it.
+            # It finished at this rung. It must not have an advantage over jobs compared at equal shares.
             return self.policy.equal_shares
         return runner.trains or runner.ended_after(point)
 
@@ -391,5 +408,5 @@ class Selection:
 def _require(condition: bool, expected_and_found: str) -> None:
     if not condition:
         raise RunError(
-            f"Early exit: expected {expected_and_found}. Tell the selection of every event once and in order."
+            f"Early exit: expected {expected_and_found}. Report every event to the selection once and in order."
         )

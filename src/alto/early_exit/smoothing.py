@@ -17,7 +17,7 @@ class Ema:
     Attributes:
         alpha: Weight of the newest loss, in (0, 1].
         value: The average so far; None before the first loss.
-        count: Losses taken in.
+        count: Number of losses.
     """
 
     alpha: float
@@ -31,13 +31,13 @@ class Ema:
             )
 
     def update(self, loss: float) -> float:
-        """Take in the loss of one more step and return the average after it."""
+        """Add the loss of one more step and return the average after it."""
         self.value = loss if self.value is None else self.alpha * loss + (1.0 - self.alpha) * self.value
         self.count += 1
         return self.value
 
 
 def ema_of(losses: Iterable[float], alpha: float) -> tuple[float, ...]:
-    """The running average after each of ``losses``, bit for bit what `Ema` gives one loss at a time."""
+    """The running average after each of ``losses``, bit-identical to `Ema`, one loss at a time."""
     ema = Ema(alpha)
     return tuple(ema.update(loss) for loss in losses)

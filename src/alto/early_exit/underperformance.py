@@ -1,4 +1,4 @@
-"""Pattern *underperforming*: at a rung the jobs are ranked and only the best go on."""
+"""Pattern *underperforming*: at a rung the jobs are ranked and only the best continue."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["select"]
 
 
 def select(places: int, standings: Collection[Standing], *, is_finish: bool = False) -> RungResult:
-    """Keep the best ``places`` of ``standings``, whatever order they come in; at least one.
+    """Keep the best ``places`` of ``standings``, independent of their order; at least one.
 
-    With ``is_finish`` a job that has ended takes no place of one that trains: the best of these goes on, too.
+    With ``is_finish`` a job that has ended takes no place of one that trains: the best of these continues, too.
 
-    Who is better is a matter of :func:`alto.early_exit.noise.ordered`: of the score by the task's metric, and within
-    noise of the validation loss. Ties rank by job id. A loss that is not finite ranks last and is never kept, even if
-    places stay empty. A job that has ended may take a place but gets no verdict.
+    Jobs are ordered by :func:`alto.early_exit.noise.ordered`: by the score of the task's metric, and within noise by
+    the validation loss. Ties rank by job id. A loss that is not finite ranks last and is never kept, even if places
+    stay empty. A job that has ended may take a place but gets no verdict.
 
     The evidence of a verdict is its job's ``rank`` (1 is best), ``num_competing``, ``num_kept``, its
     ``validation_loss`` and, unless no job was kept, ``cutoff_loss``: the loss of the last job kept; where scores differ

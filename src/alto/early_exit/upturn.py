@@ -25,12 +25,12 @@ class OverfittingUpturn(UpturnSettings, Rule):
 
         validation_loss - best > max(tau_upturn * magnitude(best), tau_noise * noise)
 
-    at ``overfitting_patience`` evaluations in a row. Fewer than three earlier evaluations tell nothing of the noise, so
-    there it does not hold. Training loss plays no part: on small data it runs far below a validation loss that still
-    falls.
+    at ``overfitting_patience`` evaluations in a row. With fewer than three earlier evaluations the noise is unknown and
+    the condition does not hold. Training loss plays no part: on small data it runs far below a validation loss that
+    still falls.
 
-    ``tau_upturn`` stands in for the noise of a smooth curve. Of jobs that only jitter around a plateau for twenty
-    evaluations, a ``tau_noise`` of 3 lets two in three train on, 2 one in three, 0 none.
+    ``tau_upturn`` is a minimum for smooth curves. Of jobs that only fluctuate around a plateau for twenty evaluations,
+    a ``tau_noise`` of 3 lets two in three continue, 2 one in three, 0 none.
     """
 
     reason: ClassVar[str] = ExitReason.OVERFITTING

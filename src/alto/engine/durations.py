@@ -1,4 +1,4 @@
-"""How long tasks take, as it was once found out: whoever schedules them again need not start an executor to ask."""
+"""A cache of measured task durations, so that scheduling the same tasks again starts no executor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from alto.spec.outside import is_number
 __all__ = ["known_duration_s", "remember_duration_s"]
 
 _SCHEDULING = ("name", "priority", "tenant", "report_to")
-"""What of a task has no part in how long it takes."""
+"""Keys of a task that do not affect its duration."""
 
 
 def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | None:
-    """Seconds that such a task was found to take on such a cluster, as so many processes; None where nobody asked."""
+    """Measured duration of the task in seconds, on such a cluster with so many processes; None where none is cached.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+    """
     key = _key(task, cluster, num_ranks)
     found = cache.load("durations", key)
     if found is None:
@@ -34,7 +40,14 @@ def known_duration_s(task: Task, cluster: Cluster, num_ranks: int) -> float | No
 
 
 def remember_duration_s(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Keep what an executor on ``cluster`` has found."""
+    """Cache the duration that an executor on ``cluster`` has measured.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+        duration_s: Measured duration, in seconds.
+    """
     cache.save("durations", _key(task, cluster, num_ranks), duration_s)
 
 
@@ -54,7 +67,7 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """Size and time of a local file; None for what lies elsewhere."""
+    """Size and modification time of a local file; None for anything else."""
     if not path.is_file():
         return None
     stat = path.stat()

@@ -1,4 +1,4 @@
-"""The engine: what users of the Python interface hold in their hands."""
+"""The engine: the Python interface to runs and queues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Runs tuning tasks. Its settings do not change; what it runs is in run directories.
+    """Runs tuning tasks. Its settings are frozen; all state is in run directories.
 
     One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none; one that
     asks for several GPUs runs in as many processes. Many (:meth:`batched_execution`) run side by side on the GPUs of a
@@ -40,11 +40,12 @@ class Engine:
 
     Args:
         strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each of them holds a part of the
-            base model and trains jobs of its own. ``single``: not at all; on CPU slots it is one process on all of
-            them.
+            base model and trains jobs of its own. ``single``: a task uses one GPU, or is one process on several CPU
+            slots.
         total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
             CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
-        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster.
+        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
+            a package registers under ``alto.clusters``.
         quotas: The most GPUs that the tasks of a tenant have at a time.
         output_dir: Where run directories are made.
         observers: Each is called, on a thread of its own, with every journal entry (:class:`alto.runs.JournalEntry`)
@@ -54,7 +55,7 @@ class Engine:
             what they had written since their last checkpoint is shown again. Of many tasks they are shown a
             `TaskMeasured` of each that is measured before the queue begins, then the queue's entries, and every entry
             of a task in a `TaskRelayed`.
-        is_interrupted: Asked between steps; once it returns true, what runs stops and can be resumed.
+        is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
 
     Raises:
         SpecError: The strategy is unknown, or a count is below 1.
@@ -98,8 +99,8 @@ class Engine:
             AltoError: What is wrong with the task, its data or its model; nothing has been written then.
             RunError: ``packing_from`` is a run of another task, on another device or by another number of processes, or
                 has no packing.
-            NoResultError: No job gave a usable adapter; the run directory says why.
-            TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` goes on with it.
+            NoResultError: No job gave a usable adapter; the run directory has the reasons.
+            TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` continues it.
         """
         if packing_from is not None:
             num_ranks = task.num_gpus if self._is_launched(task) else 1
@@ -108,28 +109,29 @@ class Engine:
             return runner.begin(task, Path(self.output_dir))
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
-        """What ``task`` takes: memory, packing, time. Measured where nothing is known yet; trains and writes no run.
+        """Plan ``task``: memory, packing, time. Measured unless a measurement is cached; trains nothing and writes no
+        run.
 
         Args:
-            refresh: Measure again, whatever was measured before.
+            refresh: Measure again, even where a measurement is cached.
 
         Raises:
             AltoError: What is wrong with the task, its data or its model.
-            DeviceMemoryError: The task cannot fit; says what does.
+            DeviceMemoryError: The task cannot fit; the message states what does.
         """
         with self._runner_of(task) as runner:
             return runner.plan(task, refresh=refresh)
 
     def resume(self, run: str | Path, *, num_gpus: int | None = None, trust_remote_code: bool = False) -> TaskResult:
-        """Go on with an interrupted run from its last checkpoint, as if nothing had happened.
+        """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
 
-        A finished run gives its result again; its best adapter and report are written anew.
+        A finished run returns its result again; its best adapter and report are written again.
 
         Args:
             run: The run directory.
-            num_gpus: Go on with so many; None keeps what the task says.
+            num_gpus: Number of GPUs from now on; None keeps the task's.
             trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
-                The run's own files give no permission: they may be somebody else's.
+                The run's own files cannot give this permission: they may come from another person.
 
         Raises:
             UntrustedCodeError: The task asks for that code, and it is not allowed.
@@ -189,14 +191,15 @@ class Engine:
             jobs, all_jobs: Of one run, these jobs or all, whose best adapters are meant then.
             dataset: Where the rows are; None takes those that the run's task holds out.
             base: The base model, where it is not to be found under the name that the adapters give.
-            metric, batch_size, max_new_tokens, limit, baseline, backend: See :class:`EvaluationSettings`.
+            metric, batch_size, max_new_tokens, limit, baseline, backend: As in :class:`EvaluationSettings`.
             trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
                 it, of adapters alone where transformers has none for the model.
+            on_progress: Called with the name of the measurement, its finished rows and all its rows; None: not called.
 
         Raises:
             UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
             RunNotFoundError: There is no such adapter.
-            UnsupportedError: One is more than plain LoRA; or vLLM is asked for, and cannot serve.
+            UnsupportedError: One is more than plain LoRA; or vLLM is requested, and cannot serve.
             SpecError: The adapters have several bases, or a setting is out of its domain.
             DataError: There are no rows, or they do not carry what the metric needs.
             ModelError: The base model cannot be used, or an adapter does not fit it.
@@ -251,7 +254,7 @@ class Engine:
 
         Args:
             method: ``MILP``, ``cp-sat``, ``fifo``, ``sjf`` or ``lpt``.
-            refresh: Find out what tasks take again, whatever was found out before.
+            refresh: Measure durations again, even where they are cached.
 
         Raises:
             SpecError: The method is unknown, or a task asks for more GPUs than there are.
@@ -263,7 +266,7 @@ class Engine:
     def batched_execution(
         self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None
     ) -> list[TaskResult]:
-        """Run ``tasks`` on the cluster, first as ``schedule`` says, and replanned as they end and fail.
+        """Run ``tasks`` on the cluster, first by ``schedule``, and replanned as they end and fail.
 
         Args:
             schedule: From :meth:`schedule`; None makes one, on the same cluster.
@@ -275,7 +278,7 @@ class Engine:
 
         Raises:
             TasksFailedError: Tasks were given up; the others have their results.
-            TaskInterruptedError: It was asked to stop; :meth:`resume_queue` goes on.
+            TaskInterruptedError: It was stopped; :meth:`resume_queue` continues the queue.
         """
         tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
         with self._queues() as queues:
@@ -287,18 +290,18 @@ class Engine:
     ) -> Iterator[TaskQueue]:
         """A new queue, to which tasks are submitted and from which they are cancelled while others run.
 
-        Leaving the block waits until every task has ended; where an error leaves it, what runs saves and ends, and
-        :meth:`resume_queue` goes on.
+        Leaving the block waits until every task has ended; where an error leaves it, running tasks save and end, and
+        :meth:`resume_queue` continues the queue.
 
         Args:
-            tasks: To begin with; measured and scheduled as :meth:`schedule` does. What is submitted later and was not
-                measured before is estimated to take an hour, until its own pace says more.
+            tasks: To begin with; measured and scheduled as :meth:`schedule` does. A task that is submitted later
+                without a cached measurement is estimated at one hour until its own pace is measured.
             method: As of :meth:`schedule`.
             trust_remote_code: Whether tasks that other processes submit (``alto submit``) may run the Python code that
-                comes with their base models. What this process submits says so itself.
+                comes with their base models. For tasks of this process, the task's own key decides.
 
         Raises:
-            TaskInterruptedError: It was asked to stop while the block waited.
+            TaskInterruptedError: It was stopped while the block waited.
             AltoError: As :meth:`schedule` does.
         """
         with (
@@ -310,11 +313,11 @@ class Engine:
     def resume_queue(
         self, queue: str | Path, *, trust_remote_code: bool = False, keep_open: bool = False
     ) -> list[TaskResult]:
-        """Go on with an interrupted queue: tasks that are done stay so, the others go on from their checkpoints.
+        """Resume an interrupted queue: finished tasks stay finished, the others resume from their checkpoints.
 
         Args:
-            queue: Its folder, ``runs/queue-<id>``. It goes on on the cluster that it began on, or on the one that this
-                engine names; the address of a Ray cluster has to be named.
+            queue: Its folder, ``runs/queue-<id>``. It continues on the cluster that it began on, or on the one that
+                this engine names; the address of a Ray cluster has to be named.
             trust_remote_code: As of :meth:`resume`, for all of its tasks.
             keep_open: Wait for further tasks when all have ended, until ``alto drain``.
 
@@ -335,7 +338,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _runner_of(self, task: Task) -> Iterator[TaskRunner | LaunchedRunner]:
-        """Whoever trains ``task``: this process, or one for each of its ranks."""
+        """The runner of ``task``: in this process, or with one process per rank."""
         is_launched = self._is_launched(task)
         with in_background(self.observers) as observers:
             if is_launched:
@@ -355,12 +358,12 @@ class Engine:
 
 
 def _check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
-    """Make sure that ``base`` is what the adapters of runs were trained on."""
+    """Check that ``base`` is the model that the adapters of runs were trained on."""
     if not run_dirs:
         return
     found = base_fingerprint(base)
     for run_dir in run_dirs:
-        with contextlib.suppress(RunNotFoundError):  # its journal is gone, and with it what it could be compared with
+        with contextlib.suppress(RunNotFoundError):  # without the journal there is no fingerprint to compare with
             resume_state = ResumeState(lines=read_intact_events(RunDir(run_dir).journal_file))
             remedy = f"put it back as it was, or name the base model that {run_dir} is meant for with --base"
             check_base(resume_state, found, model=base.id, remedy=remedy)

@@ -14,6 +14,8 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
     """Whether a task that asks for several GPUs can have them.
 
     Args:
+        task: The task.
+        strategy: Strategy of the engine.
         most: GPUs of the largest machine, or slots of its CPU.
         has_gpus: False where CPU slots stand for them: then a single process may have several.
 

@@ -38,8 +38,8 @@ from alto.trackers import chosen_trackers
 __all__ = ["LaunchedRunner"]
 
 MAX_ATTEMPTS = 3
-"""A rank that is killed, hangs, or runs out of memory ends all of them. They are started again until so many attempts
-in a row have come no further."""
+"""A rank that is killed, hangs, or runs out of memory ends all ranks. They are started again until so many attempts in
+a row have made no progress."""
 
 _SETTINGS = QueueSettings(max_attempts=MAX_ATTEMPTS, backoff_s=0.0)
 
@@ -55,7 +55,7 @@ class LaunchedRunner:
         """Train ``task`` in a new run directory, of which nothing is left where the task is at fault and cannot
         begin."""
         chosen_trackers(task)
-        read_task_rows(task)  # what is wrong with them is found sooner here
+        read_task_rows(task)  # errors in them are found earlier here
         is_new = not output_dir.exists()
         run_dir = RunDir.create(output_dir, portable(task))
         try:
@@ -100,15 +100,15 @@ class LaunchedRunner:
         if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
             raise error
         if self._is_interrupted():
-            raise TaskInterruptedError(f"{ended.reason}; go on with: alto resume {run_dir.root}")
-        times = f", {num_in_vain} times without coming further" if num_in_vain > 1 else ""
+            raise TaskInterruptedError(f"{ended.reason}; continue with: alto resume {run_dir.root}")
+        times = f", {num_in_vain} times without progress" if num_in_vain > 1 else ""
         raise error or RunError(
             f"expected {run_dir.root} to be trained, found that {ended.reason}{times}; "
-            f"mend the cause, then go on with: alto resume {run_dir.root}"
+            f"fix the cause, then continue with: alto resume {run_dir.root}"
         )
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
-        """How the last of its executors ended, and how many in a row, that one included, have come no further."""
+        """How the last of its executors ended, and how many in a row, including that one, have made no progress."""
         relay = EventRelay(run_dir, self._observers)
         run = TaskRun(
             task=task.name,
@@ -131,10 +131,10 @@ class LaunchedRunner:
             ) as controller:
                 controller.begin([Submission(run=run)])
                 controller.start()
-                with contextlib.suppress(TaskInterruptedError):  # how its executor ended says more
+                with contextlib.suppress(TaskInterruptedError):  # the end of its executor is more informative
                     controller.wait()
                 status = controller.status().tasks[task.name]
-        assert status.ended is not None, "it was given all GPUs at once"
+        assert status.ended is not None, "it was launched with all GPUs at once"
         return status.ended, status.num_failures
 
 
@@ -163,7 +163,7 @@ class EventRelay:
 
 def how_far(run_dir: RunDir) -> tuple[float, float]:
     """How far a run has come on disk: its last checkpoint, and how short its micro-batches have to be. An attempt that
-    ends with either grown is not in vain."""
+    changes either has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
     refusal = read_refusal(run_dir)
     max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")

@@ -22,19 +22,19 @@ __all__ = ["Measurement"]
 _ONE_ATTEMPT = QueueSettings(backoff_s=0.0, max_attempts=1)
 
 _WAIT_S = 1.0
-"""How often is asked whether to stop."""
+"""How often it checks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Executors of ``cluster`` find out what tasks take: side by side on GPUs, one after the other where CPU slots
-    stand for them, which share the cores.
+    """Executors of ``cluster`` measure tasks: in parallel on GPUs, one after the other on CPU slots, which share the
+    cores.
 
     Attributes:
         is_parallel: Whether an executor is a process for each of its GPUs.
-        refresh: Measure again, whatever was measured before.
+        refresh: Measure again, even where a measurement is cached.
         on_measured: Called with each task and what it takes, in seconds.
-        is_interrupted: Asked every second; once it returns true, measuring ends.
+        is_interrupted: Called every second; once it returns true, measuring ends.
     """
 
     cluster: Cluster
@@ -44,10 +44,10 @@ class Measurement:
     is_interrupted: Callable[[], bool]
 
     def durations_s(self, tasks: Sequence[Task]) -> list[float]:
-        """Seconds each of ``tasks`` takes, early exit counted; none is measured that was before.
+        """Expected seconds of each of ``tasks``, early exit included; a cached duration is not measured again.
 
         Raises:
-            ProfileError: A task could not be measured; says why.
+            ProfileError: A task could not be measured; the message has the reason.
             KeyboardInterrupt: It was interrupted.
         """
         known = {
@@ -93,7 +93,7 @@ class Measurement:
         )
 
     def _check(self, controller: Controller, tasks: Mapping[str, Task]) -> None:
-        """Whether to go on: a task that could not be measured ends it for all."""
+        """Whether to continue: a task that cannot be measured ends the measurement of all."""
         for index, status in controller.status().tasks.items():
             if status.has_ended and (status.ended is None or status.ended.outcome is not Outcome.FINISHED):
                 why = status.reason if status.ended is None else status.ended.reason
@@ -102,7 +102,7 @@ class Measurement:
             raise KeyboardInterrupt
 
     def _taken(self, task: Task, folder: Path) -> float:
-        """What was found out about a task, from now on known."""
+        """Cache and report the duration of a task."""
         duration_s: float = json.loads((folder / PLAN_FILE).read_text("utf-8"))["expected_duration_s"]
         remember_duration_s(task, self.cluster, self._num_ranks(task), duration_s)
         self.on_measured(task, duration_s)

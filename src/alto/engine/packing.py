@@ -16,8 +16,7 @@ __all__ = ["packed_as"]
 _SAME_KEYS = ("dataset", "validation_dataset", "method", "max_length", "num_gpus", "adapter_dtype")
 _PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
 _UNLIMITED_TOKENS = 2**24
-"""The most that a task may ask for, and more than a step has: stands for "no limit", so that nothing is left open to be
-measured."""
+"""The largest allowed value, more than any step has: it means "no limit", so that no limit is left to be measured."""
 
 
 def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> Task:
@@ -78,7 +77,7 @@ def _started(run_dir: RunDir) -> TaskStarted | None:
 
 
 def _precision(base: BaseModelSpec) -> dict[str, Any]:
-    """The keys of a task that say which base model and in what precision; how it is read and compiled may differ."""
+    """The keys of a task that define base model and precision; how it is read and compiled may differ."""
     return {"model": base.id, "dtype": base.dtype, **quantisation_keys(base.quantisation)}
 
 
@@ -88,7 +87,7 @@ def _check_same_jobs(run_dir: RunDir, task: Task, earlier: Task) -> None:
     if other is not None:
         raise RunError(
             f"packing_from: expected a run with the jobs of this task, found {run_dir.root} with another {other}, and "
-            "jobs that share a pass with others are not rounded as they were; name a run of the same task"
+            "jobs that share a micro-batch with others are rounded differently; name a run of the same task"
         )
 
 

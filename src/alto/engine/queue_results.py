@@ -1,4 +1,4 @@
-"""What a queue leaves: the results of its tasks, and its report."""
+"""The results of a queue: those of its tasks, and its report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
         reasons = "; ".join(f"{task.task}: {task.failure}" for task in failed)
         raise TasksFailedError(
             f"expected all {len(entries)} tasks of {queue_dir.root} to end with an adapter, found {len(failed)} "
-            f"that were given up ({reasons}); the others have theirs. Mend the cause, then try them again with: "
+            f"that were given up ({reasons}); the others have theirs. Fix the cause, then try them again with: "
             f"alto resume {queue_dir.root}",
             results=results,
         )
@@ -48,13 +48,13 @@ def queue_results(queue_dir: QueueDir) -> list[TaskResult]:
 
 
 def write_report_of(queue_dir: QueueDir) -> None:
-    """Write the queue's report; where that is impossible there is none, not one that shows an earlier state. Who has
-    lost the queue's lock leaves it as it is."""
+    """Write the queue's report; where that fails there is no report, rather than one of an earlier state. Without the
+    queue's lock nothing is changed."""
     report = queue_dir.run.report_file
     try:
         queue_dir.run.check_lock()
     except RunBusyError:
-        return  # another process may work on the queue, and its report is that one's
+        return  # another process may work on the queue and write its report
     try:
         write_queue_report(queue_dir.root)
     except (AltoError, OSError):
@@ -63,6 +63,6 @@ def write_report_of(queue_dir: QueueDir) -> None:
 
 
 def _notices_of(task: TaskHistory, run: RunDir) -> tuple[str, ...]:
-    """What the last executor of a finished task said of it, until a report is written."""
+    """The notices of a finished task's last executor, until a report is written."""
     reasons = [attempt.reason for attempt in task.attempts[-1:] if attempt.reason]
     return () if run.report_file.exists() else tuple(reasons)

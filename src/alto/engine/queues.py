@@ -1,4 +1,4 @@
-"""Many tasks on one cluster: what they take, their schedule, and their execution."""
+"""Many tasks on one cluster: their durations, their schedule, and their execution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from alto.cluster import Cluster, Controller, GuardedSolver, LiveQueue, QueueIntake, open_cluster, unique_name
+from alto.cluster import (
+    Cluster,
+    Controller,
+    GuardedSolver,
+    LiveQueue,
+    QueueIntake,
+    answer_past_ends,
+    open_cluster,
+    past_ends,
+    unique_name,
+)
 from alto.data import read_task_rows
 from alto.engine.durations import known_duration_s
 from alto.engine.gpus import STRATEGIES, check_num_gpus
@@ -31,21 +41,28 @@ __all__ = ["QueueRunner", "QueueSetup", "unique_names"]
 LOCAL = "local"
 
 SOLVE_S = 10.0
-"""What the solver may take for a schedule."""
+"""Time limit of the solver for the first schedule."""
 REPLAN_S = 1.0
-"""... and for a new one while tasks run, whose GPUs wait for it."""
+"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
-"""Share by which each may be longer than need be: durations are not known that well."""
+"""Accepted relative gap of each schedule: durations are less exact than this."""
 
 UNKNOWN_DURATION_S = 3600.0
-"""What a task is estimated to take that is submitted to a queue that runs, where nothing was measured of it before; as
-soon as it trains, its own pace says more."""
+"""Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
+the task's own pace once it trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSetup:
-    """Where and how queues run; values as :class:`alto.Engine` takes them."""
+    """Where and how queues run; values as :class:`alto.Engine` takes them.
+
+    Attributes:
+        strategy: How a task uses several GPUs.
+        cluster: Address of the cluster.
+        total_gpus: GPUs to use at most; None for all.
+        quotas: The most GPUs of a tenant at a time.
+    """
 
     strategy: str
     cluster: str
@@ -58,7 +75,7 @@ class QueueSetup:
         return self.strategy == "adapter_parallel"
 
     def settings(self, method: str) -> dict[str, Any]:
-        """What a queue's folder keeps of it."""
+        """The settings as a queue's folder stores them."""
         return {
             "method": method,
             "strategy": self.strategy,
@@ -74,7 +91,7 @@ class QueueSetup:
             yield cluster
 
     def check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
-        """Whether every task can be placed at all, before anything is measured or written."""
+        """Check that every task can be placed, before anything is measured or written."""
         self.problem(tasks, [1.0] * len(tasks), cluster.nodes)
         most = max(len(node.gpus) for node in cluster.nodes)
         for task in tasks:
@@ -98,7 +115,7 @@ class QueueSetup:
         )
 
     def known_duration_s(self, task: Task, cluster: Cluster) -> float | None:
-        """What such a task was measured to take on such a cluster; None where none was."""
+        """Cached duration of such a task on such a cluster; None where none was measured."""
         return known_duration_s(task, cluster, task.num_gpus if self.is_parallel else 1)
 
 
@@ -106,7 +123,8 @@ class QueueRunner:
     """Runs tasks side by side.
 
     Args:
-        observers: Must return at once.
+        setup: Where and how queues run.
+        observers: Called with every entry; must return at once.
         is_interrupted: As :class:`alto.Engine` takes it.
     """
 
@@ -118,14 +136,26 @@ class QueueRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
-        """A schedule of ``tasks`` under their names in the queue."""
+        """A schedule of ``tasks`` under their names in the queue.
+
+        Args:
+            tasks: The tasks.
+            method: Scheduling method.
+            refresh: Measure durations again, even where they are cached.
+        """
         _check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
-        """Run ``tasks`` as a new queue in ``output_dir``."""
+        """Run ``tasks`` as a new queue in ``output_dir``.
+
+        Args:
+            tasks: The tasks.
+            schedule: Their first schedule; None makes one.
+            output_dir: Where the queue's folder is made.
+        """
         if schedule is None:
             tasks = _read(tasks)
         with self._setup.opened() as cluster:
@@ -139,7 +169,14 @@ class QueueRunner:
     def opened(
         self, tasks: Sequence[Task], method: str, output_dir: Path, *, trust_remote_code: bool
     ) -> Iterator[TaskQueue]:
-        """A new queue that begins with ``tasks`` and takes others until the block is left."""
+        """A new queue that begins with ``tasks`` and accepts others until the block is left.
+
+        Args:
+            tasks: The first tasks.
+            method: Scheduling method.
+            output_dir: Where the queue's folder is made.
+            trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
+        """
         _check_method(method)
         tasks = _read(tasks)
         with self._setup.opened() as cluster:
@@ -152,7 +189,13 @@ class QueueRunner:
                 queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Go on with the queue at ``root``, on the cluster it began on, or on the one that the caller names."""
+        """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names.
+
+        Args:
+            root: The queue's folder.
+            trust_remote_code: Whether the caller allows code of base models.
+            keep_open: Wait for further tasks when all have ended.
+        """
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)
@@ -164,10 +207,12 @@ class QueueRunner:
         )
         for entry in entries:
             if not entry.is_cancelled and not has_result(run := queue_dir.run_of(entry.task)):
-                with contextlib.suppress(SpecError):  # its executor says so, and the others go on
+                with contextlib.suppress(SpecError):  # its executor reports it, and the other tasks continue
                     load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
+        ends = past_ends(queue_dir)
         with queue_dir.run.locked(), setup.opened() as cluster:
+            answer_past_ends(queue_dir, ends)
             intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
             with self._working(queue_dir, setup, cluster, settings["method"], intake) as queue:
                 if not keep_open:
@@ -276,7 +321,7 @@ class QueueRunner:
                     with _saving(live, controller):
                         yield TaskQueue(queue_dir, live, controller)
         except TaskInterruptedError as error:
-            raise TaskInterruptedError(f"{error}; go on with: alto resume {queue_dir.root}") from None
+            raise TaskInterruptedError(f"{error}; continue with: alto resume {queue_dir.root}") from None
         finally:
             solver.close()
             write_report_of(queue_dir)
@@ -284,12 +329,12 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Where the block ends by an error, what runs saves and ends; not where the user stops it at once, or where the
-    controller itself cannot go on."""
+    """Where the block ends by an error, running tasks save and end; not where the user stops it at once, or where the
+    controller itself has failed. `SystemExit` and the cancellation of an asyncio task are errors too."""
     try:
         yield
-    except Exception:
-        if not controller.has_ended:
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt | GeneratorExit) or controller.has_ended):
             live.finish()
             if controller.status().open_tasks:
                 controller.drain()
@@ -318,7 +363,8 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
 
 
 def _read(tasks: Sequence[Task]) -> list[Task]:
-    """``tasks`` as any process may run them; what is wrong with their rows is best said here, by name."""
+    """``tasks`` with absolute paths, so that any process can run them; errors in their rows are raised here, by
+    name."""
     found = [portable(task) for task in tasks]
     for task in found:
         read_task_rows(task)
@@ -328,7 +374,7 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
 def _first_as_given(
     given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
 ) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of what it is asked for."""
+    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
     left = [] if given is None else [given]
 
     def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
@@ -343,7 +389,7 @@ def _first_as_given(
 def _journal_begin(
     journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
 ) -> None:
-    """That the queue starts, or goes on; of a journal that is lost, the results may be left."""
+    """The event that starts or resumes the queue; where its journal is lost, results may be left."""
     notes = _notes_on(journal)
     if not journal.past:
         journal.append(
@@ -373,37 +419,38 @@ def _check_method(method: str) -> None:
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
-    """Where a queue goes on: on the cluster that the caller names, else on that of its file if it names no machine.
+    """The cluster for a resumed queue: the one that the caller names, else that of its file if it names no machine.
 
     Raises:
-        UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here.
+        UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here,
+            or a cluster of a package.
     """
     if named != LOCAL:
         return named
     if began_on not in (LOCAL, "auto"):
         raise UntrustedCodeError(
-            f"cluster: expected the address of a Ray cluster from you, found {began_on!r} only in the files of "
-            f"{queue_dir.root}, which may be somebody else's; a Ray cluster can run code on whoever connects to it: if "
-            f"you trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
+            f"cluster: expected the address of the cluster from you, found {began_on!r} only in the files of "
+            f"{queue_dir.root}, which may come from another person; a cluster can run code on every client: if you "
+            f"trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
         )
     return began_on
 
 
 def _check_settings(settings: Mapping[str, Any], queue_dir: QueueDir) -> None:
-    """Whether the file of a queue names what there is."""
+    """Check that the names in a queue's file exist."""
     for key, names in (("strategy", STRATEGIES), ("method", METHODS)):
         if str(settings[key]).lower() not in names:
             raise RunError(
                 f"{key}: expected one of {', '.join(names)} in queue.yaml of {queue_dir.root}, found "
-                f"{settings[key]!r}; put the file back as it was, or run the tasks anew"
+                f"{settings[key]!r}; put the file back as it was, or run the tasks in a new queue"
             )
 
 
 def _notes_on(journal: Journal) -> list[str]:
-    """What the journal of a queue has lost; a last line that was being written when the queue ended is no news."""
+    """Notices about what the journal of a queue has lost, except for a last line that was being written at its end."""
     if journal.num_lines_cut < 2:
         return []
     return [
-        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines could not be relied on and were "
-        "cut off. Tasks that have their results keep them; the others go on from their own checkpoints."
+        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines were damaged and "
+        "were removed. Tasks that have their results keep them; the others resume from their own checkpoints."
     ]

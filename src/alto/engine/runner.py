@@ -1,4 +1,4 @@
-"""One task on this process's device: read it, train it or go on with it, export its best adapter.
+"""One task on this process's device: read it, train or resume it, export its best adapter.
 
 Of several ranks each runs the same task; what is written once is written by the first.
 """
@@ -46,8 +46,8 @@ from alto.trackers import Tracker, chosen_trackers, tracking
 __all__ = ["TaskRunner", "portable"]
 
 _UNKNOWN_BASE = (
-    "The journal of the run does not say which base model it began with, as version 0.1 did not; {model} as it is now "
-    "is taken to be it."
+    "The journal of the run does not record its base model, as version 0.1 did not; {model} as it is now "
+    "is assumed to be the same."
 )
 
 
@@ -101,13 +101,13 @@ class TaskRunner:
             return self._execute(prepared, run_dir, resume_state)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
-        """What ``task`` takes of memory and time."""
+        """Plan the memory and time of ``task``."""
         context = self._prepare(portable(task)).context
         about_model = model_notes(context.backbone.model, [job.config for job in context.jobs])
         return replace(plan(context, refresh=refresh), notes=(*context.data.notes, *about_model))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
-        """Read everything that can be wrong with a task before its run has a folder, or goes on.
+        """Read and check a task before its run directory is made, or before it is resumed.
 
         Args:
             task: With absolute paths, as :func:`portable` gives it.
@@ -115,7 +115,7 @@ class TaskRunner:
         """
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
-        rows = read_task_rows(task)  # before a model is downloaded in vain
+        rows = read_task_rows(task)  # before a model is downloaded
         backbone = load_base(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
         )
@@ -128,7 +128,7 @@ class TaskRunner:
         return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
-        """Fingerprint and precision of the base model, which are those that the run began with."""
+        """Fingerprint and precision of the base model, checked against those that the run began with."""
         found = base_fingerprint(task.base_model) if self.ranks.is_first else {}
         fingerprint = self.ranks.broadcast(found, dict[str, Any])
         precision = {
@@ -164,18 +164,18 @@ class TaskRunner:
                     )
                     Executor.build(context, journal, start, self._hooks(prepared)).run()
             except BaseException:
-                # The report of a broken run is a courtesy; what broke it is the news.
+                # The error that ended the run is raised, not one of writing its report.
                 with contextlib.suppress(AltoError, OSError):
                     if self.ranks.is_first:
                         run_dir.check_lock()
                         write_report(run_dir.root)
                 raise
-            if self.ranks.is_first:  # what an earlier attempt has left is not of this result
+            if self.ranks.is_first:  # files of an earlier attempt do not belong to this result
                 run_dir.check_lock()
                 shutil.rmtree(run_dir.best, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     run_dir.report_file.unlink()
-            return self._conclude(task, run_dir)  # before a tracker that hangs is waited for
+            return self._conclude(task, run_dir)  # before waiting for trackers, which may hang
 
     def _hooks(self, prepared: _Prepared) -> Hooks:
         return Hooks(
@@ -190,7 +190,7 @@ class TaskRunner:
         return Journal(run_dir.journal_file, observers, past=resume_state.entries, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskResult:
-        """Export what a finished run has not exported yet, and write its report; of several ranks the first does."""
+        """Export what a finished run has not exported yet, and write its report; only the first rank does this."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
         result = self.ranks.broadcast(result, TaskResult | None)
         assert result is not None
@@ -212,7 +212,7 @@ class TaskRunner:
 
 
 def _reported(run_dir: RunDir) -> tuple[str, ...]:
-    """Write the report of a finished run; a notice where that is impossible, which is no reason to lose the result."""
+    """Write the report of a finished run; a notice where that fails, so that the result is not lost."""
     try:
         write_report(run_dir.root)
     except Exception as error:
@@ -235,7 +235,7 @@ class _Prepared:
 
 
 def portable(task: Task) -> Task:
-    """The task as any process in any folder may go on with it: files are found wherever they are looked for from."""
+    """The task with absolute paths, so that a process in any folder can resume it."""
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset"):
         path = getattr(task, key)

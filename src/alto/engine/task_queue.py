@@ -1,4 +1,4 @@
-"""A queue that is open, as users of the Python interface hold it in their hands."""
+"""An open queue, for users of the Python interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["TaskQueue"]
 class TaskQueue:
     """A queue of tasks that share the GPUs of a cluster, while it runs; made by :meth:`alto.Engine.queue`.
 
-    Every method may be called from any thread. What was submitted is on disk: a queue whose process dies goes on with
-    ``alto resume``, and other processes submit and cancel with ``alto submit`` and ``alto cancel``.
+    Every method may be called from any thread. What was submitted is on disk: a queue whose process dies is resumed
+    with ``alto resume``, and other processes submit and cancel with ``alto submit`` and ``alto cancel``.
 
     Attributes:
         root: Its folder, ``runs/queue-<id>``.
@@ -38,15 +38,15 @@ class TaskQueue:
 
         Args:
             task: Read and checked before this returns.
-            tenant: Whose quota it counts against; None takes what the task says.
-            priority: Higher goes first; None takes what the task says.
+            tenant: Whose quota it counts against; None takes the task's key.
+            priority: Higher goes first; None takes the task's key.
 
         Returns:
             Its name in the queue: its own, with a number where that is taken.
 
         Raises:
             AltoError: What is wrong with the task or its data; the queue does not have it then.
-            QueueCommandError: The queue takes no more tasks.
+            QueueCommandError: The queue accepts no more tasks.
         """
         task = portable(task)
         read_task_rows(task)
@@ -57,7 +57,7 @@ class TaskQueue:
         )
 
     def cancel(self, task: str) -> None:
-        """Take a task out of the queue; if it runs, it saves and ends. Returns at once.
+        """Cancel a task; if it runs, it saves and ends. Returns at once.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -77,10 +77,12 @@ class TaskQueue:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:
+            task: Name of the task in the queue.
             action: ``stop``, ``resume`` or ``clone``.
+            job: Id of the job.
             changes: A clone's settings that differ from the job's, canonical keys.
             warm: A clone starts from the job's best adapter.
-            timeout_s: How long the answer is waited for.
+            timeout_s: Longest wait for the answer.
 
         Returns:
             The answer; None if there was none in time. The command stays until an executor of the task answers it.
@@ -99,8 +101,8 @@ class TaskQueue:
         """The entries of the queue's journal, in order and each once.
 
         Args:
-            since: Sequence number of the first that is wanted; whoever left off after entry n goes on with n + 1.
-            follow: Wait for what comes, until the queue has ended; else end with the last that there is.
+            since: Sequence number of the first entry; a reader that stopped after entry n continues with n + 1.
+            follow: Wait for new entries until the queue has ended; else stop after the last entry.
         """
         return self._controller.events(since, follow=follow)
 
@@ -109,7 +111,7 @@ class TaskQueue:
 
         Raises:
             TasksFailedError: Tasks were given up; it has the results of the others.
-            TaskInterruptedError: The queue was asked to save and end.
+            TaskInterruptedError: The queue was drained.
         """
         self._controller.wait()
         return queue_results(self._queue_dir)
@@ -122,10 +124,10 @@ class TaskQueue:
         """Wait until the queue has ended: after :meth:`finish`, or ``alto drain --when-done``, once all tasks have.
 
         Raises:
-            TaskInterruptedError: It was asked to save and end.
+            TaskInterruptedError: The queue was drained.
         """
         self._live.wait()
 
     def drain(self) -> None:
-        """Have what runs save and end, and wait for that; ``alto resume`` goes on with the queue."""
+        """Let running tasks save and end, and wait for that; ``alto resume`` continues the queue."""
         self._controller.drain()

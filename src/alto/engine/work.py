@@ -1,4 +1,4 @@
-"""What the processes of an executor do; named as ``module:function`` to whoever starts it."""
+"""Entry functions of executors, named ``module:function`` in launches."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PLAN_FILE = "plan.json"
 
 
 def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
-    """Begin the run in ``run_dir``, or go on with it; the notices of its result."""
+    """Begin or resume the run in ``run_dir``; returns the notices of its result."""
     result = _runner(is_interrupted).resume(RunDir.open(run_dir), trust_remote_code=_trusts())
     return " ".join(result.notices)
 
 
 def plan(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
-    """Find out what the task in ``run_dir`` takes and write it there."""
+    """Measure the task in ``run_dir`` and write the measurement there."""
     _plan(run_dir, is_interrupted, refresh=False)
 
 
 def plan_anew(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
-    """The same, measured again whatever was measured before."""
+    """The same, measured again even where a measurement is cached."""
     _plan(run_dir, is_interrupted, refresh=True)
 
 
@@ -47,12 +47,12 @@ def _plan(run_dir: str, is_interrupted: Callable[[], bool], *, refresh: bool) ->
 
 
 def _trusts() -> bool:
-    """Whether whoever started this executor allows code that comes with the base model."""
+    """Whether the user who started this executor allows code that comes with the base model."""
     return os.environ.get("ALTO_TRUST_REMOTE_CODE") == "1"
 
 
 def _runner(is_interrupted: Callable[[], bool]) -> TaskRunner:
-    """With the other ranks that this process was started with."""
+    """A runner with the other ranks of this executor."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What adapters are worth on rows they were not trained on: loss, exact match, preference."""
+"""Evaluates adapters on held-out rows: loss, exact match, preference."""
 
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.measure import OnProgress, measure

@@ -16,7 +16,7 @@ __all__ = ["loaded_adapters"]
 
 @contextlib.contextmanager
 def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
-    """Have ``adapters`` on ``backbone`` while the context lasts, a slot each; None is the base alone.
+    """Put ``adapters`` on ``backbone`` while the context lasts, one per slot; None is the base alone.
 
     Args:
         base: The name of the base model, for messages.

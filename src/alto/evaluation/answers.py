@@ -16,7 +16,7 @@ _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def final_answer(text: str) -> str | None:
-    """What stands behind the last ``####`` of ``text`` on its line; None where there is nothing.
+    """The text after the last ``####`` of ``text`` on its line; None where there is none.
 
     Thousands commas, dollar signs, spaces around and one full stop at the end do not count; all else does, so that
     ``18.0`` and ``18 eggs`` are not ``18``.
@@ -30,13 +30,13 @@ def final_answer(text: str) -> str | None:
 
 
 def reply_position(conversation: Conversation) -> int | None:
-    """Where the last reply that is trained stands: what a row wants. None where a row is plain text."""
+    """The index of the last trained reply, which is the reference. None where a row is plain text."""
     replies = [at for at, message in enumerate(conversation) if message.role == "assistant" and message.is_trained]
     return replies[-1] if replies else None
 
 
 def has_final_answers(conversations: Sequence[Conversation]) -> bool:
-    """Whether every row's reference ends in a number behind ``####``."""
+    """Whether every row's reference ends in a number after ``####``."""
     return all(_number(conversation) is not None for conversation in conversations)
 
 

@@ -43,7 +43,7 @@ class _RoomyLayer(DynamicLayer):
         return self._known()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows alone."""
+        """Keep only some rows."""
         if not self._rooms:
             return
         self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)

@@ -1,4 +1,4 @@
-"""Exact match: does the model, asked once and answering greedily, reach the reference's final answer?"""
+"""Exact match: whether a model's greedy answer ends in the reference's final answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ __all__ = ["Question", "judge_texts", "make_questions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row: the prompt's token ids, the reference it stands for, and that reference's final answer."""
+    """One row: the prompt's token ids, the reference, and the reference's final answer.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        reference: Text of the reference reply.
+        answer: Final answer of the reference.
+    """
 
     prompt_ids: tuple[int, ...]
     reference: str
@@ -24,10 +30,10 @@ class Question:
 
 
 def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
-    """Zero-shot: every row is asked for its last reply, with nothing before it but its own turns.
+    """Zero-shot prompts: every row up to its last reply, without examples before it.
 
     Raises:
-        DataError: A row has no final answer, or nothing to answer to.
+        DataError: A row has no final answer, or no prompt.
     """
     questions = []
     answers = reference_answers(conversations)
@@ -46,11 +52,13 @@ def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> lis
 def judge_texts(
     questions: Sequence[Question], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str
 ) -> list[Prediction]:
-    """Compare what a model wrote with what was wanted.
+    """Compare the answers of a model with the references.
 
     Args:
+        questions: The questions.
         texts: Token ids of the answer to every question.
-        weights: Whose answers they are.
+        tokenizer: Decodes the texts.
+        weights: Name of the adapter, or of the base model, that wrote them.
     """
     predictions = []
     for question, text in zip(questions, texts, strict=True):

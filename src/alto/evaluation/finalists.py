@@ -1,4 +1,5 @@
-"""The best jobs of a task answer its validation rows, as the loss does not say who answers best."""
+"""Scores the best jobs of a task by their answers to its validation rows: the lowest loss need not mean the best
+answers."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ __all__ = ["FinalistJudge"]
 
 
 class FinalistJudge:
-    """Asks adapters of one base the same questions, all at once.
+    """Generates answers of several adapters of one base to the same questions, in one batch.
 
     Args:
-        rows: Of these, every one whose reply ends in ``#### N`` is asked.
+        rows: Rows whose reply ends in ``#### N`` are used.
         backbone: The base; no job trains on it while they are judged.
         model: Its name, for messages.
 
     Raises:
-        DataError: No row has a final answer, or one has nothing to answer to.
+        DataError: No row has a final answer, or one has no prompt.
     """
 
     def __init__(self, rows: Sequence[Conversation | Pair], backbone: Backbone, model: str) -> None:
@@ -50,7 +51,7 @@ class FinalistJudge:
         self._model = model
 
     def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
-        """How many answers each of ``finalists`` gets right, in their order.
+        """Number of right answers of each of ``finalists``, in their order.
 
         Args:
             finalists: Adapter folders by job.

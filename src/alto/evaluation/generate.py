@@ -20,19 +20,20 @@ __all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
 
 
 def max_positions(backbone: Backbone) -> int | None:
-    """Tokens that a text may have and leave those beside it alone; None where the model names no limit."""
+    """Largest number of tokens of a text that does not affect the others of its batch; None without such a limit."""
     limits = (limits_of(backbone.model.config).max_positions, backbone.max_length)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
-    """Make sure that every prompt leaves a position to write to.
+    """Check that every prompt is shorter than the model's positions.
 
     Args:
-        limit: See :func:`max_positions`.
+        prompts: Token ids of each prompt.
+        limit: Positions of the model; see :func:`max_positions`.
 
     Raises:
-        DataError: One does not.
+        DataError: One is not.
     """
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
@@ -65,9 +66,9 @@ def complete(
     Args:
         served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Texts written at a time; half as many each time that memory runs out.
-        on_done: Called after every pass with the number of texts that it finished, often 0; less than 0 where memory
-            ran out and so many are written again.
+        batch_size: Texts generated at a time; halved each time that memory runs out.
+        on_done: Called after every forward pass with the number of texts that it finished, often 0; less than 0 where
+            memory ran out and so many are generated again.
 
     Returns:
         Of every adapter, the new tokens of every prompt, without the one that ended them.
@@ -107,7 +108,7 @@ def complete(
 
 @dataclass(slots=True)
 class _Text:
-    """What the adapter in ``slot`` writes behind ``prompt``: ``budget`` tokens at most, at least one."""
+    """The completion of ``prompt`` by the adapter in ``slot``: at least one token, at most ``budget``."""
 
     slot: int
     prompt: Sequence[int]
@@ -123,14 +124,14 @@ class _Text:
         return not self.is_finished
 
     def start_again(self) -> bool:
-        """Forget what was written; whether it was finished."""
+        """Clear the generated tokens; returns whether the text was finished."""
         self.tokens.clear()
         was_finished, self.is_finished = self.is_finished, False
         return was_finished
 
 
 def _has_room(work: Callable[[], None]) -> bool:
-    """Do ``work``; whether memory sufficed. Once this has returned, no error holds any tensor."""
+    """Run ``work``; returns whether memory sufficed. After the return no error keeps a tensor."""
     try:
         work()
     except Exception as error:
@@ -147,7 +148,7 @@ def _write(
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """Write ``texts``, which are in the order of their slots, side by side. Whoever is finished leaves the batch."""
+    """Generate ``texts``, which are in the order of their slots, in one batch. A finished text leaves the batch."""
     device, width = backbone.device, max(len(text.prompt) for text in texts)
     lengths = [len(text.prompt) for text in texts]
     padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in texts]
@@ -185,7 +186,7 @@ def _write(
 
 
 def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:
-    """Tokens of every slot in a pass of so many tokens of each text."""
+    """Tokens of every slot in a forward pass with so many tokens of each text."""
     counts = [0] * num_slots
     for text in texts:
         counts[text.slot] += num_tokens

@@ -1,4 +1,4 @@
-"""What adapters make of held-out rows without writing: the loss, and which of two replies they came to prefer."""
+"""Measures adapters on held-out rows without generation: the loss, and preferences between two replies."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ def heldout_losses(
     """Of every adapter, nats per trained token over all rows: the very number the trainer calls validation loss.
 
     Args:
+        backbone: The base model.
+        served: The adapters on it.
+        dataset: Held-out rows.
         names: What the adapters are called in messages.
-        on_done: Called after every pass with the number of its rows, each counted once an adapter.
+        max_tokens_per_pass: Largest number of tokens of a micro-batch.
+        on_done: Called after every micro-batch with the number of its rows, each counted once per adapter.
 
     Raises:
         NoResultError: A loss is not a finite number.
@@ -76,7 +80,7 @@ def _micro_batches(
     max_tokens_per_pass: int,
     on_done: Callable[[int], None],
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Every row under every adapter, pass by pass: its tokens, and the loss of each that is trained."""
+    """Every row under every adapter, one micro-batch at a time: its tokens, and the loss of each trained token."""
     everything = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot in range(len(served))]
     for jobs in split_into_micro_batches(everything, max_tokens_per_pass, split_jobs=True):
         batch = collate(jobs, backbone.device)

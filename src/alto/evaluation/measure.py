@@ -25,12 +25,12 @@ from alto.lora import SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Metric
 from alto.spec import BaseModelSpec
-from alto.spec.base_model import quantisation_keys
+from alto.spec.base_model import LOAD_IN_4BIT, quantisation_keys
 
 __all__ = ["OnProgress", "measure"]
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is measured, how many rows of it are done, and of how many; a row counts once an adapter."""
+"""Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
 
 
 def measure(
@@ -48,19 +48,21 @@ def measure(
 
     Args:
         adapters: By the name each is reported under.
-        rows: What they are measured on, of which ``settings.limit`` may take the first ones only.
+        rows: Held-out rows, of which ``settings.limit`` may take the first ones only.
+        settings: Metrics, limits and backend.
         base: The base model that the adapters are put on.
         device: Where it is loaded.
         max_tokens_per_pass: Tokens of one forward pass of the loss.
         max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
+        on_progress: Called with the name of the measurement, its finished rows and all its rows.
 
     Raises:
         DataError: There are no rows, or they do not carry what the metric needs.
         SpecError: The settings ask for a metric that such rows do not have.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite.
-        DeviceMemoryError: There is not enough of it.
-        UnsupportedError: vLLM is to write, and cannot.
+        DeviceMemoryError: There is not enough memory.
+        UnsupportedError: ``backend`` is vLLM, and vLLM cannot serve the model or an adapter.
     """
     chosen = rows.rows[: settings.limit]
     conversations = [row for row in chosen if not isinstance(row, Pair)]
@@ -68,9 +70,7 @@ def measure(
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     metrics = _metrics(conversations, rows.name, settings)
     tokenizer = load_tokenizer(base)
-    questions = (
-        _questions(conversations, tokenizer) if "exact_match" in metrics else []
-    )  # before a model is loaded in vain
+    questions = _questions(conversations, tokenizer) if "exact_match" in metrics else []  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
@@ -82,7 +82,7 @@ def measure(
                 raise
             raise DeviceMemoryError(
                 f"expected memory for the base model {base.id} and {len(adapters)} adapters on {device}, found "
-                "less; name fewer adapters at a time, or load the base with load_in_4bit: true in the run's task.yaml"
+                f"less; name fewer adapters at a time, or load the base with {LOAD_IN_4BIT} in the run's task.yaml"
             ) from error
 
     evaluations, predictions = {}, []
@@ -106,7 +106,7 @@ def measure(
                 "limit": settings.limit,
                 "max_length": found.max_length,
                 "max_new_tokens": settings.max_new_tokens if judged else None,
-                # What is usual is left out, as in what earlier versions wrote.
+                # The default backend is left out, as earlier versions do.
                 **({"backend": settings.backend} if judged and settings.backend != "alto" else {}),
                 **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
             },
@@ -124,7 +124,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What was measured of the weights in every slot; what was not is empty, or None.
+    """The measurements of every slot; one that was not made is empty, or None.
 
     Attributes:
         texts: Token ids of the answer to every question.
@@ -179,7 +179,7 @@ class _Bench:
         dataset = None
         if "loss" in metrics or "preference" in metrics:
             dataset = encode_rows(rows, backbone.tokenizer, max_length, "held-out", limits=limits)
-        # Rewards are what an adapter has gained on the base, which sits behind the others for them.
+        # Rewards are log-ratios to the base model, which has the slot after the adapters.
         slots = [*self._adapters, None] if "preference" in metrics else self._adapters
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
@@ -257,7 +257,7 @@ def _questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Qu
 
 
 def _metrics(conversations: Sequence[Conversation], name: str, settings: EvaluationSettings) -> tuple[Metric, ...]:
-    """What is to be measured of rows, of which ``conversations`` are those that are no pairs: none or all."""
+    """The metrics to measure; ``conversations`` are the rows that are not pairs: none or all."""
     wanted = settings.metric
     if not conversations:
         if wanted not in ("auto", "preference") or settings.backend == "vllm":

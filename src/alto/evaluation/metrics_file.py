@@ -1,4 +1,4 @@
-"""``metrics.json`` beside an adapter: what was measured of it."""
+"""``metrics.json`` beside an adapter: its measurements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
 
 
 def check_metrics(folder: Path) -> None:
-    """Make sure, before anything is measured, that ``folder/metrics.json`` can be added to.
+    """Check, before anything is measured, that ``folder/metrics.json`` can be extended.
 
     Raises:
         RunError: It is there, but is not a JSON object with such a list.

@@ -1,4 +1,5 @@
-"""Whether PEFT makes of an adapter's folder what was trained: loaded by PEFT onto the same base and compared."""
+"""Checks that PEFT reads an adapter's folder as it was trained: PEFT loads it onto the same base, and both are
+compared."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class PeftCheck:
 
     Args:
         backbone: The base the adapters were trained on. It has no adapters afterwards.
-        num_ranks: Over how many ranks it is sharded; where there are several, nothing is checked.
+        num_ranks: Number of ranks it is sharded over; with several, nothing is checked.
     """
 
     def __init__(self, backbone: Backbone, *, num_ranks: int = 1) -> None:
@@ -41,10 +42,10 @@ class PeftCheck:
         self._num_ranks = num_ranks
 
     def __call__(self, folder: Path) -> AdapterCheck:
-        """Compare what PEFT makes of the adapter in ``folder`` with what ALTO does: the modules that carry an adapter,
-        their matrices and scale, and the logits of a few tokens."""
+        """Compare the adapter in ``folder`` as loaded by PEFT and by ALTO: the adapted modules, their matrices and
+        scale, and the logits of a few tokens."""
         if self._num_ranks > 1:
-            return AdapterCheck(status="unchecked", why=f"the base model is shared out over {self._num_ranks} GPUs")
+            return AdapterCheck(status="unchecked", why=f"the base model is sharded over {self._num_ranks} GPUs")
         try:
             with _quiet():
                 import peft
@@ -61,7 +62,7 @@ class PeftCheck:
             ours_TV = self._own_logits(adapter)
             with _quiet(), _restored(self._backbone.model):
                 faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter)
-        except Exception as error:  # whatever it is: the adapter is there, and the task has its result
+        except Exception as error:  # any error: the adapter is saved, and the task has its result
             if is_out_of_memory(error):
                 return AdapterCheck(status="unchecked", why="there was no memory for it", peft=version)
             why = f"loading it fails with {type(error).__name__}: {_first_line(error)}"
@@ -91,7 +92,7 @@ class PeftCheck:
 
     @torch.no_grad()
     def _peft_logits(self, load: Callable[..., Any], adapter: SavedAdapter) -> tuple[list[str], Tensor]:
-        """What PEFT has put elsewhere or otherwise, in sentences, and its logits."""
+        """The differences in PEFT's modules, as sentences, and PEFT's logits."""
         with self._backbone.own_attention():
             model = load(self._backbone.model, str(adapter.folder), torch_device=str(self._backbone.device)).eval()
             layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
@@ -139,7 +140,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PEFT, and bitsandbytes which it imports, warn of; what matters of it is compared."""
+    """Silences warnings of PEFT and of bitsandbytes, which it imports; the check compares the results instead."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -152,7 +153,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Every module of ``model`` is in its place again afterwards, however far PEFT came."""
+    """Restores every module of ``model`` afterwards, also after an error."""
     modules = dict(model.named_modules())
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is to be measured, and how."""
+"""Settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class EvaluationSettings:
     Attributes:
         metric: ``auto`` measures the preference where rows are pairs; of others the loss, and exact match too where
             every reference ends in ``#### N``.
-        batch_size: Texts written at a time, of all adapters; changes speed and memory, and the result by rounding
-            at most.
+        batch_size: Texts generated at a time, of all adapters; affects speed and memory, and the result by rounding
+            only.
         max_new_tokens: Longest text; less where the model's positions end before.
         limit: Use only the first rows; None uses all.
         baseline: Measure the base model without an adapter as well.
-        backend: Who writes: ``alto``, or ``vllm``, with which exact match alone is measured.
+        backend: Generates the answers: ``alto``, or ``vllm``, which can measure exact match only.
 
     Raises:
         SpecError: A value is out of its domain.
@@ -46,6 +46,6 @@ class EvaluationSettings:
                 raise SpecError(f"{name}: expected at least 1, found {value}")
         if self.backend == "vllm" and self.metric in ("loss", "preference"):
             raise SpecError(
-                f"backend: expected alto for the metric {self.metric!r}, found vllm, which only writes; leave it out, "
-                "or measure exact_match"
+                f"backend: expected alto for the metric {self.metric!r}, found vllm, which only generates; leave it "
+                "out, or measure exact_match"
             )

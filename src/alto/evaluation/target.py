@@ -1,4 +1,4 @@
-"""What a user points at: a run, jobs of a run, or folders of adapters."""
+"""Resolves what a user names: a run, jobs of a run, or folders of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.spec import BaseModelSpec, Task
 __all__ = ["BASE", "EvaluationTarget", "find_target"]
 
 BASE = "base"
-"""What the base model alone is called among the weights that are measured."""
+"""Name of the base model without an adapter in results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class EvaluationTarget:
 
     Attributes:
         adapters: By name: a job's id, ``best`` for a run's best, or the folder as it was given.
-        base_model: What they are put on, loaded as for their training but never compiled.
-        task: How rows are read: the task of the first run, or one that says no more than where they are.
+        base_model: Their base model, loaded as for their training but never compiled.
+        task: Defines how rows are read: the task of the first run, or one with only the dataset set.
         run_dirs: The runs through which they were found.
     """
 
@@ -44,13 +44,13 @@ def find_target(
     dataset: str | None,
     trust_remote_code: bool = False,
 ) -> EvaluationTarget:
-    """The adapters that ``targets`` mean: the best of runs, or what lies in the folders themselves.
+    """The adapters that ``targets`` name: the best ones of runs, or the folders themselves.
 
     Args:
         jobs: Of a run that is the only target, the best adapters of these jobs instead.
         all_jobs: Of all its jobs that have one.
         base: The base model; None takes the one that the adapters name.
-        dataset: Where the rows are; a run's task knows without it.
+        dataset: Where the rows are; None takes the run's dataset.
         trust_remote_code: Whether the caller allows code of the base model.
 
     Raises:
@@ -76,8 +76,8 @@ def find_target(
         folders = {_name(target, targets): _folder(target) for target in targets}
     if dataset is None and (len(targets) > 1 or not runs):
         raise SpecError(
-            f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no one run "
-            "that would know them; name them with --dataset"
+            f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no single "
+            "run that has some; name them with --dataset"
         )
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
     base_model = _base_model(adapters, base)
@@ -120,7 +120,7 @@ def _loading_keys(base: BaseModelSpec) -> str:
 def _name(target: Path, targets: Sequence[Path]) -> str:
     if len(targets) == 1 and (target / "task.yaml").is_file():
         return "best"
-    return str(target) if str(target) != BASE else f"./{target}"  # the base model alone is called so
+    return str(target) if str(target) != BASE else f"./{target}"  # the name of the base model alone
 
 
 def _folder(target: Path) -> Path:

@@ -1,4 +1,4 @@
-"""vLLM as the one who writes: one engine, every adapter a LoRA request of it. ``pip install 'alto-lora[vllm]'``."""
+"""Generation with vLLM: one engine, and a LoRA request for every adapter. ``pip install 'alto-lora[vllm]'``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def complete_with_vllm(
     ends: Sequence[int],
     max_new_tokens: int,
 ) -> list[list[list[int]]]:
-    """What :func:`alto.evaluation.generate.complete` gives, up to the rounding of vLLM's own kernels.
+    """The result of :func:`alto.evaluation.generate.complete`, up to the rounding of vLLM's kernels.
 
     Args:
+        base: The base model.
         adapters: None is the base alone.
+        prompts: Token ids of each prompt.
         ends: Tokens that end a text, beside those the model's own file names.
+        max_new_tokens: Largest number of new tokens of a text.
 
     Raises:
         UnsupportedError: vLLM is not installed, or cannot serve the base model or an adapter as it is asked to.
@@ -84,7 +87,7 @@ def _check(base: BaseModelSpec, ranks: Sequence[int]) -> None:
     if base.quantisation != "none":
         raise UnsupportedError(
             "backend: expected a base model as it lies on disk, found one that is to be quantised "
-            f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM would do in its own way; leave --backend out"
+            f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM does differently; leave --backend out"
         )
     if max(ranks, default=0) > _RANKS[-1]:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Runs one task on its device: the only package where things are done rather than decided."""
+"""Runs one task on its device: trains, evaluates and saves its jobs."""
 
 from alto.executor.assembly import BankSize, build_trainer
 from alto.executor.beginning import RunStart

@@ -23,10 +23,10 @@ class Admission:
         self._planned_for: tuple[int, ResidentLimits] | None = None
 
     def admit_jobs(self) -> bool:
-        """Carry out the scheduler's plan, where it may be another one than before.
+        """Carry out the scheduler's plan, where it may have changed.
 
         Returns:
-            Whether there was a plan to make.
+            Whether a plan was made.
         """
         state, ranks = self._state, self._state.context.ranks
         limits = ResidentLimits(
@@ -40,7 +40,7 @@ class Admission:
         for parking in plan.park:
             self._lifecycle.park(state.jobs[parking.job], parking.reason)
         if plan.park:
-            ranks.barrier()  # what one rank has put on disk another may read
+            ranks.barrier()  # one rank may read what another has saved
         for admission in plan.admit:
             self._lifecycle.admit(
                 state.jobs[admission.job],
@@ -53,7 +53,7 @@ class Admission:
         return True
 
     def _demands(self) -> Iterator[JobDemand]:
-        """What every job that has not ended wants of the bank."""
+        """What every job that has not ended needs of the bank."""
         selection = self._state.selection
         certain = selection.certain_to_be_kept()
         for job in self._state.competing():
@@ -70,14 +70,14 @@ class Admission:
 
 
 class GpuOffers:
-    """Says, once for as many jobs as are left, what they would take on a GPU each; the queue may then ask this executor
-    to end and resume the task so.
+    """Offers to continue with fewer GPUs: reports, once per number of remaining jobs, how long they would take with one
+    GPU each. The queue may then stop this executor and resume the task with that number of GPUs.
 
     Args:
         state: Of the task.
         recorder: Writes an offer into the journal.
-        throughput: What steps on the ranks of this executor were measured to take; None where nothing was measured,
-            and nothing can be offered.
+        throughput: Measured duration of steps on the ranks of this executor; None where nothing was measured: then
+            nothing is offered.
     """
 
     def __init__(self, state: TaskState, recorder: JournalRecorder, throughput: Throughput | None) -> None:

@@ -1,5 +1,5 @@
-"""Putting a trainer together: the one place where a bank is made and wrapped around a base model, for training and for
-profiling alike."""
+"""Assembles a trainer: the one place where a bank is made and injected into a base model, for training and
+profiling."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["BankSize", "build_trainer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BankSize:
-    """Of the bank of one rank, and what its jobs are trained with; all ranks have the same.
+    """The size of one rank's bank, and the optimizers of its jobs; equal on all ranks.
 
     Attributes:
-        modules: Every module that some job targets, in the order of the model.
+        modules: Every module that at least one job targets, in the model's order.
         max_rank: The largest rank of any job.
-        rank_step: What the ranks of all jobs are multiples of.
-        num_slots: Jobs that it holds.
+        rank_step: Greatest common divisor of the ranks of all jobs.
+        num_slots: Number of jobs that it can hold.
         optims: Optimizers of its jobs.
-        adapter_dtype: Of adapters, their gradients and the moments of ``adamw_torch``.
+        adapter_dtype: Precision of adapters, their gradients and the moments of ``adamw_torch``.
     """
 
     modules: tuple[TargetModule, ...]
@@ -59,12 +59,12 @@ class BankSize:
         num_slots: int,
         adapter_dtype: AdapterDtype = "float32",
     ) -> Self:
-        """The smallest bank in whose every slot any of ``jobs`` fits.
+        """The smallest bank with slots large enough for each of ``jobs``.
 
         Args:
             jobs: One or more.
             backbone: The base model they were planned for, with or without injected adapters.
-            num_slots: Slots of one rank's bank.
+            num_slots: Number of slots of one rank's bank.
             adapter_dtype: As ``task.adapter_dtype``.
         """
         targeted = {module for job in jobs for module in job.shape.targets}
@@ -87,13 +87,13 @@ class BankSize:
 def build_trainer(
     backbone: Backbone, size: BankSize, micro_batches: MicroBatches, ranks: Ranks | None = None
 ) -> Trainer:
-    """A trainer with an empty bank. The targeted modules of ``backbone`` are wrapped in place, instead of what another
-    bank has wrapped.
+    """A trainer with an empty bank. The targeted modules of ``backbone`` are wrapped in place; this replaces the bank
+    that was injected before.
 
     Args:
         backbone: The base model; one forward pass is run on it, of a few tokens.
         size: Of this rank's bank.
-        micro_batches: Cuts steps and evaluations into what fits into memory, and is told where it runs out.
+        micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
         ranks: This process among those that train together; None where it is alone.
     """
     layout = BankLayout(

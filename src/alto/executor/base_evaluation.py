@@ -1,4 +1,4 @@
-"""What validation gives before the first step of every job: what it gives with the frozen base alone."""
+"""The validation loss and metrics of the frozen base alone: the start value of every job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["evaluate_base", "start_like_others"]
 
 
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
-    """Find out, once, the start value of every job, and record it. Where a row does not fit into memory, nothing is
-    found: jobs that evaluate it will say so."""
+    """Evaluate the frozen base once, for the start value of every job, and record it. Where a row does not fit into
+    memory, nothing is recorded: jobs that evaluate that row report the error."""
     alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss on the frozen base
     for job in state.jobs.values():
         alike.setdefault(job.config.objective, []).append(job)
@@ -36,7 +36,7 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
 
 
 def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
-    """Give a clone that begins with fresh weights the start value of other jobs that have the same loss.
+    """Give a clone that begins with new weights the start value of a job with the same loss.
 
     Args:
         clone: A job of the task that was just added.

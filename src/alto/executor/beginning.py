@@ -1,4 +1,4 @@
-"""What the journal says when a task begins or is resumed."""
+"""The first journal events of a task that begins or is resumed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["RunStart", "begin_events", "resume_event"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """What a run begins with or is resumed from.
+    """The inputs of a run that begins or is resumed.
 
     Attributes:
-        run_dir: Where it is kept.
+        run_dir: Its run directory.
         resume_state: Of an interrupted run; an empty one begins the task.
-        forecast: What was found out about the task beforehand; None where nothing was measured.
-        base: Fingerprint and precision of the base model; None where the journal need not say.
+        forecast: Measured memory, packing and duration of the task; None where nothing was measured.
+        base: Fingerprint and precision of the base model, for the journal; None where they are not recorded.
     """
 
     run_dir: RunDir
@@ -43,7 +43,7 @@ class RunStart:
         return bool(self.resume_state.lines)
 
     def throughput(self, num_ranks: int) -> Throughput | None:
-        """What steps take on ``num_ranks`` ranks; None where that was not measured."""
+        """Measured duration of steps on ``num_ranks`` ranks; None where it was not measured."""
         if not self.is_resumed:
             return None if self.forecast is None else self.forecast.throughput
         if self.resume_state.started.num_ranks != num_ranks:
@@ -53,7 +53,7 @@ class RunStart:
 
 
 def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
-    """What is about to be trained, and what is expected of it; before the first job is admitted."""
+    """The event before the first job is admitted: what is trained, and its expected memory and duration."""
     context, jobs = state.context, list(state.jobs.values())
     task, data, configs = context.task, context.data, [job.config for job in jobs]
     yield TaskStarted(
@@ -89,7 +89,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
 
 
 def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
-    """Where the run is resumed; the base model is described where its journal did not say."""
+    """The event of a resumed run; it describes the base model where the journal did not."""
     return TaskResumed(
         notes=start.resume_state.notes,
         base=start.base if start.resume_state.base is None else None,
@@ -100,7 +100,7 @@ def resume_event(state: TaskState, start: RunStart) -> TaskResumed:
 
 
 def _packing(state: TaskState) -> dict[str, Any]:
-    """What decides which jobs share a forward pass; with the same, another run has the same bits."""
+    """The settings that decide which jobs share a forward pass; two runs with equal settings are bit-identical."""
     task = state.context.task
     return {
         "max_slots": task.max_slots,

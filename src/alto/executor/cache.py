@@ -1,4 +1,4 @@
-"""What was measured once, on disk, so that it is not measured again."""
+"""A cache on disk of measurements and reference log-probs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from alto.version import version_of
 __all__ = ["Kind", "discard", "load", "save", "versions", "weights_of"]
 
 Kind: TypeAlias = Literal["profiles", "durations", "references"]
-"""Of what is kept, each in a folder of its own: profiles of steps, durations of tasks, what bases give replies."""
+"""Kinds of entries, each in its own folder: profiles of steps, durations of tasks, reference log-probs."""
 
 
 _MAX_BYTES = 1024**3
-"""Of an entry; what a base gives a large dataset of pairs has some megabytes."""
+"""Largest size of an entry; reference log-probs of a large dataset take some megabytes."""
 
 
 def load(kind: Kind, key: Mapping[str, Any]) -> Any:
-    """What was saved under ``key``, as JSON has it; None if nothing was. What cannot be read is discarded."""
+    """The entry saved under ``key``, as plain JSON values; None if there is none. An unreadable entry is deleted."""
     try:
         measured = read_json(_file(kind, key), _MAX_BYTES)["measured"]
         if measured is None:
             raise ValueError("nothing measured")
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None  # another user's, perhaps whole
+        return None  # another user's file, which may be intact
     except (OSError, ValueError, LookupError, TypeError) as error:
         discard(kind, key, error)
         return None
@@ -41,12 +41,12 @@ def load(kind: Kind, key: Mapping[str, Any]) -> Any:
 
 
 def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
-    """Remove what was saved under ``key`` and cannot be it, with a warning that names the file.
+    """Delete the damaged entry of ``key`` and warn with the name of its file.
 
     Args:
-        kind: Of what is kept.
-        key: As it was saved under.
-        why: What is wrong with it, for the warning.
+        kind: Kind of the entry.
+        key: Key that it was saved under.
+        why: What is wrong with the entry, for the warning.
     """
     file = _file(kind, key)
     warnings.warn(f"{file} is damaged ({why!s:.200}); it is discarded, and measured again", stacklevel=2)
@@ -55,12 +55,12 @@ def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
 
 
 def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
-    """Keep ``measured``; a cache that cannot be written costs the next run another measurement, and nothing else.
+    """Save ``measured`` under ``key``. Where the cache cannot be written, the next run measures again.
 
     Args:
-        kind: Of what is kept.
-        key: Everything that it depends on, in values that JSON can hold.
-        measured: In values that JSON can hold.
+        kind: Kind of the entry.
+        key: Everything that the measurement depends on, as JSON values.
+        measured: The measurement, as JSON values.
     """
     file = _file(kind, key)
     with contextlib.suppress(OSError):
@@ -69,12 +69,12 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages on which it depends what a base gives, and how fast; None where one is not installed."""
+    """Versions of the packages that affect results and speed of a base model; None where one is not installed."""
     return {name: version_of(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files of a local model, which another may replace; nothing of a hub id."""
+    """Names, sizes and modification times of a local model's files; empty for a hub id."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""States of jobs on disk, of which a committed set survives whatever happens to the process.
+"""States of jobs on disk. A committed set of states survives the death of the process at any time.
 
 A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer
 state at its last save. A state is a folder in PEFT's own format; ``last`` adds ``optimizer.safetensors``, the tensors
@@ -39,7 +39,8 @@ class StateStore:
     """The states of all jobs of one run.
 
     One executor at a time may use it. Each of its ranks has a store of its own and saves the states of its own jobs;
-    of what another saves it is told (:meth:`saved_elsewhere`), so that all know what no checkpoint refers to yet.
+    states saved by other ranks are reported to it (:meth:`saved_elsewhere`), so every store has the list of uncommitted
+    states.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -47,16 +48,16 @@ class StateStore:
         self._uncommitted: set[Path] = set()
 
     def save(self, job: str, kind: Kind, step: int, fill: Callable[[Path], None]) -> None:
-        """Put a state where :meth:`folder` says, whole or not at all; it counts from the next :meth:`commit` on.
+        """Save a state in :meth:`folder`, atomically; it becomes part of a checkpoint at the next :meth:`commit`.
 
         Args:
-            job: Its id.
-            kind: Which of its two states.
-            step: Steps that the job had done.
+            job: Id of the job.
+            kind: ``best`` or ``last``.
+            step: Steps that the job has done.
             fill: Writes the state's files into an empty folder.
 
         Raises:
-            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`.
+            RunBusyError: The lock is lost; see :meth:`alto.runs.RunDir.check_lock`.
             RunWriteError: The disk is full or cannot be written.
         """
         self._run.check_lock()
@@ -81,22 +82,22 @@ class StateStore:
             sync_folder(folder.parent)
 
     def saved_elsewhere(self, job: str, kind: Kind) -> None:
-        """Another rank saves a state."""
+        """Note that another rank saves a state."""
         self._uncommitted.add(self.folder(job, kind))
 
     def commit(self) -> None:
-        """From now on what was saved is what counts."""
+        """Make every saved state part of the checkpoint."""
         self._uncommitted.clear()
 
     def folder(self, job: str, kind: Kind) -> Path:
-        """Where a state lies."""
+        """Folder of a state."""
         return self._run.job(job, kind)
 
     def restore(self, steps: Mapping[tuple[str, Kind], int]) -> bool:
-        """Go back to the checkpoint that refers to ``steps``; states saved since are deleted.
+        """Restore the checkpoint that refers to ``steps``; states saved later are deleted.
 
         Returns:
-            False, with nothing changed, if one of its states is not there whole.
+            False, with nothing changed, if one of its states is missing or damaged.
         """
         found = {key: self._find(*key, step) for key, step in steps.items()}
         if None in found.values():
@@ -127,13 +128,13 @@ def write_state(folder: Path, optimizer: OptimizerState) -> None:
 
 
 def read_state(folder: Path) -> tuple[AdapterWeights, OptimizerState]:
-    """What was saved into a ``last/`` folder."""
+    """The optimizer state in a ``last/`` folder."""
     step = read_json(folder / _STATE_FILE)["step"]
     return read_adapter(folder), OptimizerState(step=step, tensors=load_file(folder / _OPTIMIZER_FILE))
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Make the files durable and write down what they are."""
+    """Make the files durable and record their digests."""
     digests = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -166,7 +167,7 @@ def _saving(run: Path, what: Path) -> Iterator[None]:
     with writing(run, what):
         try:
             yield
-        except SafetensorError as error:  # its writer has errors of its own
+        except SafetensorError as error:  # the writer raises its own error classes
             raise OSError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""A job made from another one while the task runs."""
+"""Clones a job while the task runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
         origin: The job to be cloned.
         changes: New values of its settings, by key.
         others: All jobs of the task.
-        warm: Whether the clone starts from the weights of ``origin``, and so may have its configuration.
-        method: Of the task.
+        warm: Whether the clone starts from the weights of ``origin``; then its configuration may be the same.
+        method: Method of the task, such as ``sft``.
 
     Raises:
         JobCommandError: Another job has this configuration already.
@@ -45,14 +45,14 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
     twin = next((job.id for job in others if job.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(
-            f"expected a configuration that no job has yet, found that {twin} has it; change a setting with "
+            f"expected a configuration that no other job has, found that {twin} has it; change a setting with "
             "--set key=value, or start from the job's weights with --warm"
         )
     return Job(id=_next_id([job.id for job in others]), config=config)
 
 
 def describe_changes(origin: Job, clone: Job) -> str:
-    """What differs between the two, in words."""
+    """The settings that differ between the two, as text."""
     before, after = origin.config.to_dict(), clone.config.to_dict()
     return ", ".join(f"{key}={after[key]}" for key in after if after[key] != before[key]) or "nothing changed"
 

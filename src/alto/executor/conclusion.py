@@ -1,4 +1,4 @@
-"""The end of a task: which job has won, or why none has."""
+"""The end of a task: chooses the best job, or raises why there is none."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from alto.runs import RunDir
 __all__ = ["Check", "Hooks", "Judge", "conclude"]
 
 Check: TypeAlias = Callable[[Path], AdapterCheck]
-"""Says whether others read an adapter (its folder) as it was trained."""
+"""Checks that PEFT reads an adapter (its folder) as it was trained."""
 
 Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
-"""Says how well adapters (folders by job) answer; calls what it is given now and then, and ends where that raises."""
+"""Scores the answers of adapters (folders by job). It calls the given function regularly; an error of that function
+ends it."""
 
 
 def _never() -> bool:
@@ -28,12 +29,12 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """What an executor asks others.
+    """Functions that the caller of an executor provides.
 
     Attributes:
-        is_interrupted: Asked before every step; once true, the task stops and can be resumed.
-        judge: Chooses the winner among the finalists, on this process alone; None takes the best by the metric.
-        check: Of the best adapter, for the journal; run by the first rank. None checks nothing.
+        is_interrupted: Called before every step; once it returns true, the task stops and can be resumed.
+        judge: Chooses the winner among the finalists, in this process only; None chooses by the metric.
+        check: Checks the best adapter, for the journal; called on the first rank. None: no check.
     """
 
     is_interrupted: Callable[[], bool] = _never
@@ -49,13 +50,13 @@ def conclude(
     Args:
         state: Of the task.
         recorder: Writes the result into the journal.
-        run_dir: Where the best adapters of all jobs lie.
-        hooks: Who judges finalists and checks the best adapter.
-        stop_if_asked: Raises where the run is to stop; called while finalists answer.
+        run_dir: Contains the best adapters of all jobs.
+        hooks: Judge finalists and check the best adapter.
+        stop_if_asked: Raises if the run has to stop; called while finalists generate answers.
 
     Raises:
         NoResultError: No job was ever evaluated with a finite loss.
-        TaskInterruptedError: It was asked to stop while finalists answered; a run that is resumed judges again.
+        TaskInterruptedError: The run was stopped while finalists answered; a resumed run judges them again.
     """
     winner = state.selection.winner()
     if winner is None:
@@ -76,7 +77,7 @@ def conclude(
 def _judged(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
 ) -> LossPoint:
-    """The finalist that answers best; ties go to the lower validation loss."""
+    """The finalist with the best answers; ties go to the lower validation loss."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
     scores = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
     num_correct = {score.job: score.num_correct for score in scores}
@@ -93,5 +94,5 @@ def _why_there_is_none(state: TaskState) -> str:
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
         f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
-        f"(the largest pass that did fit has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+        f"(the largest micro-batch that fitted has {fits:,}); {remedy}, or set gradient_checkpointing: true"
     )

@@ -1,4 +1,4 @@
-"""One task, ready to be profiled or trained: what stays the same while it runs."""
+"""One task that is ready to be profiled or trained: everything that stays the same while it runs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["TaskContext"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskContext:
-    """A task whose base model and rows have been read, and whose jobs are known to fit them.
+    """A task whose base model and rows are loaded and whose jobs are planned for them.
 
     Every job refers to the context of its task: objective, rows, metric and early-exit settings come from there.
 
     Attributes:
         base: Which base model ``backbone`` is, and how it was loaded.
-        data: Tokenised rows; once :func:`alto.executor.stages.with_references` has run, with the base's log-probs where
+        data: Tokenised rows; after :func:`alto.executor.stages.with_references` they include reference log-probs, where
             the objective needs them.
-        jobs: The jobs of the search space; those added while the task runs are not among them.
-        objective: What the jobs learn.
-        policy: What ends a job early.
-        references: How the base's log-probs in ``data`` were found; None where there are none.
+        jobs: The jobs of the search space, without those that are added while the task runs.
+        objective: Loss and metrics of the jobs.
+        policy: Decides which jobs end early.
+        references: Source of the reference log-probs in ``data``; None where there are none.
         ranks: This process among those that train the task; all of them hold an equal context.
     """
 
@@ -57,9 +57,9 @@ class TaskContext:
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model.
-            UnsupportedError: A job's optimizer is not installed, or not there on the model's device; or no installed
-                package brings the task's method.
-            UnsupportedModelError: A row is too long for this base model to train beside others.
+            UnsupportedError: A job's optimizer is not installed or does not support the model's device; or no installed
+                package provides the task's method.
+            UnsupportedModelError: A row is too long to be batched with others on this base model.
         """
         backbone.check_length(max(data.train.longest_sequence, data.validation.longest_sequence))
         return cls(
@@ -80,11 +80,12 @@ class TaskContext:
 
     @property
     def row_metric(self) -> str | None:
-        """The metric that the task chooses by, of which evaluations keep every row; None where that is the loss."""
+        """The metric that the task selects by, whose value evaluations keep per row; None where it selects by the
+        loss."""
         return None if self.task.metric == LOSS else self.task.metric
 
     def plan(self, job: Job) -> PlannedJob:
-        """A job that is to be added while the task runs.
+        """Plan a job that is added while the task runs.
 
         Raises:
             SpecError, DataError: The objective cannot learn from the task's rows with the job's settings.

@@ -1,4 +1,4 @@
-"""What users ask of a running task: stop a job, resume one, clone one."""
+"""User commands to a running task: stop, resume or clone a job."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Control"]
 class Control:
     """Carries out the commands in a run's mailbox. Made by :meth:`build`.
 
-    Every rank carries out the same ones, and the first alone answers them. A command is answered when what it did is
-    committed; until then it stays in the mailbox, so a task that dies in between finds it again. The journal remembers
+    Every rank carries out the same commands; only the first rank answers them. A command is answered when its effect is
+    committed; until then it stays in the mailbox, so a task that dies in between reads it again. The journal records
     which commands took effect.
 
     Args:
         state: Of the task.
-        lifecycle: Changes the state of jobs as commands ask.
+        lifecycle: Changes the state of jobs.
         recorder: Writes refusals and start values of clones into the journal.
         mailbox: Of the run.
-        answers: To commands that took effect before the run was resumed, by id.
+        answers: Answers to commands that took effect before the run was resumed, by id.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Control:
         mailbox: Mailbox,
         resume_state: ResumeState,
     ) -> Self:
-        """With the answers that the journal of an interrupted run knows.
+        """With the answers recorded in the journal of an interrupted run.
 
         Args:
             state, lifecycle, recorder, mailbox: As of the constructor.
-            resume_state: What the run is resumed from; an empty one knows of no command.
+            resume_state: What the run is resumed from; an empty one contains no command.
         """
         found = (_answered(entry.event) for entry in resume_state.entries)
         return cls(state, lifecycle, recorder, mailbox, dict(answer for answer in found if answer is not None))
@@ -74,11 +74,11 @@ class Control:
         return bool(self._unsent)
 
     def pending(self) -> list[Command]:
-        """What the mailbox asks; of several ranks the first alone looks."""
+        """The commands in the mailbox; only the first rank reads it."""
         return self._mailbox.pending()
 
     def apply(self, commands: Sequence[Command]) -> None:
-        """Do what was found in the mailbox."""
+        """Carry out the commands from the mailbox."""
         for command in commands:
             if command.id in self._unsent:
                 continue
@@ -93,7 +93,7 @@ class Control:
         self._unsent = []
 
     def close(self) -> None:
-        """The task has ended: whatever is still asked for comes too late."""
+        """Refuse the remaining commands: the task has ended."""
         for command in self.pending() if self._is_first else ():
             self._mailbox.answer(command.id, Answer(done=False, message="the task has ended; start a new run"))
 
@@ -105,7 +105,7 @@ class Control:
         try:
             return Answer(done=True, message=self._carry_out(command))
         except (RunBusyError, RunWriteError):
-            raise  # not the command's fault, and what it did may not be in the journal
+            raise  # not caused by the command, whose effect may not be in the journal
         except AltoError as error:
             self._recorder.command_refused(command.id, command.job, str(error))
             return Answer(done=False, message=str(error))
@@ -128,7 +128,7 @@ class Control:
         decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.STOPPED)
         self._state.selection.end(decision)
         self._lifecycle.end(job, decision, command.id)
-        return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; alto job resume goes on with it"
+        return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; alto job resume continues it"
 
     def _reopen(self, job: JobState, command: Command) -> str:
         if self._state.is_competing(job):
@@ -139,7 +139,7 @@ class Control:
                 "clone it with a larger num_train_epochs instead"
             )
         self._lifecycle.reopen(job, command.id)
-        return f"{job.id} goes on after {job.step} of {job.total_steps} steps"
+        return f"{job.id} resumes after {job.step} of {job.total_steps} steps"
 
     def _clone(self, origin: JobState, command: Command) -> str:
         state, context = self._state, origin.context

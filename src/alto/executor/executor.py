@@ -1,5 +1,5 @@
-"""Runs one task: admits jobs, trains and evaluates them, ends those the selection says are lost, keeps the best of
-each."""
+"""Runs one task: admits jobs, trains and evaluates them, ends those that the selection drops, and keeps the best
+adapter of each."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ from alto.spec.metric import score_of
 
 __all__ = ["Executor"]
 
-# Saving takes at most this share of the time, however large the adapters are.
+# Saving takes at most this share of the time, for adapters of any size.
 MAX_SAVING_SHARE = 0.05
 
 FROM_CHECKPOINT = "from_checkpoint"
-"""Why a job gets its slot where the scheduler is not asked."""
+"""Journal reason of an admission that the scheduler did not plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlInputs:
-    """What decides the next turn, and only one process can know."""
+    """Inputs of the next turn that only the first rank can read.
+
+    Attributes:
+        commands: Commands in the mailbox.
+        is_interrupted: Whether the task has to stop.
+        is_saving_due: Whether a checkpoint has to be saved.
+    """
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False
@@ -52,9 +58,9 @@ class Executor:
         state: Of the task, with its bank.
         recorder: Writes the run's journal.
         lifecycle: Changes the state of jobs.
-        control: What users ask of the task.
+        control: Carries out user commands.
         start: What the run begins with or is resumed from.
-        hooks: Whom it asks.
+        hooks: Functions that the caller provides.
     """
 
     def __init__(
@@ -87,13 +93,13 @@ class Executor:
             context: The task, its base loaded and its jobs planned.
             journal: Of the run; a silent one on all ranks but the first.
             start: What the run begins with or is resumed from.
-            hooks: Whom to ask; None asks nobody.
+            hooks: Functions that the caller provides; None provides none.
 
         Raises:
             RunChangedError: The run is another one than the task; see :func:`alto.executor.stages.check_resumable`.
-            TaskInterruptedError: It was asked to stop.
+            TaskInterruptedError: The run was stopped.
             DeviceMemoryError: There is no memory for the bank, or for the base alone on the longest pair.
-            ModelError: The base gives a reply no finite log-prob.
+            ModelError: The base model gives a reply a log-prob that is not finite.
         """
         hooks = hooks or Hooks()
         ranks, resume_state = context.ranks, start.resume_state
@@ -102,8 +108,8 @@ class Executor:
         def stop_if_asked() -> None:
             if ranks.broadcast(hooks.is_interrupted(), bool):
                 raise TaskInterruptedError(
-                    "stopped as asked while reference log-probs were precomputed, with those that were found on disk; "
-                    f"go on with: alto resume {start.run_dir.root}"
+                    "stopped as asked while reference log-probs were precomputed; those computed so far are on disk; "
+                    f"continue with: alto resume {start.run_dir.root}"
                 )
 
         check_resumable(context, resume_state)
@@ -127,9 +133,9 @@ class Executor:
 
         Raises:
             NoResultError: No job was ever evaluated with a finite loss.
-            TaskInterruptedError: It was asked to stop, and everything is on disk.
+            TaskInterruptedError: The run was stopped, and everything is on disk.
             RunBusyError: Its lock was removed, so another process may work on the run.
-            DeviceMemoryError: There is no memory to go on with; what was saved can be resumed.
+            DeviceMemoryError: There is no memory to continue; the run can be resumed from its last checkpoint.
             RunWriteError: The run directory cannot be written any more.
         """
         try:
@@ -139,7 +145,8 @@ class Executor:
                 raise
             raise DeviceMemoryError(
                 f"task {self._state.context.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in "
-                f"its task.yaml, the run goes on from its last checkpoint with: alto resume {self._start.run_dir.root}"
+                "its task.yaml, the run continues from its last checkpoint with: "
+                f"alto resume {self._start.run_dir.root}"
             ) from error
 
     def _run(self) -> None:
@@ -171,14 +178,14 @@ class Executor:
         conclude(state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
 
-    # -- how it begins -------------------------------------------------------------------------------------------
+    # -- the beginning -------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._recorder.begin(begin_events(self._state, self._start), self._start.resume_state.refusal)
         evaluate_base(self._state, self._recorder)
 
     def _resume(self) -> None:
-        """Put every job where the checkpoint left it."""
+        """Restore every job as the checkpoint recorded it."""
         state, resume_state = self._state, self._start.resume_state
         self._recorder.begin([resume_event(state, self._start)], resume_state.refusal)
         assert resume_state.checkpoint is not None
@@ -193,7 +200,7 @@ class Executor:
     # -- one turn of the loop ------------------------------------------------------------------------------------
 
     def _control_inputs(self) -> ControlInputs:
-        """What has come from outside since the last turn, as far as this process can know.
+        """The external inputs since the last turn that this process can read.
 
         Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
         first has found that it still does.
@@ -211,7 +218,7 @@ class Executor:
         state, selection = self._state, self._state.selection
         rung, index = selection.next_rung, selection.rungs_held
         assert rung is not None
-        # A job that ran ahead has taken steps that the selection knows of; readers of the journal must, too.
+        # The selection counts the steps of a job that ran ahead, so the journal records them too.
         for job in state.jobs.values():
             self._recorder.losses(job)
         result = selection.select()
@@ -220,7 +227,7 @@ class Executor:
             self._lifecycle.end(state.jobs[decision.job], decision)
 
     def _train_one_step(self, jobs: Sequence[JobState]) -> Sequence[JobState]:
-        """Train; returns the jobs that have taken a step: none where one cannot and ends."""
+        """Train one step; returns the jobs that took it: none where one of them fails and ends."""
         trainer = self._state.trainer
         try:
             losses = trainer.backward(jobs)
@@ -260,7 +267,7 @@ class Executor:
                 self._lifecycle.end(job, decision)
 
     def _evaluated(self, jobs: Sequence[JobState]) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
-        """The jobs that can be evaluated, and what they are worth; the others end."""
+        """Evaluate ``jobs``; jobs that cannot be evaluated end."""
         while jobs:
             try:
                 return jobs, self._state.trainer.evaluate(jobs)
@@ -288,5 +295,5 @@ class Executor:
         self._recorder.task_interrupted(training)
         raise TaskInterruptedError(
             f"stopped as asked, with {len(training)} of {len(self._state.jobs)} jobs still to train and everything on "
-            f"disk; go on with: alto resume {self._start.run_dir.root}"
+            f"disk; continue with: alto resume {self._start.run_dir.root}"
         )

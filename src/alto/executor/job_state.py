@@ -1,4 +1,4 @@
-"""How far one job is while its task runs."""
+"""The state of one job while its task runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class JobState:
     """One job of a task that runs.
 
     Attributes:
-        planned: What is fixed about it.
-        context: Its task: where its rows, its objective, its metric and its early-exit settings come from.
+        planned: Its constant part: configuration, shape, steps.
+        context: Its task, which holds its rows, objective, metric and early-exit settings.
         starts_warm: A clone that begins with the adapter in its ``start`` folder.
         step: Steps done.
         slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
@@ -29,8 +29,8 @@ class JobState:
         saved_step: Step of its ``last`` state on disk; 0 while there is none.
         saved_best_step: Step of its ``best`` state on disk; 0 while there is none.
         unsaved_losses: Training losses since the last ``train`` event.
-        unsaved_best: Step and weights of its best adapter, where that is not on disk yet; the weights are with the
-            rank that will write them.
+        unsaved_best: Step and weights of its best adapter, where it is not on disk yet; only the rank that will write
+            them has the weights.
     """
 
     planned: PlannedJob
@@ -66,12 +66,12 @@ class JobState:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be evaluated after the steps it has done."""
+        """Whether it has to be evaluated after the steps it has done."""
         return self.step in self.planned.evaluation_steps
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the step that comes next."""
+        """Learning rate of the next step."""
         return self.config.learning_rate_at(self.step, self.total_steps)
 
     @property
@@ -81,7 +81,7 @@ class JobState:
         return math.ceil(num_rows * self.context.row_tokens)
 
     def samples_after(self, num_steps: int) -> int:
-        """Training rows that ``num_steps`` of its steps read, a row as often as it is read."""
+        """Training rows that ``num_steps`` of its steps read; a row counts each time it is read."""
         return self.config.samples_after(num_steps, len(self.context.data.train))
 
 

@@ -1,4 +1,4 @@
-"""What can happen to the jobs of a task. Each change of state is recorded in the journal."""
+"""The state changes of a task's jobs. Each one is recorded in the journal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["JobLifecycle"]
 
 
 class JobLifecycle:
-    """Moves jobs through their lives: admitted, parked, ended, reopened, added; and saves them.
+    """Admits, parks, ends, reopens, adds and saves jobs.
 
     Args:
-        state: Of the task; what changes.
+        state: State of the task; modified.
         recorder: Writes each change into the journal.
         run_dir: Of the run, whose lock is checked before states are saved.
     """
@@ -28,9 +28,10 @@ class JobLifecycle:
         self._run_dir = run_dir
 
     def admit(self, job: JobState, slot: int, reason: str, *, is_data_parallel: bool = False) -> None:
-        """A job enters a slot.
+        """Admit a job into a slot.
 
         Args:
+            job: A pending or parked job.
             slot: Counted over all ranks.
             reason: Why this job, for the journal.
             is_data_parallel: It enters the same local slot on every rank.
@@ -40,17 +41,18 @@ class JobLifecycle:
         self._recorder.job_admitted(job, reason, slot_manager.ranks_of(job))
 
     def park(self, job: JobState, reason: str) -> None:
-        """A job leaves its slot and will come back."""
+        """Park a job: free its slot and keep its state."""
         self._recorder.losses(job)
         slot = self._state.slot_manager.evict(job)
         self._recorder.job_parked(job, slot, reason)
 
     def end(self, job: JobState, decision: ExitDecision | None, command: str | None = None) -> None:
-        """A job is over.
+        """End a job.
 
         Args:
-            decision: Why it ends early; None where all its steps are done.
-            command: Id of the user's command that asked for it; None where a rule did.
+            job: A job that has not ended.
+            decision: Why it ends early; None after its last step.
+            command: Id of the user's command; None where a rule ended the job.
         """
         self._recorder.losses(job)
         slot = self._state.slot_manager.evict(job) if job.slot is not None else None
@@ -72,19 +74,20 @@ class JobLifecycle:
         self.end(job, decision)
 
     def reopen(self, job: JobState, command: str) -> None:
-        """A job that was ended goes on, as the user's command of that id asks."""
+        """Resume a job that was ended, for the user's command with that id."""
         self._state.selection.reopen(job.id)
         self._recorder.job_reopened(job, command)
 
     def add(self, clone: JobState, origin: JobState, command: str) -> None:
-        """A job that came up while the task runs is pending from now on.
+        """Add a job while the task runs; it is pending.
 
         Args:
+            clone: The new job.
             origin: The job that it is a clone of.
             command: Id of the user's command.
 
         Raises:
-            DeviceMemoryError: Its adapter does not fit; nothing has changed.
+            DeviceMemoryError: Its adapter does not fit; nothing is changed.
         """
         state = self._state
         slots = {job.id: job.slot for job in state.jobs.values()}
@@ -97,7 +100,7 @@ class JobLifecycle:
         self._recorder.job_added(clone, origin, command)
 
     def save(self) -> None:
-        """Commit a checkpoint: all states, and the journal up to here, survive anything from now on.
+        """Commit a checkpoint: all states, and the journal up to here, are durable.
 
         Raises:
             RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`; no rank has written a state.
@@ -105,11 +108,11 @@ class JobLifecycle:
         """
         state, ranks = self._state, self._state.context.ranks
         self._run_dir.check_lock()
-        ranks.barrier()  # until the first rank, which holds the lock, has found that it still does
+        ranks.barrier()  # until the first rank has checked that it still holds the lock
         for job in state.jobs.values():
             self._recorder.losses(job)
             state.slot_manager.save(job)
         ranks.barrier()  # until every state is on disk
         self._recorder.checkpoint(state.jobs.values())
-        ranks.barrier()  # until the journal is, too
+        ranks.barrier()  # until the journal is on disk too
         state.slot_manager.commit()

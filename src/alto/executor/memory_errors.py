@@ -1,4 +1,4 @@
-"""Memory that runs out, as the loop of a task hears of it."""
+"""Out-of-memory errors, as events for the training loop of a task."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEvent:
-    """Memory ran out, and what was done about it.
+    """Memory ran out: where, and the new limits.
 
     Attributes:
-        slots: Local slots of the jobs that had a part in what did not fit.
+        phase: The work that did not fit: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
+        slots: Local slots of the jobs whose rows did not fit.
         num_tokens: Tokens of the micro-batch that did not fit; 0 where it was no micro-batch.
         max_tokens_per_pass: Tokens of a micro-batch from now on.
         jobs: Ids of the resident jobs in ``slots``; empty while no bank holds a job.
@@ -41,7 +42,7 @@ class MemoryEvent:
 
 
 class NoMemoryError(MemoryError):
-    """Signal inside this package: what was tried in ``phase`` did not fit."""
+    """Signal inside this package: the work of ``phase`` did not fit."""
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(phase)
@@ -61,8 +62,8 @@ class RowTooLargeError(Exception):
 def watching(phase: Phase) -> Iterator[None]:
     """Turn every out-of-memory error of the enclosed work into :class:`NoMemoryError`.
 
-    Whoever catches that must leave its ``except`` clause before trying again: until then the error holds the frames
-    it came through, and these hold their tensors.
+    A caller that catches it must leave its ``except`` clause before it tries again: until then the error keeps the
+    stack frames, and these keep their tensors.
     """
     try:
         yield

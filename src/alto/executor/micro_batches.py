@@ -1,4 +1,4 @@
-"""Work cut into micro-batches that fit into memory."""
+"""Splits work into micro-batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
 
 
 class MicroBatches:
-    """Runs work one micro-batch at a time; where one does not fit into memory, again from the beginning in smaller
-    ones.
+    """Runs work one micro-batch at a time; where one does not fit into memory, it starts again with smaller ones.
 
     Args:
-        max_tokens: Most tokens of a micro-batch to begin with.
-        on_memory_event: Is told whenever memory ran out.
-        can_retry: Whether it may begin again. It cannot where other ranks have begun the micro-batch too: they wait for
-            this one in the middle of it, so the executor ends, and is started again with smaller micro-batches.
+        max_tokens: Initial largest number of tokens of a micro-batch.
+        on_memory_event: Called each time memory ran out.
+        can_retry: Whether it may start again. It cannot where other ranks have begun the micro-batch too: they wait for
+            this rank in a collective, so the executor ends and is started again with smaller micro-batches.
 
     Attributes:
-        max_tokens: Most tokens of a micro-batch, half of those that did not fit. A row that has more is a micro-batch
-            of its own.
+        max_tokens: Largest number of tokens of a micro-batch, halved after one did not fit. A longer row is a
+            micro-batch of its own.
         largest: Tokens of the largest micro-batch that fitted; 0 before the first.
     """
 
@@ -46,18 +45,18 @@ class MicroBatches:
         split_jobs: bool = False,
         num_micro_batches: int = 0,
     ) -> None:
-        """Do ``work``; a row by itself is tried twice, as what is released after the first time may be enough.
+        """Run ``work``. A single row is tried twice, as the memory released after the first attempt may be enough.
 
         Args:
             work: Rows by slot.
-            run_micro_batch: Does one micro-batch; raises :class:`NoMemoryError` where it does not fit.
+            run_micro_batch: Runs one micro-batch; raises :class:`NoMemoryError` where it does not fit.
             forget: Undoes all micro-batches so far.
             split_jobs: See :func:`alto.data.split_into_micro_batches`.
-            num_micro_batches: How many there are at least: where ``work`` has fewer, the last ones are empty.
+            num_micro_batches: Smallest number of micro-batches: where ``work`` has fewer, the last ones are empty.
 
         Raises:
-            RowTooLargeError: A row does not fit by itself; all micro-batches are undone.
-            DeviceMemoryError: A micro-batch does not fit, and it cannot begin again.
+            RowTooLargeError: A single row does not fit; all micro-batches are undone.
+            DeviceMemoryError: A micro-batch does not fit, and the work cannot start again.
         """
         refused = set()
         while True:
@@ -76,24 +75,24 @@ class MicroBatches:
             self.report(phase, slots, num_tokens)
             if not self._can_retry:
                 raise DeviceMemoryError(
-                    f"expected memory for the {phase} of a pass of {num_tokens:,} tokens, found less; the next attempt "
-                    f"makes passes of at most {self.max_tokens:,}"
+                    f"expected memory for the {phase} of a micro-batch of {num_tokens:,} tokens, found less; the "
+                    f"next attempt uses micro-batches of at most {self.max_tokens:,} tokens"
                 )
-            if (slots, rows) in refused:  # nothing was left to be cut
+            if (slots, rows) in refused:  # it cannot be split further
                 raise RowTooLargeError(jobs[0].slot, num_tokens)
             refused.add((slots, rows))
 
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
-        """How many micro-batches ``work`` is cut into; ``work`` and ``split_jobs`` as of :meth:`run`."""
+        """Number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
         return sum(1 for _ in split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
 
     def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
-        """Say that memory ran out, and how large micro-batches are from now on.
+        """Report that memory ran out, and the new size of micro-batches.
 
         Args:
             phase: What did not fit.
-            slots: Local slots of the jobs that had a part in it.
-            num_tokens: Tokens of the micro-batch; 0 where it was none.
+            slots: Local slots of the jobs in the micro-batch.
+            num_tokens: Tokens of the micro-batch; 0 where it was other work.
         """
         self._on_memory_event(
             MemoryEvent(phase=phase, slots=tuple(slots), num_tokens=num_tokens, max_tokens_per_pass=self.max_tokens)
@@ -107,7 +106,7 @@ class MicroBatches:
         split_jobs: bool,
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
-        """The first micro-batch that does not fit, and what it was about; None when all is done."""
+        """The error of the first micro-batch that does not fit; None when all are done."""
         micro_batches = list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:

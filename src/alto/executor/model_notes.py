@@ -1,4 +1,4 @@
-"""What a user should know about the base model before training, in sentences."""
+"""Notices for the user about the base model, before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["model_notes"]
 
 
 def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig]) -> tuple[str, ...]:
-    """On what of the base the jobs of ``configs`` do not train, and on what of its training they leave out.
+    """Notices about parts of the base model that the jobs of ``configs`` do not train, and about losses of its own
+    training that they leave out.
 
     Args:
         model: With or without weights, with or without injected adapters.

@@ -16,12 +16,13 @@ __all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """One job and what follows from its configuration on this base model and data.
+    """One job, resolved on this base model and data.
 
     Attributes:
+        job: The job of the task.
         shape: Rank and targets of its adapter.
-        order: Which rows each step trains.
-        total_steps: Steps if nothing ends it early.
+        order: The rows that each step trains.
+        total_steps: Number of steps without early exit.
         evaluation_steps: Counts of steps done after which it is evaluated.
     """
 
@@ -51,7 +52,7 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
 
     Raises:
         TargetModuleError: Its targets or rank do not fit the base model.
-        UnsupportedError: Its optimizer is not installed, or not there on the model's device.
+        UnsupportedError: Its optimizer is not installed or does not support the model's device.
     """
     check_optimizer(job.config.optim, model.device)
     config, total_steps = job.config, job.config.total_steps(num_rows)
@@ -71,8 +72,8 @@ def plan_jobs(task: Task, model: PreTrainedModel, num_rows: int) -> tuple[Planne
 
 
 def resolve_rungs(task: Task, num_rows: int) -> Task:
-    """``task`` with its rungs spelt out: those of a preset lie behind the rise of every job's learning rate; and where
-    answers choose among finalists, these all train to their end.
+    """``task`` with explicit rungs: the rungs of a preset come after the learning-rate warmup of every job; where
+    answers choose among finalists, all finalists train to their end.
 
     Args:
         num_rows: Rows of the training split.

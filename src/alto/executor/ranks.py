@@ -1,8 +1,8 @@
-"""The processes of one executor, a rank each, and the little that they tell one another.
+"""The processes (ranks) of one executor, and the messages between them.
 
-Every rank makes the same decisions from the same records, so what crosses between them is small: the losses of a step,
-what only the first rank can know (a signal, the clock, the mailbox), and that a part of the work is done. Adapters
-never cross. What crosses is tensors and typed JSON; nothing that a rank receives can name code to be run.
+Every rank makes the same decisions from the same records, so messages are small: the losses of a step,
+what only the first rank can read (a signal, the clock, the mailbox), and barriers. Adapters are never sent. Messages
+are tensors and typed JSON; no message can name code to be run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Ranks"]
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=1)
-"""After which a rank that waits for another gives up; whoever watches the heartbeat is much sooner."""
+"""Timeout of a collective between ranks; the heartbeat's timeout is much shorter."""
 
 PROOF_TIMEOUT = timedelta(minutes=2)
 """How long the other end of a new connection may take to prove that it is a rank."""
@@ -54,11 +54,11 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
-        """Meet the other ranks that the environment speaks of (``RANK``, ``WORLD_SIZE``) in the folder that it names
-        (``ALTO_RENDEZVOUS``); alone where it speaks of none.
+        """Connect to the other ranks that the environment names (``RANK``, ``WORLD_SIZE``), through the folder
+        ``ALTO_RENDEZVOUS``; without these variables the process is the only rank.
 
         Tensors on ``device`` go over NCCL where that is a GPU; all else goes over gloo. Each rank listens for the
-        others on the interface that ``GLOO_SOCKET_IFNAME`` names, so a stranger can be the first to connect: each
+        others on the interface that ``GLOO_SOCKET_IFNAME`` names, so another process can be the first to connect: each
         connection begins with a proof that its other end can read the folder.
 
         Raises:
@@ -90,7 +90,7 @@ class Ranks:
         return self.size == 1
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, place by place; nothing is lost of a value that one rank alone has."""
+        """The element-wise sums over all ranks; a value that only one rank has is kept exactly."""
         if self.is_alone or not values:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -98,7 +98,7 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
     def max(self, value: float) -> float:
-        """The largest that any rank says."""
+        """The largest ``value`` of any rank."""
         if self.is_alone:
             return value
         largest = torch.tensor(value, dtype=torch.float64)
@@ -106,18 +106,18 @@ class Ranks:
         return float(largest.item())
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether ``value`` is true on any rank."""
         return self.max(float(flag)) > 0.0
 
     def broadcast(self, value: T, kind: Any) -> T:
-        """What the first rank says; the others' ``value`` does not count.
+        """The ``value`` of the first rank; those of the others are ignored.
 
         Args:
             kind: The type of the value, such as ``bool`` or ``TaskResult | None``: what JSON and back gives an equal
                 value of. A float keeps its bits.
 
         Raises:
-            RankConnectionError: What came is no value of that type.
+            RankConnectionError: The received value has another type.
         """
         if self.is_alone:
             return value
@@ -149,40 +149,40 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def barrier(self) -> None:
-        """Until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.max(0.0)
 
 
 def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = PROOF_TIMEOUT) -> None:
     """Exchange proofs with every other rank, over the connection that all later messages between the two take.
 
-    A process that has got hold of one end cannot have the proof from the other, which is connected to another process;
-    and without special rights no process can write into a TCP connection of two others.
+    A process that has taken over one end cannot get the proof from the other end, which is connected to another
+    process; and without special rights no process can write into a TCP connection of two others.
 
     Args:
         rank: Of this process.
         size: How many ranks there are.
-        secret: What all of them know and no other process does.
+        secret: Shared by all ranks and known to no other process.
         timeout: How long the other end of a connection may take.
 
     Raises:
-        RankConnectionError: One did not prove that it knows ``secret``.
+        RankConnectionError: A rank did not prove that it has ``secret``.
     """
     others = [other for other in range(size) if other != rank]
     sent = []
     for other in others:
-        with contextlib.suppress(RuntimeError):  # a connection that broke proves nothing either, which is seen below
+        with contextlib.suppress(RuntimeError):  # a broken connection proves nothing either; it is handled below
             sent.append(dist.isend(_proof(secret, rank, other), other))
     wrong = [other for other in others if not _is_proven(secret, other, rank, timeout)]
     for work in sent:
-        with contextlib.suppress(RuntimeError):  # nobody reads at an end that has proven nothing
+        with contextlib.suppress(RuntimeError):  # an end without proof is not read from
             assert work is not None
             work.wait(timeout)
     if wrong:
         raise RankConnectionError(
-            f"expected rank {rank} to be connected to the other ranks of its executor, found that what answers for "
-            f"rank {', '.join(map(str, wrong))} does not know their secret; another process of this machine connects "
-            "to its port (ss -tnp shows which): end it, then resume the run"
+            f"expected rank {rank} to be connected to the other ranks of its executor, found that the process that "
+            f"answers for rank {', '.join(map(str, wrong))} does not have their secret; another process of this "
+            "machine connects to its port (ss -tnp shows which): end it, then resume the run"
         )
 
 
@@ -192,13 +192,13 @@ def _is_proven(secret: bytes, sender: int, receiver: int, timeout: timedelta) ->
         received = dist.irecv(proof, sender)
         assert received is not None
         received.wait(timeout)
-    except RuntimeError:  # how gloo says that a connection broke, or that nothing came
+    except RuntimeError:  # gloo's error for a broken connection or a timeout
         return False
     return hmac.compare_digest(bytes(proof.tolist()), bytes(_proof(secret, sender, receiver).tolist()))
 
 
 def _proof(secret: bytes, sender: int, receiver: int) -> Tensor:
-    """That ``sender`` knows the secret, ``[32]`` bytes, for ``receiver`` alone."""
+    """Proof, ``[32]`` bytes, for ``receiver`` only, that ``sender`` has the secret."""
     digest = hmac.digest(secret, f"{sender}>{receiver}".encode(), "sha256")
     return torch.tensor(list(digest), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Writes down what happens to a task: one method for each event of its journal."""
+"""Records a task in its journal: one method for each event."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ __all__ = ["JournalRecorder", "describe_job"]
 
 
 class JournalRecorder:
-    """Turns what has happened into events of the journal. Of the jobs' states it changes one thing: losses that are
-    recorded are no longer unsaved.
+    """Writes events into the journal. It changes the jobs' states in one way: recorded losses are removed from
+    ``unsaved_losses``.
 
     Args:
         journal: Of the run; a silent one on all ranks but the first.
-        run_dir: Where it is noted, on several ranks, which micro-batch did not fit into memory.
+        run_dir: Holds, with several ranks, a note of the micro-batch that did not fit into memory.
         ranks: This process among those that train the task.
     """
 
@@ -61,11 +61,11 @@ class JournalRecorder:
         self._has_begun = False
 
     def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
-        """Record that the task begins or is resumed; what ran out of memory until then follows.
+        """Record that the task begins or is resumed, then the memory events until now.
 
         Args:
             events: ``TaskStarted`` or ``TaskResumed`` first.
-            refusal: Facts of the ``OutOfMemory`` that ended the attempt before this one, which could not record it.
+            refusal: Facts of the ``OutOfMemory`` that ended the previous attempt, which could not record it.
         """
         for event in events:
             self._journal.append(event)
@@ -75,7 +75,7 @@ class JournalRecorder:
         self._record_memory_events()
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
-        """Record it; before the task has begun, once it has."""
+        """Record a memory event; one before the task begins is recorded after its first event."""
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
             note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt: this one ends
             return
@@ -84,7 +84,7 @@ class JournalRecorder:
             self._record_memory_events()
 
     def base_evaluated(self, found: Iterable[tuple[Sequence[str], Evaluated]]) -> None:
-        """What validation gives with the frozen base, each value with the ids of the jobs that have it."""
+        """The evaluations of the frozen base, each with the ids of the jobs that it applies to."""
         values = tuple(
             StartMeasurement(
                 jobs=tuple(jobs),
@@ -100,6 +100,7 @@ class JournalRecorder:
         """A job has entered its slot, for the first time or again.
 
         Args:
+            job: The job, with its slot.
             reason: Why this job was chosen.
             ranks: The ranks that train it; recorded where there are several in all.
         """
@@ -109,13 +110,14 @@ class JournalRecorder:
         self._journal.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
 
     def job_parked(self, job: JobState, slot: int | None, reason: str) -> None:
-        """A job has left ``slot`` and will come back; ``reason`` says why."""
+        """A job was parked: it has left ``slot`` and its state is kept; ``reason`` is why."""
         self._journal.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
 
     def job_completed(self, job: JobState, slot: int | None, best: LossPoint | None) -> None:
         """A job has done all its steps.
 
         Args:
+            job: The job.
             slot: The one that it has left; None where it was in none.
             best: Its best evaluation; None without one that is finite.
         """
@@ -132,16 +134,23 @@ class JournalRecorder:
         """A job has ended before its last step.
 
         Args:
+            job: The job.
             slot, best: As of :meth:`job_completed`.
             decision: Why.
-            command: Id of the user's command that asked for it; None where a rule did.
+            command: Id of the user's command; None where a rule ended the job.
         """
         ending = _ending(job, slot, best)
         evidence = dict(decision.evidence)
         self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
 
     def job_added(self, clone: JobState, origin: JobState, command: str) -> None:
-        """A job has come up while the task runs: ``clone`` of ``origin``, as the user's command of that id asks."""
+        """``clone`` of ``origin`` was added while the task runs, by the user's command with that id.
+
+        Args:
+            clone: The new job.
+            origin: The job that it is a clone of.
+            command: Id of the user's command.
+        """
         description = describe_job(clone)
         self._journal.append(
             JobAdded(
@@ -171,7 +180,8 @@ class JournalRecorder:
         """An evaluation of a job.
 
         Args:
-            found: What it gave.
+            job: The job, at the step of the evaluation.
+            found: Loss and metrics.
             train_ema: Exponentially smoothed training loss.
             is_best: Whether it is the best of the job so far.
         """
@@ -189,7 +199,7 @@ class JournalRecorder:
         )
 
     def rung_held(self, index: int, rung: Rung, result: RungResult) -> None:
-        """Jobs were ranked at ``rung``, the one of number ``index`` (from 0); ``result`` says which continue."""
+        """Jobs were ranked at ``rung``, number ``index`` from 0; ``result`` has those that continue."""
         self._journal.append(
             WarmupEnded(
                 rung=index,
@@ -205,7 +215,7 @@ class JournalRecorder:
         Args:
             command: Its id.
             job: The job that it names.
-            why: In a sentence.
+            why: The reason, as a sentence.
         """
         self._journal.append(CommandRefused(command=command, job=job, why=why))
 
@@ -230,7 +240,7 @@ class JournalRecorder:
         self._journal.sync()
 
     def task_interrupted(self, training: Sequence[str]) -> None:
-        """The task stops, as asked, with ``training`` still to train."""
+        """The task was interrupted, with ``training`` still to train."""
         self._journal.append(TaskInterrupted(training=tuple(training)))
 
     def finalists_judged(self, scores: Iterable[FinalistScore]) -> None:
@@ -238,14 +248,15 @@ class JournalRecorder:
         self._journal.append(FinalistsJudged(scores=tuple(scores)))
 
     def adapter_checked(self, job: str, found: AdapterCheck) -> None:
-        """The best adapter was loaded into PEFT, or could not be."""
+        """The best adapter was checked with PEFT, or could not be loaded."""
         self._journal.append(AdapterChecked(job=job, **asdict(found)))
 
     def task_completed(self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState]) -> None:
-        """The winner, and what it took.
+        """The best job, and the cost of the task.
 
         Args:
-            tied: Best evaluations of other jobs whose score by the task's metric cannot be told from the winner's.
+            winner: Best evaluation of the best job.
+            tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
             jobs: All of the task.
         """
         jobs = list(jobs)

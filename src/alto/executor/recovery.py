@@ -1,4 +1,4 @@
-"""Going back to the last committed checkpoint of a run whose process has died."""
+"""Restores the last committed checkpoint of a run whose process has died."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ __all__ = [
 _REFUSAL_FILE = "oom.json"
 
 _ENVELOPE = ("seq", "time", "event")
-"""Of a line of the journal, what stands beside the facts of its event."""
+"""Keys of a journal line that are not fields of its event."""
 
 _PRECISION = ("dtype", *QUANTISATION_KEYS.values(), "adapter_dtype")
-"""Fields of :class:`BaseDescription` that are asked for, and no digest of a file."""
+"""Fields of :class:`BaseDescription` that a task sets, unlike the digests of files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ResumeState:
 
     Attributes:
         lines: The journal up to the checkpoint, as JSON has it; empty for a run that begins.
-        notes: What was lost on the way back, in sentences.
+        notes: What was lost, as sentences.
         refusal: Facts of an ``OutOfMemory`` event: the smallest micro-batch that ended an attempt of several ranks.
     """
 
@@ -94,15 +94,15 @@ class ResumeState:
 
     @property
     def base(self) -> BaseDescription | None:
-        """Fingerprint and precision of the base model that it was trained on; None where version 0.1 began it, or where
-        what the journal says of it is no such thing."""
+        """Fingerprint and precision of the base model that it was trained on; None where version 0.1 began the run, or
+        where the journal's record is not valid."""
         events = (entry.event for entry in reversed(self.entries))
         bases = (event.base for event in events if isinstance(event, TaskStarted | TaskResumed))
         return next((base for base in bases if base is not None), None)
 
     @property
     def max_tokens_per_pass(self) -> int | None:
-        """Tokens of a micro-batch after memory last ran out; None if it never did."""
+        """``max_tokens_per_pass`` after memory last ran out; None if it never did."""
         events = (entry.event for entry in self.entries)
         limits = [event.max_tokens_per_pass for event in events if isinstance(event, OutOfMemory)][-1:]
         limits += [self.refusal["max_tokens_per_pass"]] if self.refusal is not None else []
@@ -115,11 +115,12 @@ class ResumeState:
 
 
 def recover(run: RunDir) -> ResumeState:
-    """Put the states of ``run`` back to its last checkpoint that is whole; its journal is cut back when a `Journal` is
-    opened with what is returned.
+    """Restore the states of ``run`` as of its last intact checkpoint; its journal is cut when a `Journal` is opened
+    with the returned state.
 
-    A damaged checkpoint, journal line or state costs what came after the checkpoint before it; without any checkpoint
-    the run begins anew. A finished run is left as it is. Doing it twice, or dying while doing it, changes nothing.
+    A damaged checkpoint, journal line or state costs everything after the checkpoint before it; without any checkpoint
+    the run starts from the beginning. A finished run is not changed. The function is idempotent, also when it is
+    interrupted.
 
     Raises:
         RunWriteError: The run directory cannot be written.
@@ -133,13 +134,11 @@ def recover(run: RunDir) -> ResumeState:
     if not end:
         store.restore({})
     refusal, is_damaged = _refusal(run)
-    notes = _notes(sum(other > end for other in ends), begins_anew=not end)
+    notes = _notes(sum(other > end for other in ends), from_beginning=not end)
     if is_cut:
-        notes += ("The journal has a damaged line; what came after it is lost.",)
+        notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:
-        notes += (
-            f"{_REFUSAL_FILE} is damaged and is not used; how much memory a micro-batch may take is found out again.",
-        )
+        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found again.",)
     return ResumeState(lines=[encode(entry) for entry in entries[:end]], notes=notes, refusal=refusal)
 
 
@@ -159,7 +158,7 @@ def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
 
 
 def note_refusal(run: RunDir, event: OutOfMemory) -> None:
-    """Keep, for the next attempt, which micro-batch of this one did not fit into memory.
+    """Note, for the next attempt, which micro-batch of this one did not fit into memory.
 
     Raises:
         RunWriteError: The run directory cannot be written.
@@ -171,7 +170,7 @@ def note_refusal(run: RunDir, event: OutOfMemory) -> None:
 
 
 def refusal_event(facts: Mapping[str, Any]) -> OutOfMemory:
-    """The event that :func:`note_refusal` has kept the facts of.
+    """The event whose facts :func:`note_refusal` has written.
 
     Raises:
         TypeError: They are no such facts.
@@ -191,13 +190,13 @@ def data_fingerprint(data: TaskData) -> str:
 
 
 def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
-    """Make sure that ``found`` is the base model of a run; of one that says nothing of its base, nothing is known.
+    """Check that ``found`` is the base model of a run; a run whose journal does not record its base passes.
 
     Args:
-        resume_state: What the journal of the run says.
+        resume_state: State read from the run's journal.
         found: From :func:`alto.backbone.base_fingerprint`.
         model: Its name, for the message.
-        remedy: What to do where it is another one, for the message.
+        remedy: What to do about another base model, for the message.
 
     Raises:
         RunChangedError: It is another one.
@@ -211,7 +210,7 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
 
 
 def check_precision(resume_state: ResumeState, found: BaseDescription) -> None:
-    """Make sure that base and adapters have the precision they had when the run began.
+    """Check that base and adapters have the precision that they had when the run began.
 
     Raises:
         RunChangedError: They have another one.
@@ -232,7 +231,7 @@ def _named(facts: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def check_data(started: TaskStarted, data: TaskData) -> None:
-    """Make sure that a run is resumed with the data it began with.
+    """Check that a run is resumed with the data that it began with.
 
     Raises:
         RunChangedError: Rows, tokenizer, chat template or max_length are other ones.
@@ -242,7 +241,7 @@ def check_data(started: TaskStarted, data: TaskData) -> None:
         if started.base is None:  # as version 0.1 began it
             remedy = (
                 "version 0.1 of ALTO, which began it, made other tokens of some rows than this version does; if the "
-                "files are as they were, a new run is needed: alto tune; if not, put them back, then go on with: "
+                "files are as they were, a new run is needed: alto tune; if not, put them back, then continue with: "
                 "alto resume"
             )
         raise RunChangedError(
@@ -251,7 +250,7 @@ def check_data(started: TaskStarted, data: TaskData) -> None:
 
 
 def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
-    """Make sure that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
+    """Check that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
     settings it began with.
 
     Args:
@@ -260,7 +259,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         task: The task as it is now.
 
     Raises:
-        RunChangedError: ``task.yaml`` says something else now.
+        RunChangedError: ``task.yaml`` was changed.
     """
     changed = []
     if started.method != task.method:
@@ -282,7 +281,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
 
 
 def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
-    """What :func:`read_refusal` gives, and whether there is a file that cannot be it."""
+    """The result of :func:`read_refusal`, and whether its file is damaged."""
     try:
         facts = read_json(run.root / _REFUSAL_FILE)
         limit = facts["max_tokens_per_pass"]
@@ -306,8 +305,9 @@ def _is_restored(store: StateStore, entry: JournalEntry) -> bool:
     return store.restore(last | best)
 
 
-def _notes(num_damaged: int, *, begins_anew: bool) -> tuple[str, ...]:
+def _notes(num_damaged: int, *, from_beginning: bool) -> tuple[str, ...]:
     if not num_damaged:
         return ()
     subject = "The last checkpoint is" if num_damaged == 1 else f"The last {num_damaged} checkpoints are"
-    return (f"{subject} damaged; the run " + ("begins anew." if begins_anew else "goes on from the one before."),)
+    start = "starts from the beginning" if from_beginning else "continues from the one before"
+    return (f"{subject} damaged; the run {start}.",)

@@ -1,5 +1,5 @@
-"""Reference log-probs: what the frozen base gives every reply of the data. Computed once, shared by all jobs, and kept
-for later tasks."""
+"""Reference log-probs: log-probabilities of every reply of the data under the frozen base. Computed once, shared by all
+jobs, and cached for later tasks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from alto.executor.context import TaskContext
 from alto.executor.memory_errors import RowTooLargeError, watching
 from alto.executor.micro_batches import MicroBatches
 from alto.objectives import reference_log_probs
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["References", "find_references"]
 
 PART_ROWS = 2048
-"""Pairs that are computed and kept together: what a run that ends in between has found, the next one need not."""
+"""Pairs that are computed and saved together: a later run does not compute what an interrupted one has saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The data with them.
+    """The data with reference log-probs.
 
     Attributes:
-        is_cached: An earlier task has found them.
-        duration_s: What it took now.
+        data: The task's data, whose rows have reference log-probs.
+        is_cached: An earlier task has computed them.
+        duration_s: Duration of the computation in this run.
     """
 
     data: TaskData
@@ -54,7 +55,7 @@ def find_references(
     Raises:
         DeviceMemoryError: A pair does not fit into memory by itself; or a micro-batch does not, and other ranks have
             begun it.
-        ModelError: The base model gives a reply no finite number.
+        ModelError: The base model gives a reply a number that is not finite.
     """
     ranks, data = context.ranks, context.data
     began = time.perf_counter()
@@ -120,7 +121,7 @@ def _computed(
     except RowTooLargeError as error:
         raise DeviceMemoryError(
             f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
-            f"{backbone.device}; lower max_length, or {QUANTISATION_KEYS['4bit']}: true"
+            f"{backbone.device}; lower max_length, or {LOAD_IN_4BIT}"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0, 0.0))]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
@@ -135,8 +136,8 @@ def _computed(
 
 
 def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
-    """Everything that they depend on. Where the base model was found and the precision that it has stand for what the
-    specification asks for."""
+    """Everything that they depend on. The loaded files and precision of the base model are used, not the requested
+    ones."""
     backbone = context.backbone
     return {
         "base": context.base.key() | {"id": backbone.path, "dtype": str(backbone.dtype)},

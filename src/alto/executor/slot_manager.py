@@ -1,4 +1,4 @@
-"""Where the jobs of a task are: in the bank of some rank, or on disk."""
+"""Moves the jobs of a task between the banks of the ranks and the disk."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class SlotManager:
     """Moves jobs between the slots of the banks and their folders.
 
     A bank that does not fit into memory is made with half the slots, down to one. Every rank has a slot manager and
-    does the same with it; what concerns a job that is resident on another rank is only noted. Made by :meth:`build`.
+    makes the same calls; jobs that are resident on another rank are only noted. Made by :meth:`build`.
 
     Args:
         context: Base model, limits and ranks; jobs that are admitted may have contexts of their own.
-        run_dir: Where the states of jobs lie.
+        run_dir: Holds the states of jobs.
         names: Of the base model's modules, for adapters on disk.
-        on_memory_event: Is told whenever memory ran out, with the jobs that had a part in it.
+        on_memory_event: Called each time memory ran out, with the jobs involved.
 
     Attributes:
-        trainer: Trains the resident jobs. Another one after :meth:`fit`.
+        trainer: Trains the resident jobs; replaced by :meth:`fit`.
     """
 
     trainer: Trainer
@@ -68,7 +68,7 @@ class SlotManager:
         Args:
             context, run_dir, on_memory_event: As of the constructor.
             jobs: Every job that may be admitted before the next :meth:`fit`.
-            max_tokens_per_pass: Most tokens of a micro-batch to begin with.
+            max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
 
         Raises:
             DeviceMemoryError: Not even one slot fits.
@@ -79,7 +79,7 @@ class SlotManager:
 
     @property
     def num_slots(self) -> int:
-        """Of all ranks together."""
+        """Number of slots of all ranks together."""
         return self.trainer.slots.num_slots
 
     @property
@@ -97,6 +97,7 @@ class SlotManager:
         """Put a job without a slot into ``slot``, as it was when it left its last one.
 
         Args:
+            job: The job; its state says where it was.
             slot: Counted over all ranks.
             is_data_parallel: Put it into the same local slot of every rank's bank.
         """
@@ -113,7 +114,7 @@ class SlotManager:
             self.trainer.admit_fresh(job, local_slot)
 
     def evict(self, job: JobState) -> int:
-        """Put everything the slot holds of the job on disk, then free the slot and return it."""
+        """Save the job's state, then free its slot and return the slot's number."""
         assert job.slot is not None
         self.save(job)
         local_slot = self.trainer.local_slot(job)
@@ -124,11 +125,11 @@ class SlotManager:
         return slot
 
     def keep_best(self, job: JobState) -> None:
-        """The adapter in the job's slot is its best so far."""
+        """Note that the adapter in the job's slot is its best so far."""
         job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
 
     def save(self, job: JobState) -> None:
-        """Put what the job's slot holds on disk, where it is not there already."""
+        """Save the job's state, where it is not on disk already."""
         if job.unsaved_best is not None:
             step, best = job.unsaved_best
             if best is not None:
@@ -151,7 +152,7 @@ class SlotManager:
             job.saved_step = job.step
 
     def commit(self) -> None:
-        """From now on what was saved is what a resumed run goes on from."""
+        """Commit the saved states: a resumed run starts from them."""
         self._store.commit()
 
     def give_start(self, clone: JobState, origin: JobState) -> None:
@@ -168,7 +169,7 @@ class SlotManager:
         """Make the bank large enough for ``jobs``, those that are resident included.
 
         Returns:
-            Those that have lost their slot, as the new bank has fewer; everything of them is on disk.
+            Jobs that have lost their slot, as the new bank has fewer; their states are on disk.
 
         Raises:
             DeviceMemoryError: Not even one slot of that size fits; the bank is as large as before.
@@ -222,7 +223,7 @@ class SlotManager:
         )
 
     def _build(self, size: BankSize, max_tokens: int) -> None:
-        """Set up a bank of ``size``, or with as many of its slots as fit."""
+        """Make a bank of ``size``, or with as many of its slots as fit."""
         self._wanted = size
         while True:
             trainer = self._try_build_trainer(size, max_tokens)

@@ -1,4 +1,4 @@
-"""The stages of a task before training, each of which can be run and tested by itself.
+"""The stages of a task before training. Each can be run and tested by itself.
 
 load base -> context (plan the jobs) -> reference log-probs -> bank -> train (:class:`alto.executor.Executor`)
 """
@@ -26,7 +26,7 @@ from alto.executor.task_state import TaskState
 from alto.runs import RunDir
 from alto.runs.events import JobAdded, ReferenceFact
 from alto.spec import BaseModelSpec, Job
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.metric import loss_scale
 
 __all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass", "with_references"]
@@ -38,8 +38,8 @@ def load_base(
     """The base model, whole or this rank's share of it.
 
     Args:
-        spec: Which one, and how.
-        device: Where it lies afterwards.
+        spec: Which base model, and how it is loaded.
+        device: Device of its weights.
         ranks: This process among those that share it.
         gradient_checkpointing: Recompute each layer's activations in the backward pass.
 
@@ -57,17 +57,18 @@ def load_base(
         share = f"its share of {ranks.size}" if ranks.size > 1 else "all of it"
         raise DeviceMemoryError(
             f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
-            f"to more than {ranks.size}, so that each holds a part of it, or {QUANTISATION_KEYS['4bit']}: true"
+            f"to more than {ranks.size}, so that each holds a part of it, or {LOAD_IN_4BIT}"
         ) from error
 
 
 def max_tokens_per_pass(context: TaskContext, resume_state: ResumeState) -> int:
-    """Most tokens of a micro-batch to begin with: what the task sets, and what was left after memory last ran out."""
+    """Initial largest number of tokens of a micro-batch: the task's setting, or the lower limit after memory last ran
+    out."""
     return min(context.task.max_tokens_per_pass or sys.maxsize, resume_state.max_tokens_per_pass or sys.maxsize)
 
 
 def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
-    """Make sure that a run is resumed as the task that it began as; of one that begins, nothing is asked.
+    """Check that a run is resumed as the task that it began as; a run that begins passes.
 
     Raises:
         RunChangedError: The data, the jobs, the method, the metric, the evaluation points or the early-exit settings
@@ -85,7 +86,7 @@ def with_references(
     """``context`` with the base's log-probs of every reply in its data, where its objective needs them.
 
     Args:
-        micro_batches: Cuts the rows into what fits into memory. What it has found to fit is where training begins.
+        micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
         on_turn: Called before every micro-batch, on all ranks; what it raises ends the stage.
 
     Raises:
@@ -106,14 +107,14 @@ def build_state(
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
 ) -> TaskState:
-    """The bank, and every job of the task beside it: none resident yet, as far as its run had come.
+    """The bank and the state of every job, as of the run's last checkpoint; no job is resident yet.
 
     Args:
         context: With references, where its objective needs them.
         resume_state: Of an interrupted run; an empty one begins the task.
-        run_dir: Where the states of jobs lie.
-        max_tokens_per_pass: Most tokens of a micro-batch to begin with.
-        on_memory_event: Is told whenever memory ran out.
+        run_dir: Holds the states of jobs.
+        max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
+        on_memory_event: Called each time memory ran out.
 
     Raises:
         DeviceMemoryError: Not even one slot fits beside the base model.

@@ -1,4 +1,4 @@
-"""Adding up what the passes of an evaluation find of one job."""
+"""Sums the results of one job over the micro-batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Evaluated", "Tally"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What a job is worth on the validation split.
+    """The result of evaluating a job on the validation split.
 
     Attributes:
         loss: As in training.
@@ -29,7 +29,7 @@ class Evaluated:
     metric_rows: tuple[float, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """The fields of a journal event that say so."""
+        """The fields of the journal event."""
         return {
             "validation_loss": self.loss,
             **({"metrics": dict(self.metrics)} if self.metrics else {}),
@@ -53,17 +53,18 @@ class Tally:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self._sums = [0.0] * (1 + len(self._metrics))
         self._rows = [0.0] * self._num_rows
         self._has_rows = False
 
     def values(self) -> list[float]:
-        """All numbers in one list, for ranks that have seen other rows to be added to; see :meth:`evaluated`."""
+        """All sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
         return [*self._sums, float(self._has_rows), *self._rows]
 
     def evaluated(self, values: Sequence[float], weight: float) -> Evaluated:
-        """What ``values``, those of :meth:`values` summed over all ranks, mean for a split of this weight."""
+        """The evaluation from ``values`` (those of :meth:`values`, summed over all ranks) for a split of this
+        weight."""
         loss, *metrics = (value / weight for value in values[: len(self._sums)])
         has_rows, *rows = values[len(self._sums) :]
         return Evaluated(
@@ -74,12 +75,12 @@ class Tally:
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
-        """Add what one pass has found.
+        """Add the terms of one micro-batch.
 
         Args:
-            tallies: Of the jobs in the pass, in order.
-            rows: Which rows of the split the pass has of each.
-            terms: What the objective says of the pass.
+            tallies: Tallies of the jobs in the micro-batch, in order.
+            rows: Row indices of each job in the micro-batch.
+            terms: The objective's terms of the micro-batch.
         """
         if not tallies:
             return

@@ -16,13 +16,14 @@ __all__ = ["TaskState"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TaskState:
-    """Equal on all ranks, but for what the banks hold.
+    """Equal on all ranks, except for the contents of the banks.
 
     Attributes:
+        context: The task.
         jobs: Every job by id, those added while the task runs last.
         selection: Which jobs train, which wait at a rung, which have ended.
         slot_manager: Which job is in which slot.
-        ahead: Jobs that wait at a rung and train on in slots that no other job can use.
+        ahead: Jobs that wait at a rung and continue in idle slots.
     """
 
     context: TaskContext

@@ -1,7 +1,7 @@
 """The arithmetic of jobs on one device: a bank on a frozen base, stepped and evaluated for any set of slots.
 
-Of several ranks each has a trainer with a bank of its own. All are given the same jobs and do their part of them, in as
-many micro-batches as the rank that needs most: a micro-batch gathers the base from all of them.
+Each rank has a trainer with a bank of its own. All are called with the same jobs and run their share, in as
+many micro-batches as the rank that needs most: a micro-batch gathers the base from all ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains whichever jobs are in its slots. Decides nothing. :func:`alto.executor.assembly.build_trainer` makes one.
+    """Trains the jobs in its slots; makes no decisions. :func:`alto.executor.assembly.build_trainer` makes one.
 
     Rows and objective come from the context of each job's task: the bank may hold jobs of several tasks, which train in
-    the same micro-batches. Jobs of a task stand next to each other wherever jobs are given.
+    the same micro-batches. In every list of jobs, those of a task are next to each other.
 
-    Where memory jobs out in a step or an evaluation, it is begun again from the same state in smaller micro-batches.
+    Where memory runs out in a step or an evaluation, it starts again from the same state with smaller micro-batches.
 
     Args:
         backbone: The base model, whose targeted modules are wrapped for ``bank``.
         bank: Of this rank; the banks of all ranks have as many slots.
         optimizer: Of the bank's rows.
-        forward_context: What tells the wrapped modules whose tokens a micro-batch holds.
-        micro_batches: Cuts steps and evaluations into what fits into memory.
+        forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
+        micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
         ranks: This process among those that train together.
 
     Attributes:
-        slots: Which slot lies on which rank, and where in its bank.
+        slots: Maps slots to ranks and local slots.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Trainer:
         self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
 
     def local_slot(self, job: JobState) -> int | None:
-        """Where in this rank's bank a resident job lies; None where it lies with another rank."""
+        """Local slot of a resident job in this rank's bank; None where it is on another rank."""
         assert job.slot is not None, f"{job.id} has no slot"
         if job.is_data_parallel or self.slots.rank_of(job.slot) == self._ranks.rank:
             return self.slots.local_slot_of(job.slot)
@@ -98,7 +98,7 @@ class Trainer:
         self.bank.release(local_slot)
 
     def step(self, jobs: Sequence[JobState]) -> list[float]:
-        """One optimizer step of every resident job in ``jobs`` on its next batch; counts nothing.
+        """One optimizer step of every resident job in ``jobs`` on its next batch; does not count the step.
 
         Returns:
             The training loss of each before the step, as its objective has it.
@@ -158,16 +158,16 @@ class Trainer:
         return losses
 
     def read(self, losses: Tensor) -> list[float]:
-        """The losses that :meth:`backward` has found, of all ranks. Asked for last: until here nothing has waited for
-        the device."""
+        """The losses of :meth:`backward`, over all ranks. Read last: this is the first host-device synchronisation of
+        the step."""
         return self._ranks.sum([float(loss) for loss in losses.tolist()])
 
     def update(self, jobs: Sequence[JobState]) -> Tensor:
-        """Clip and apply the gradients of ``jobs``, then forget them; returns the norms before clipping, of those that
-        this rank has.
+        """Clip and apply the gradients of ``jobs``, then clear them; returns the norms before clipping of this rank's
+        jobs.
 
         Raises:
-            DeviceMemoryError: There is no memory for it; :meth:`has_stepped` says which jobs have taken the step.
+            DeviceMemoryError: There is no memory for it; :meth:`has_stepped` returns whether a job has taken the step.
         """
         by_local_slot = self._here(jobs)
         local_slots, jobs = list(by_local_slot), list(by_local_slot.values())
@@ -183,7 +183,7 @@ class Trainer:
                     self._update([jobs[index] for index in left], norms if len(left) == len(jobs) else norms[left])
                 break
             except NoMemoryError:
-                pass  # tried again outside of this clause, which holds what is to be released
+                pass  # tried again outside of this clause, which keeps the tensors to be released
             release_memory()
             self.micro_batches.report("update", [local_slots[index] for index in left])
             num_before, left = len(left), [index for index in left if not self.has_stepped(jobs[index])]
@@ -197,14 +197,14 @@ class Trainer:
         return norms
 
     def has_stepped(self, job: JobState) -> bool:
-        """Whether the adapter of a resident job has taken the step that the job has not counted yet. Another rank that
-        could not take it would have ended this executor."""
+        """Whether the adapter of a resident job has taken the step that the job has not counted yet. If another rank
+        could not take the step, this executor has ended."""
         local_slot = self.local_slot(job)
         return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
     @torch.no_grad()
     def evaluate(self, jobs: Sequence[JobState]) -> list[Evaluated]:
-        """What every resident job in ``jobs`` is worth on the whole validation split; the loss as in training.
+        """Evaluate every resident job in ``jobs`` on the whole validation split; the loss is that of training.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -239,8 +239,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate_base(self, context: TaskContext, configs: Sequence[JobConfig]) -> list[Evaluated]:
-        """What the frozen base alone is worth on a task's validation split, by its objective as each of ``configs``
-        sets it. Asked before a job is in the first slot: one without an adapter adds nothing to the base.
+        """Evaluate the frozen base on a task's validation split, with its objective as each of ``configs`` sets it.
+        Called before a job is in the first slot: a slot without an adapter adds nothing to the base.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -272,7 +272,7 @@ class Trainer:
         tallies: Iterable[Tally],
         num_micro_batches: int,
     ) -> None:
-        """Evaluate one micro-batch at a time; where memory runs out, all tallies begin anew."""
+        """Evaluate one micro-batch at a time; where memory runs out, all tallies are reset."""
         tallies = list(tallies)
 
         def forget() -> None:
@@ -282,7 +282,7 @@ class Trainer:
         self.micro_batches.run(work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
 
     def _evaluated(self, tallies: Sequence[Tally], splits: Sequence[EncodedDataset]) -> list[Evaluated]:
-        """What the tallies of all ranks together say, each of its split."""
+        """The evaluations from the tallies of all ranks, each of its split."""
         values = [tally.values() for tally in tallies]
         totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
         return [
@@ -297,8 +297,7 @@ class Trainer:
     def _work(
         self, batches: Sequence[tuple[JobState, EncodedDataset, tuple[int, ...]]], *, split_jobs: bool = False
     ) -> tuple[list[JobRows], int]:
-        """What of ``batches`` is this rank's, and how many micro-batches the rank with the most of them
-        makes."""
+        """This rank's share of ``batches``, and the largest number of micro-batches of any rank."""
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
         for job, dataset, rows in batches:
             slot = _slot(job)
@@ -325,7 +324,7 @@ class Trainer:
 
 
 def _learners(jobs: Sequence[JobState]) -> list[Learners]:
-    """The jobs of a micro-batch by task; of a task, one after the other."""
+    """The jobs of a micro-batch, grouped by task."""
     return [
         Learners(of_task[0].context.objective, tuple(job.config for job in of_task))
         for of_task in (list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context)))

@@ -1,4 +1,4 @@
-"""What is left of a run: the best adapter, the report, and how progress looks meanwhile."""
+"""The outputs of a run: the best adapter, the report, and progress on the terminal."""
 
 from alto.export.adapter import export_best
 from alto.export.plain import PlainView

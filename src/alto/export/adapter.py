@@ -1,4 +1,4 @@
-"""The task's best adapter as a folder to take away: PEFT's files, metrics, a model card."""
+"""Exports the task's best adapter as one folder: PEFT's files, metrics, a model card."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def export_best(
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
     Args:
-        result: What came of the task.
+        result: Result of the task.
         best_of_job: The winner's own ``best/`` folder, PEFT format.
-        base_model_of: Reads what an adapter's folder names as its base model.
+        base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: As the task names them, for the card.
 
     Raises:
@@ -92,7 +92,7 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
 
 
 def _finalists(result: TaskResult) -> dict[str, Any]:
-    """By whose answers the winner was chosen; nothing where it was not."""
+    """The number of right answers of the winner, where answers chose it; else empty."""
     if not result.finalists:
         return {}
     return {

@@ -37,14 +37,14 @@ _DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """What is drawn of every job.
+    """A quantity that is drawn for every job.
 
     Attributes:
         values_of: Its value at each evaluation of a job.
-        hover: Name and value in plotly's template, as they are read off a curve.
-        tick_format: Of the axis, in d3's words; empty for plotly's own.
-        more_is_better: Whether the best curves lie at the top.
-        is_bounded: Whether no curve can lie so far from the others that it would flatten them.
+        hover: Name and value as a plotly hover template.
+        tick_format: Format of the axis, in d3's syntax; empty for plotly's default.
+        more_is_better: Whether higher values are better.
+        is_bounded: Whether values have a fixed range, so that no curve can flatten the others.
     """
 
     values_of: Callable[[JobHistory], Sequence[float]]
@@ -59,7 +59,7 @@ TRAINING_LOSS = Quantity(values_of=lambda job: [point.train_ema for point in job
 
 
 def metric_quantity(metric: str) -> Quantity:
-    """A metric of which more is better."""
+    """A metric for which higher is better."""
     return Quantity(
         values_of=lambda job: [metrics.get(metric, math.nan) for metrics in job.metrics],
         hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
@@ -90,7 +90,7 @@ class View:
 
     @property
     def note(self) -> str:
-        """What the view leaves out, in words; empty if nothing."""
+        """A sentence about what the view leaves out; empty if nothing."""
         notes = []
         if self.num_outside:
             subject = "1 job leaves" if self.num_outside == 1 else f"{self.num_outside} jobs leave"
@@ -121,8 +121,14 @@ def choose_view(
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
     curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
-    jobs may diverge without flattening the rest. Where more is better, all of this is upside down. The lowest point of
+    jobs may diverge without flattening the rest. Where higher is better, the rule is mirrored. The lowest point of
     the curve ``best`` is in view in any case, and where values are bounded everything is.
+
+    Args:
+        curves: Values of the curve by job id.
+        more_is_better: Whether higher values are better.
+        is_bounded: Whether values have a fixed range.
+        best: Id of the best job; empty without one.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = {name: kept for name, curve in curves.items() if (kept := [sign * x for x in curve if math.isfinite(x)])}
@@ -148,7 +154,13 @@ def choose_view(
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
-    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
+    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
+
+    Args:
+        history: The run.
+        rows: Jobs of the table, best first.
+        quantity: The quantity that is drawn.
+    """
     evaluated = [job for job in history.jobs.values() if job.evaluations]
     best = history.best
     curves = {job.job: quantity.values_of(job) for job in evaluated}
@@ -178,9 +190,10 @@ class OccupancyFigure:
     """Bars of all stays over the time in which the run was worked on, and where that time has gaps.
 
     Attributes:
+        traces: Plotly traces of the bars.
         lanes: Name of every slot, from above.
         unit: Unit of the time axis.
-        gaps: Where on the axis nobody worked on the run, and for how long, in words.
+        gaps: Interruptions: their places on the axis, and labels with their durations.
     """
 
     traces: list[dict[str, Any]]
@@ -192,14 +205,13 @@ class OccupancyFigure:
 def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFigure:
     """Horizontal bars, one per stay of a job in a slot, grouped by outcome.
 
-    The time in which nobody worked on the run is cut out of the axis; a clock that was set back shortens bars, never
-    below nothing.
+    Interruptions are cut out of the axis; a clock that was set back shortens bars, never below zero.
     """
     seconds, unit = _time_unit(history.duration_s)
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     bars: dict[str, dict[str, Any]] = {}
     num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
-    # A run that went on with other ranks has had banks of several sizes.
+    # A run that was resumed with another number of ranks has had banks of several sizes.
     num_local = max([history.num_slots // history.num_ranks, *(stay.local_slot + 1 for stay in history.occupancy)])
     has_ranks = num_ranks > 1
     for stay in history.occupancy:

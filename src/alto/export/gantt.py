@@ -15,9 +15,9 @@ from alto.records import Gpu, Node, Placement
 __all__ = ["gantt_figure", "write_gantt"]
 
 MAX_LANES = 64
-"""More GPUs than that share a lane a node."""
+"""Largest number of GPUs with a lane each; beyond it there is one lane per node."""
 MAX_BARS = 4000
-"""Of so many tasks at most bars are drawn, the longest."""
+"""Largest number of tasks drawn, the longest first."""
 
 NUM_HUES = 6
 """Colours that tasks take by turns; neighbours differ."""
@@ -29,11 +29,12 @@ def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], node
     """A lane for every GPU, or for every node where there are many, in it a bar for every task.
 
     Args:
-        planned: What the first plan said; drawn as a thin bar above the actual one. None at all is no plan.
-        actual: What ran, an attempt each. Seconds of both count from one moment.
+        planned: Placements of the first plan, drawn as thin bars above the actual ones; may be empty.
+        actual: Placements that ran, one per attempt. Both count seconds from the same moment.
+        nodes: Nodes of the cluster.
 
     Returns:
-        ``lanes``, ``unit``, ``traces`` (one a hue and kind) and ``note``, which says what was left out.
+        ``lanes``, ``unit``, ``traces`` (one a hue and kind) and ``note``, a sentence about what was left out.
     """
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     is_fine = len(gpus) <= MAX_LANES
@@ -61,6 +62,13 @@ def write_gantt(
     path: Path, planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node], *, title: str
 ) -> None:
     """Write the picture as one page that needs nothing else.
+
+    Args:
+        path: The HTML file.
+        planned: Placements of the first plan.
+        actual: Placements that ran.
+        nodes: Nodes of the cluster.
+        title: Title of the page.
 
     Raises:
         RunWriteError: The file cannot be written.

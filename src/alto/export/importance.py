@@ -1,4 +1,4 @@
-"""How much each setting alone decided about what the task chooses by, as far as the jobs of a run can tell.
+"""Estimates how much of the task's selection metric each setting explains alone, from the jobs of a run.
 
 Jobs that were stopped early cannot be compared by their last evaluations, so all are compared at exactly equal
 progress, as rungs compare them: at the first rung, or without rungs at the last progress that all have reached. Their
@@ -24,12 +24,12 @@ from alto.runs import JobHistory, RunHistory
 __all__ = ["MIN_JOBS", "Importance", "SettingImportance", "importance_of_settings"]
 
 MIN_JOBS = 8
-"""Jobs with a finite loss below which chance would say more than the settings."""
+"""Smallest number of jobs with a finite loss; with fewer, chance dominates."""
 
 _WORST = (math.inf, math.inf)
 
 NUM_BINS = 3
-"""Groups of equal size into which a setting is cut that has its own value in most jobs."""
+"""Number of equal groups for a setting whose value differs in most jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,9 @@ class Importance:
     Attributes:
         progress: Share of its steps after which every job is compared.
         num_jobs: Jobs compared.
-        num_left_out: Jobs that have not reached that point or ended before it for a reason that says nothing of
-            their loss, and clones, which began with what another job had learned.
+        num_left_out: Jobs that have not reached that point, jobs that ended before it for a reason unrelated to their
+            loss, and clones, which began with the weights of another job.
+        settings: Share of each setting.
     """
 
     progress: float
@@ -66,12 +67,12 @@ class Importance:
 
     @property
     def rest(self) -> float:
-        """What no setting explains alone, in [0, 1]: settings that matter together, and chance."""
+        """The share that no setting explains alone, in [0, 1]: interactions and chance."""
         return max(0.0, 1.0 - sum(setting.share for setting in self.settings))
 
 
 def importance_of_settings(history: RunHistory) -> Importance | None:
-    """The importance of the settings that vary; None if there are too few jobs or settings to tell."""
+    """The importance of the settings that vary; None if there are too few jobs or settings."""
     progress, scores = _scores_at_equal_progress(history)
     if sum(score != _WORST for score in scores.values()) < MIN_JOBS:
         return None

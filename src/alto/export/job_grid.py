@@ -1,4 +1,4 @@
-"""The job table as wide and as high as the terminal is; what does not fit is left out and said."""
+"""The job table in the size of the terminal; a line names what does not fit."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OUTCOME_STYLES = {
     "underperforming": "dim",
     "pending": "dim",
 }
-# What is given up first where the terminal is narrow; a column that is not named here stays. Settings go from the
-# last to the first, after the columns named before KEEP_SETTINGS.
+# The order in which columns are dropped on a narrow terminal; a column that is not named here stays. Settings go from
+# the last to the first, after the columns named before KEEP_SETTINGS.
 BAR, NOTE, BEST, SETTING, TRAIN, STAYS = range(6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """A column as it would be drawn; ``worth`` orders what is given up, lowest first."""
+    """A column of the table; the columns with the lowest ``worth`` are dropped first."""
 
     name: str
     cells: Sequence[RenderableType]
@@ -62,7 +62,7 @@ class JobGrid:
         settings: Short names of the configuration columns.
         metrics: Names of the metrics that have columns.
         rows: Jobs, in the order in which they are drawn.
-        notes: What the last column says of every row.
+        notes: Text of the last column for every row.
         note_name: Heading of the last column.
         max_rows: Rows drawn at most; None draws all.
     """
@@ -138,7 +138,7 @@ class JobGrid:
             kinds = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
             parts.append(f"… and {len(hidden)} more ({kinds})")
         if left_out:
-            parts.append(f"no room for: {', '.join(left_out)}")
+            parts.append(f"no space for: {', '.join(left_out)}")
         return " · ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What a task's method measures beside the loss, and in what its loss counts, as people read it."""
+"""Names, units and formats of a method's metrics and loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ _LOSS_UNITS: Mapping[str, str] = {"sft": "nats per token", "dpo": "mean over pai
 
 
 def shown_metrics(history: RunHistory) -> tuple[str, ...]:
-    """What has a column and a curve, as far as it was measured: first what the task chooses by, where not the loss."""
+    """The metrics that have a column and a curve, as far as they were measured: first the one that the task selects by,
+    where that is not the loss."""
     measured = {name for job in history.jobs.values() for name in job.best_metrics}
     return tuple(name for name in dict.fromkeys((history.metric, *_WORDS)) if name in measured)
 
@@ -62,7 +63,7 @@ def short_metric(metric: str) -> str:
 
 
 def metric_meaning(metric: str) -> str:
-    """What it is, in a sentence; empty where only its method knows."""
+    """A sentence about the metric; empty for a metric of another package."""
     return _WORDS[metric].meaning if metric in _WORDS else ""
 
 
@@ -84,5 +85,5 @@ def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> st
 
 
 def loss_unit(method: str) -> str:
-    """In what the loss of a method counts."""
+    """The unit of a method's loss."""
     return _LOSS_UNITS.get(method, f"as {clean(method)} counts")

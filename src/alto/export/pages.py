@@ -55,7 +55,7 @@ def render_page(template: str, **context: Any) -> str:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Put a page where ``path``, in the folder of a run or a queue, says; a reader never sees half of it.
+    """Write a page to ``path``, in the folder of a run or a queue, atomically.
 
     Raises:
         RunWriteError: The disk is full or cannot be written; of the page nothing is left there.
@@ -63,13 +63,13 @@ def write_page(path: Path, page: str) -> Path:
     try:
         replace_file(path, page)
     except OSError as error:
-        remedy = f"make room or make the disk writable, then write it with: alto report {path.parent}"
+        remedy = f"free disk space or make the disk writable, then write it with: alto report {path.parent}"
         raise write_error(path, error, remedy) from error
     return path
 
 
 def timestamp(time: float | None) -> str:
-    """Unix seconds in words."""
+    """Unix seconds as a date."""
     return datetime.fromtimestamp(time, tz=UTC).strftime("%d %B %Y, %H:%M UTC") if time is not None else "never"
 
 
@@ -79,7 +79,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plotly_bundle() -> str:
-    # Importing plotly takes a moment that only those who write a page should spend.
+    # Importing plotly is slow, so only functions that write a page do it.
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

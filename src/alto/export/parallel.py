@@ -36,7 +36,13 @@ FIFTHS = ("best fifth", "second fifth", "third fifth", "fourth fifth", "last fif
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One vertical axis: where every job crosses it, and what is written beside it."""
+    """One vertical axis: where every job crosses it, and what is written beside it.
+
+    Attributes:
+        name: Heading of the axis.
+        positions: Where every job crosses it, in [0, 1].
+        ticks: Positions and labels beside it.
+    """
 
     name: str
     positions: Mapping[str, float]
@@ -87,7 +93,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
 def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
     """The axis of one setting; ``values`` of the jobs, the best job first."""
     numbers = {job: float(value) for job, value in values.items() if _is_number(value)}
-    # Numbers that read alike are one value, whatever rounding made of them.
+    # Numbers with the same formatted text are one value.
     texts = {job: format_setting(value) for job, value in values.items()}
     distinct = {texts[job]: value for job, value in values.items()}
     if len(numbers) == len(values) and len(distinct) > MOST_BANDS:
@@ -100,14 +106,14 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
         for index, job in enumerate(jobs):
             offset = (index + 0.5) / len(jobs) - 0.5
             positions[job] = (band + 0.5 + BAND_SHARE * offset) * height
-    # Where there are too many values to name, every so manieth is named.
+    # Where there are too many values to label, only every n-th is labelled.
     stride = math.ceil(len(ordered) / MOST_BANDS)
     ticks = [((band + 0.5) * height, text) for band, text in enumerate(ordered)][::stride]
     return Axis(name=name, positions=positions, ticks=tuple(ticks))
 
 
 def result_axis(name: str, values: Mapping[str, float]) -> Axis:
-    """The axis of what jobs have reached, lowest at the bottom; what is not finite lies above its end."""
+    """The axis of the best values, lowest at the bottom; values that are not finite are above its end."""
     axis = _continuous(name, {job: value for job, value in values.items() if math.isfinite(value)})
     missing = {job: NOT_FINITE_AT for job, value in values.items() if not math.isfinite(value)}
     ticks = (*axis.ticks, (NOT_FINITE_AT, "none finite")) if missing else axis.ticks

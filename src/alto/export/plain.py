@@ -1,7 +1,8 @@
-"""Progress of a run as plain lines, for logs and pipes: what is worth knowing, never a flood.
+"""Progress of a run as plain lines, for logs and pipes; the number of lines is limited.
 
-Every job ends in at most one line and every rung in one. News that repeats is thinned: admissions are gathered into
-waves, a new best must improve the more the oftener it was told, and progress is told at every tenth.
+Every job ends in at most one line and every rung in one. Repeated events are thinned: admissions are gathered into one
+line, the improvement needed for a "best so far" line grows with the number of such lines, and progress is written at
+every tenth.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from alto.spec.metric import LOSS
 
 __all__ = ["PlainView"]
 
-# What is said of jobs that enter a slot: before and behind their names.
+# The text of an admission before and after the names of the jobs.
 ADMITTED, RESUMED = ("admitted", ""), ("resumed", "")
 MOVES = {"balances": ("moved", " to other ranks"), "data_parallel": ("moved", " to all ranks")}
 
-# A new best is told when it is this much better than the one told before; doubled after every ten lines.
+# A new best is written when it is this much better than the last one written; doubled after every ten lines.
 SMALLEST_NEWS = 0.005
 
 
@@ -104,7 +105,7 @@ class PlainView:
                 self._on_added(event)
             case events.JobReopened():
                 job = self.history.jobs[event.job]
-                self._say(f"{self._name(job)} reopened, goes on after step {job.step} of {job.total_steps}")
+                self._say(f"{self._name(job)} reopened, resumes after step {job.step} of {job.total_steps}")
             case events.JobAdmitted():
                 self._on_admitted(event.job, ADMITTED)
             case events.JobResumed():
@@ -155,7 +156,7 @@ class PlainView:
 
     def _on_added(self, event: events.JobAdded) -> None:
         job = self.history.jobs[event.job]
-        start = "with its weights" if event.warm else "from fresh weights"
+        start = "with its weights" if event.warm else "from new weights"
         self._say(f"{self._name(job)} added as a clone of {clean(job.origin)}, {start}")
 
     def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:
@@ -163,7 +164,7 @@ class PlainView:
             self._report_admitted()
             self._admission = admission
         self._admitted.append(job)
-        # A wave fills the slots; single backfills wait for company so that many jobs make few lines.
+        # The first admissions fill the slots; later ones are gathered, so that many jobs make few lines.
         if len(self._admitted) >= max(1, self.history.num_slots // 2, len(self.history.jobs) // 10):
             self._report_admitted()
 
@@ -191,7 +192,7 @@ class PlainView:
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
 
     def _on_exited(self, job: JobHistory) -> None:
-        # The line of their rung tells of all that it dropped.
+        # The line of their rung counts all that it dropped.
         if job.exit_reason != ExitReason.UNDERPERFORMING:
             self._say(
                 f"{self._name(job)} ended at {format_share(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
@@ -231,11 +232,11 @@ class PlainView:
         )
 
     def _score(self, job: JobHistory) -> float:
-        """What its best is told by; less is better."""
+        """Sort key of a job's best; lower is better."""
         return job.best_validation_loss if self.history.metric == LOSS else -job.best_score
 
     def _worth(self, job: JobHistory) -> str:
-        """Its best, in words."""
+        """A job's best value as text."""
         metric = self.history.metric
         if metric == LOSS:
             return format_loss(job.best_validation_loss)
@@ -248,6 +249,6 @@ class PlainView:
     def _say(self, line: str) -> None:
         text = f"[{format_duration(self.history.duration_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        # A log in a narrow encoding loses a dot, not the run.
+        # In a log with a narrow encoding, a character is replaced rather than the run ended.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()

@@ -26,9 +26,10 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         f"{plan.task} on {plan.model}, {plan.device}",
         f"jobs:       {plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each",
         f"rows:       {mean:,.0f} tokens on average, {longest:,} in the longest",
-        f"memory:     {_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a pass + "
-        f"{_size(plan.slot_bytes)} a slot, of {_size(planned)} ({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
-        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, error of the law "
+        f"memory:     {_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
+        f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
+        f"({memory.margin:.0%} of {_size(memory.capacity_bytes)})",
+        f"            {measured} in {format_duration(plan.profile_s)}: {len(memory.points)} steps, error of the model "
         f"{memory.error_median:.1%}, at worst {memory.error_worst:.1%}",
     ]
     chosen = (
@@ -73,7 +74,7 @@ def schedule_text(schedule: Schedule) -> RenderableType:
 
 def _table(plan: TaskPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("slots", "tokens a pass", "peak", "tokens/s", ""):
+    for heading in ("slots", "tokens a micro-batch", "peak", "tokens/s", ""):
         table.add_column(heading, justify="right")
     for packing in plan.packings:
         is_chosen = (packing.num_slots, packing.num_tokens) == (plan.max_slots, plan.max_tokens_per_pass)

@@ -1,4 +1,4 @@
-"""``report.html`` of a queue: its tasks, planned against actual, and why it was planned anew."""
+"""``report.html`` of a queue: its tasks, planned against actual, and the reasons of every replanning."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _row(task: TaskHistory, began: float, queue: QueueHistory, queue_dir: Path) 
 def _best_loss(run_dir: Path) -> float | None:
     try:
         best = read_history(run_dir).best
-    except RunError:  # the page of the queue does not hang on the journal of one task
+    except RunError:  # a damaged journal of one task does not prevent the page of the queue
         return None
     return None if best is None else best.best_validation_loss
 

@@ -122,6 +122,8 @@ def queue_summary(
     """The table of tasks, and where their adapters lie.
 
     Args:
+        progress: The queue and the runs of its tasks.
+        queue_dir: The queue's folder.
         is_live: Whether a process works on it, if it is not finished.
     """
     queue = progress.queue
@@ -136,7 +138,8 @@ def queue_summary(
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
         if status is RunStatus.INTERRUPTED:
-            lines.append(Text(f"nobody works on it; go on with: alto resume {clean(queue_dir)}", overflow="fold"))
+            left = f"no process works on it; continue with: alto resume {clean(queue_dir)}"
+            lines.append(Text(left, overflow="fold"))
     return Group(*lines)
 
 
@@ -193,7 +196,7 @@ def _gap(makespan_s: float, bound_s: float) -> str:
 
 
 class _TaskTable:
-    """A row for each task, and under the table what is to be said of single ones.
+    """A row for each task, and notes on single tasks under the table.
 
     Names and states keep their width: where a terminal is narrow, bars and expected times go first, then losses.
     """
@@ -243,7 +246,7 @@ def _gpus(task: TaskHistory) -> str:
 
 
 def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
-    """What it has taken so far, of what it was thought to take; one of both where there is little width."""
+    """Elapsed and estimated duration; only one of them on a narrow terminal."""
     spent_s = task.spent_s(now)
     expected = format_duration(task.duration_s)
     if not task.attempts:
@@ -261,11 +264,11 @@ def _note(task: TaskHistory) -> str:
 
 
 def _line(progress: QueueProgress, event: events.Event) -> str | None:
-    """What ``event``, which is folded in, is worth saying; None if nothing."""
+    """The line for ``event``, which is folded in; None if it has none."""
     queue = progress.queue
     match event:
         case events.TaskMeasured(task=task, duration_s=duration_s):
-            return f"{clean(task)} is thought to take {format_duration(duration_s)}"
+            return f"{clean(task)} is estimated to take {format_duration(duration_s)}"
         case events.TaskSubmitted(task=task):
             return f"{clean(task)} was submitted"
         case events.TaskCancelled(task=task):

@@ -141,7 +141,7 @@ def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
         for entry in _read_evaluations(folder / "metrics.json"):
             settings = entry.get("settings")
             settings = settings if isinstance(settings, dict) else {}
-            # Of the others a reader of this run's report needs no word: whose, and on which base.
+            # The report does not need the other fields: which adapter, and which base.
             shown = {k: v for k, v in settings.items() if v is not None and k not in ("weights", "base_model")}
             line = {**entry, "settings": shown, "adapter": "base" if settings.get("weights") == "base" else name}
             key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)

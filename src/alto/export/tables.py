@@ -1,4 +1,4 @@
-"""Rows of the job table and the sentences that say why a job ended early.
+"""Rows of the job table, and sentences with the reason why a job ended early.
 
 The table shows only the configuration keys that vary between jobs: what all jobs share belongs in the settings.
 """
@@ -36,13 +36,13 @@ class JobRow:
 
     Attributes:
         job: Job id, safe to print.
-        job_id: Job id as the run spells it.
+        job_id: Job id in the run.
         origin: The job it is a clone of, safe to print; empty if it came with the task.
         settings: Value of every column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
         label: The varying configuration in one line.
         outcome: Reason of the exit, else the stage.
-        explanation: Why the job ended early, in words; empty if it did not.
+        explanation: Why the job ended early, as a sentence; empty if it did not.
         metrics: Values of the table's metrics at its best evaluation, in their order; None where there is none.
     """
 
@@ -69,7 +69,13 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTable:
-    """Rows best first, the short names of the configuration columns, and the metrics that have columns."""
+    """Rows best first, the short names of the configuration columns, and the metrics that have columns.
+
+    Attributes:
+        columns: Short names of the configuration columns.
+        metrics: Names of the metrics that have columns.
+        rows: Jobs, best first.
+    """
 
     columns: tuple[str, ...]
     metrics: tuple[str, ...]
@@ -98,8 +104,8 @@ def job_table(history: RunHistory) -> JobTable:
 
 
 def run_notes(history: RunHistory) -> list[str]:
-    """What the task's data and model gave reason to say (rows cut, skipped, …), how memory last ran out, and that PEFT
-    reads the best adapter otherwise, where it does; safe to print."""
+    """Notices about the task's data and model (rows cut, skipped, …), the last out-of-memory event, and a difference
+    that PEFT shows in the best adapter; safe to print."""
     notes = [clean(note) for note in history.notes]
     if events := history.memory_events:
         times = "" if len(events) == 1 else f" ({len(events)} times so far)"

@@ -51,7 +51,7 @@ __all__ = ["LiveView", "final_summary", "open_view"]
 REFRESHES_PER_SECOND = 2
 # Lines of the live view above the table, and the one below it on which the cursor rests.
 FRAME_LINES = 7
-# Jobs that matter most while the run goes on come first; exits have no stage of their own here.
+# Jobs that matter most while the run lasts come first; exits have no stage of their own here.
 LIVE_ORDER = {"training": 0, "completed": 1, "parked": 2, "pending": 4}
 EXITED_ORDER = 3
 
@@ -102,11 +102,11 @@ class LiveView:
             self.history.apply(entry)
             match entry.event:
                 case TaskResumed():
-                    self._pace = Pace()  # the time in which nothing ran does not count
+                    self._pace = Pace()  # interruptions do not count
                 case JobAdmitted(job=job) | JobResumed(job=job):
                     self._paces[job] = Pace()
                 case WarmupEnded():
-                    # With the losers gone every other job goes faster.
+                    # After exits, every other job is faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
         if not entry.is_replayed:
@@ -124,7 +124,7 @@ class LiveView:
                     self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
-        """Show ``history``, the same run read anew, in place of what was known of it."""
+        """Replace the shown state by ``history``, the same run read again."""
         with self._lock:
             self.history = history
             in_slots = (job.job for job in history.jobs.values() if job.slot is not None)
@@ -208,7 +208,7 @@ def final_summary(
 
     Args:
         history: A run, finished or not.
-        run_dir: Its folder; without it the summary does not say where the adapter lies.
+        run_dir: Its folder, to show the path of the adapter; None leaves it out.
         max_rows: Rows shown at most, best first; None shows all.
         is_live: Whether a process works on it, if it is not finished.
     """
@@ -235,7 +235,7 @@ def final_summary(
     if run_dir is not None:
         lines.append(_place(history, Path(run_dir)))
         if status is RunStatus.INTERRUPTED:
-            lines.append(Text(f"nobody works on it; go on with: alto resume {clean(run_dir)}", overflow="fold"))
+            lines.append(Text(f"no process works on it; continue with: alto resume {clean(run_dir)}", overflow="fold"))
     return Group(*lines)
 
 

@@ -13,7 +13,13 @@ __all__ = ["watch_run"]
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:
-    """Redraw the state of ``run`` from its journal every ``every_s`` seconds until nobody works on it any more."""
+    """Redraw the state of ``run`` from its journal every ``every_s`` seconds until no process works on it any more.
+
+    Args:
+        console: Terminal of the view.
+        run: The run.
+        every_s: Seconds between two updates.
+    """
     with LiveView(console) as view:
         while True:
             is_live = run.is_locked()

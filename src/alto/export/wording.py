@@ -1,4 +1,4 @@
-"""Numbers and names as people read them: losses, shares, durations, configuration values.
+"""Formats numbers and names for users: losses, shares, durations, configuration values.
 
 Text that comes from a user (names of tasks, models, datasets, jobs) passes through :func:`clean` before it is shown
 on a terminal.
@@ -70,7 +70,7 @@ def short_name(key: str) -> str:
 
 
 def tidy_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``lora_alpha`` told as ``alpha/r``, the number that scales an adapter.
+    """``config`` with ``lora_alpha`` shown as ``alpha/r``, the number that scales an adapter.
 
     So a sweep over ranks with ``lora_alpha: 2*r`` shows one varying key, not two.
     """
@@ -149,7 +149,8 @@ def describe_adapter_check(check: AdapterCheck) -> str:
 
 
 def describe_memory_event(event: OutOfMemory) -> str:
-    """What was done where memory ran out: ``memory ran out in the forward pass; now at most 512 tokens a pass``."""
+    """The change after memory ran out: ``memory ran out in the forward pass; micro-batches now have at most 512
+    tokens``."""
     phase = event.phase
     where = {"forward": "the forward pass", "backward": "the backward pass", "bank": "setting up the slots"}
     if event.num_slots is not None:
@@ -157,17 +158,18 @@ def describe_memory_event(event: OutOfMemory) -> str:
     elif phase == "update":
         change = "tried again"
     else:
-        change = f"now at most {format_count(event.max_tokens_per_pass)} tokens a pass"
+        change = f"micro-batches now have at most {format_count(event.max_tokens_per_pass)} tokens"
     return f"memory ran out in {where.get(phase, 'the ' + clean(phase))}; {change}"
 
 
 def describe_profile(event: ProfileMeasured) -> str:
-    """How the jobs are packed and how long that may take: ``12 slots, passes of 4,096 tokens; about 1 min 13 s …``."""
+    """How the jobs are packed and how long that may take: ``12 slots, micro-batches of 4,096 tokens; about 1 min 13 s
+    …``."""
     known = "earlier" if event.is_cached else f"in {format_duration(event.profile_s)}"
     return (
-        f"{format_count(event.max_slots)} slots, passes of {format_count(event.max_tokens_per_pass)} tokens; about "
-        f"{format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job ends "
-        f"early (profile measured {known})"
+        f"{format_count(event.max_slots)} slots, micro-batches of {format_count(event.max_tokens_per_pass)} tokens; "
+        f"about {format_duration(event.expected_duration_s)} expected, {format_duration(event.duration_s)} if no job "
+        f"ends early (profile measured {known})"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of the ops is used: one place, one rule.
+"""Chooses the implementation of the ops.
 
 ``triton`` on CUDA where Triton is installed, ``torch`` elsewhere; ``ALTO_KERNELS=triton|torch|reference`` overrides.
 """
@@ -24,13 +24,13 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
     """The module that holds the ops.
 
     Args:
-        name: ``triton``, ``torch`` or ``reference``; None asks the environment variable ``ALTO_KERNELS``, then takes
-            the best for ``device``.
+        name: ``triton``, ``torch`` or ``reference``; None reads the environment variable ``ALTO_KERNELS``, and without
+            it takes the best for ``device``.
         device: Where the tensors are.
 
     Raises:
         SpecError: No backend has that name.
-        UnsupportedError: ``triton`` was asked for by name and cannot run here.
+        UnsupportedError: ``triton`` was requested by name and cannot run here.
     """
     name = name or os.environ.get("ALTO_KERNELS") or _best(torch.device(device))
     if name not in _MODULES:
@@ -39,7 +39,7 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
         )
     if name == "triton":
         _check_triton()
-    # Imported by name, so that a machine without Triton never looks at its kernels.
+    # Imported by name, so that a machine without Triton never imports its kernels.
     return import_module(f"alto.kernels.{_MODULES[name]}")
 
 

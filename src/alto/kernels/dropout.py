@@ -1,12 +1,12 @@
 """Dropout whose mask depends on the job alone.
 
 Every element's bits are a hash of the job's seed, its own step, the group of modules, the token's place in the job's
-batch and the feature: the same whatever other jobs are in the batch, on any device and from every backend, and made
-    again in the backward
-pass instead of being stored. Modules that read the same input see the same mask.
+batch and the feature: the same for any other jobs in the batch, on any device and from every backend. The mask is made
+    again in the backward pass instead of being stored. Modules that read the same input see the same mask.
 
-``triton_kernels/dropout.py`` computes the same bits on a GPU. There a pass sends every segment's ``stream_key``,
-``threshold`` and ``kept_factor`` once for all layers; hashing in the group's number is left to the kernel.
+``triton_kernels/dropout.py`` computes the same bits on a GPU. There a forward pass copies every segment's
+``stream_key``, ``threshold`` and ``kept_factor`` once for all layers; hashing in the group's number is left to the
+kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DropoutKey(NamedTuple):
     """What a slot's dropout mask depends on, besides the module: the job alone, never the other jobs in the batch.
 
     Attributes:
-        first_token: Place of the pass's first token in the job's batch. Not 0 where the rows of a batch are split over
-            passes, whose masks are then those of one pass.
+        first_token: Place of the micro-batch's first token in the job's batch. Not 0 where the rows of a batch are
+            split over micro-batches, whose masks then equal those of an unsplit batch.
     """
 
     probability: float
@@ -51,12 +51,18 @@ def threshold(key: DropoutKey) -> int:
 
 
 def kept_factor(key: DropoutKey) -> float:
-    """What a kept element is multiplied with, a float32 for every backend."""
+    """The factor of a kept element, a float32 for every backend."""
     return torch.tensor(1.0 / (1.0 - key.probability), dtype=torch.float32).item()
 
 
 def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
-    """The tokens of one segment with its mask applied; themselves where the job has no dropout."""
+    """The tokens of one segment with its mask applied; themselves where the job has no dropout.
+
+    Args:
+        x_TK: Tokens of the segment.
+        key: Key of the mask; None without dropout.
+        number: Number of the group of modules.
+    """
     if key is None:
         return x_TK
     return x_TK * dropout_factor(key, number, x_TK.shape[0], x_TK.shape[1], x_TK.device).to(x_TK.dtype)
@@ -64,7 +70,15 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
 
 def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
     """``[num_tokens, num_features]`` float32: 0 where dropped, ``kept_factor`` elsewhere; ``number`` is the
-    group's."""
+    group's.
+
+    Args:
+        key: Key of the mask.
+        number: Number of the group of modules.
+        num_tokens: Tokens of the segment.
+        num_features: ``K``.
+        device: Device of the result.
+    """
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
     group_key = _hash_int((stream_key(key) + number + 1) & _MASK)

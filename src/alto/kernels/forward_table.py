@@ -1,7 +1,7 @@
-"""The tables by which GPU kernels find their work in a pass: which block of tokens belongs to which slot.
+"""Tables of a forward pass for GPU kernels: which block of tokens belongs to which slot.
 
-Shapes: ``B`` blocks of tokens, ``S`` segments, ``Z`` slots. Built once per pass and device; the kernels of every layer
-read the same memory.
+Shapes: ``B`` blocks of tokens, ``S`` segments, ``Z`` slots. Built once per forward pass and device; the kernels of
+    every layer read the same memory.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ Hopper or Blackwell GPU, and more would leave short segments mostly empty."""
 
 
 def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values`` on ``device``, without waiting for what the device is doing."""
+    """``values`` on ``device``, copied without host-device synchronisation.
+
+    Args:
+        values: The numbers.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
+    """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class ForwardTable:
-    """The segments of one pass in device memory.
+    """The segments of one forward pass in device memory.
 
     Attributes:
         num_blocks: ``B``.
         num_segments: ``S``.
         has_dropout: Whether any segment has dropout.
-        blocks_B6: Of every block, int32: its slot; its first token and end in the pass; the place of the first among
-            the tokens of the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where a
-            threshold of 0 keeps everything. A block lies in one segment.
+        blocks_B6: Of every block, int32: its slot; its first token and end in the forward pass; the place of the first
+            among the tokens of the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where
+            a threshold of 0 keeps everything. A block lies in one segment.
         segments_S6: The same of every segment.
-        factors_Z2: Of every slot up to the largest of the pass, float64: ``lora_alpha / r``, and what dropout
-            multiplies kept elements with. Zeros where it has no tokens.
+        factors_Z2: Of every slot up to the largest of the forward pass, float64: ``lora_alpha / r``, and the factor of
+            elements that dropout keeps. Zeros where it has no tokens.
     """
 
     def __init__(

@@ -65,11 +65,14 @@ def grouped_lora_linear(
     """``y[i] = x[i] Wᵀ + bias + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none. Under a schedule without segments no job owns the tokens, and they go through the frozen layers alone.
+    get none. Under a schedule without segments the tokens belong to no job, and only the frozen layers are applied.
 
     Args:
+        x_TK: Input.
         anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.
         bases: The frozen layers of the group's members.
+        operands: The adapters of the group.
+        schedule: Tokens of every slot.
         ops: The backend that holds the ops.
 
     Returns:

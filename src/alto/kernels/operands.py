@@ -3,7 +3,7 @@
 ``M`` modules that read the same input (q, k and v of an attention, gate and up of an MLP; often one alone) are a group:
 to the ops one wide linear layer. In the row of a slot the ``A`` of all members lie side by side as one ``[K, Q]``,
 where ``Q`` is the slot's own rank times the members it targets, and every ``B`` by itself as ``[r, N]``. Nothing is
-padded: where things lie depends on the slot's own adapter alone.
+padded: offsets depend only on the slot's own adapter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlotMatrices:
     Attributes:
         a_KQ, da_KQ: Down-projections of the targeted members side by side, and their gradients.
         bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 where it is not targeted.
-        columns: Where in ``Q`` every member's ranks are, first and end.
+        columns: First column and end of every member's ranks in ``Q``.
     """
 
     a_KQ: Tensor
@@ -50,17 +50,17 @@ class LoraOperands:
     """A group's view of the bank; the bank updates it when a slot is assigned or freed.
 
     Attributes:
-        number: Of the group in the model, part of the key of its dropout masks. Not its place in the bank, which
-            depends on what other jobs target.
+        number: Number of the group in the model, part of the key of its dropout masks. Not its index in the bank, which
+            depends on the targets of other jobs.
         in_features: ``K``.
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous.
         max_rank: The largest rank that a slot may hold.
-        rank_step: What all ranks that a slot may hold are multiples of, as far as is known.
+        rank_step: A common divisor of all ranks that a slot may hold.
         alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
-            compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that who
-            comes and goes does not have them compiled again; where every rank is a multiple of ``rank_step`` and lies
-            as the bank lays it, it never falls either.
+            compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that
+                changes of adapters compile nothing again; where every rank is a multiple of ``rank_step`` and placed by
+                the bank, it never falls either.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 
@@ -88,11 +88,11 @@ class LoraOperands:
         return len(self.out_features) * self.max_rank
 
     def assign(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
-        """Tell where in its row ``slot``'s adapter lies.
+        """Set the offsets of ``slot``'s adapter in its row.
 
         Args:
-            ranks: Of every member; all that are not 0 are the same.
-            a_start, b_starts: Where the ``[K, Q]`` and every member's ``[r, N]`` begin.
+            ranks: Rank of every member; all that are not 0 are equal.
+            a_start, b_starts: Offsets of the ``[K, Q]`` and of every member's ``[r, N]``.
         """
         self.clear(slot)
         width = sum(ranks)
@@ -124,7 +124,7 @@ class LoraOperands:
         self._table = None
 
     def table(self) -> Tensor:
-        """Where everything lies, on the bank's device: ``[Z, 2 + 3 M]`` int64.
+        """All offsets, on the bank's device: ``[Z, 2 + 3 M]`` int64.
 
         Of every slot ``Q`` and the start of ``A``; then of every member its first column in ``Q``, its rank, and the
         start of its ``B``. Zeros where a slot targets no member. Uploaded again after a slot is assigned or freed.

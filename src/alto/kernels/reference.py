@@ -1,8 +1,9 @@
-"""Every op in plain PyTorch, one slot at a time, written to be read: the truth other backends are tested against.
+"""Every op in plain PyTorch, one slot at a time, written for readability: the reference of all backends' tests.
 
-Shapes: ``T`` tokens of a pass, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one of its
-members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. Where the adapters lie
-is in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group leaves it alone.
+Shapes: ``T`` tokens of a micro-batch, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one
+of its members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. The offsets of
+the adapters are in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group does not
+change it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ __all__ = [
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot.
 
+    Args:
+        x_TK: Input of the group, ``[T, K]``.
+        operands: The adapters of the group.
+        schedule: Tokens of every slot.
+
     Returns:
         ``s_TQ`` as wide as the widest slot, in the dtype of the bank; columns past a slot's own are zero.
     """
@@ -46,7 +52,10 @@ def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor],
     Columns of ``s_TQ`` past a slot's own are never read.
 
     Args:
+        s_TQ: Result of :func:`grouped_shrink`.
+        operands: The adapters of the group.
         ys: Base output ``[T, N]`` of every member.
+        schedule: Tokens of every slot.
     """
     for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
         if matrices := operands.slots.get(slot):
@@ -61,7 +70,9 @@ def grouped_backward_input(
 
     Args:
         dys: Upstream gradient ``[T, N]`` of every member.
+        operands: The adapters of the group.
         dx_TK: The base's input gradient to add to; None where the input needs no gradient.
+        schedule: Tokens of every slot.
 
     Returns:
         ``ds_TQ``, without the scale; columns past a slot's own are zero.
@@ -85,7 +96,16 @@ def grouped_backward_weight(
     operands: LoraOperands,
     schedule: TokenSchedule,
 ) -> None:
-    """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``."""
+    """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``.
+
+    Args:
+        x_TK: Input of the group, ``[T, K]``.
+        s_TQ: Result of :func:`grouped_shrink`.
+        dys: Upstream gradient ``[T, N]`` of every member.
+        ds_TQ: Result of :func:`grouped_backward_input`.
+        operands: The adapters of the group.
+        schedule: Tokens of every slot.
+    """
     for (slot, start, end), scale, key in zip(schedule.segments, schedule.scales, schedule.dropout, strict=True):
         if matrices := operands.slots.get(slot):
             x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
@@ -95,7 +115,13 @@ def grouped_backward_weight(
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Euclidean norm ``[len(slots)]`` of the first ``sizes[i]`` numbers of row ``slots[i]``, at least float32."""
+    """Euclidean norm ``[len(slots)]`` of the first ``sizes[i]`` numbers of row ``slots[i]``, at least float32.
+
+    Args:
+        grads_ZP: Gradients of the bank.
+        slots: Rows.
+        sizes: Numbers of each row that count.
+    """
     rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
     return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
 
@@ -115,16 +141,23 @@ def bank_adamw(
     weight_decays: Sequence[float],
     grad_scales: Tensor,
 ) -> None:
-    """One AdamW step of every listed row, in place, which then forgets its gradient; other rows are not touched.
+    """One AdamW step of every listed row, in place; then its gradient is cleared. Other rows are not changed.
 
-    The update is that of ``torch.optim.AdamW`` with each row's own settings. Everything that takes memory is done
-    before the first row changes: where there is none, no row has.
+    The update is that of ``torch.optim.AdamW`` with each row's own settings. All memory is allocated before the first
+    row changes: where it runs out, no row has changed.
 
     Args:
+        params_ZP: Weights of the bank.
+        grads_ZP: Their gradients.
+        exp_avg_ZP: First moments.
+        exp_avg_sq_ZP: Second moments.
         slots: Rows to update.
         sizes: Of every row, where its ``A`` end and its ``B`` begin, and where these end.
         steps: Number of this step in each row's own count, 1 for the first.
         learning_rates: Each row's rates for its ``A`` and its ``B`` matrices.
+        betas: Each row's decays of the two moments.
+        epsilons: Each row's term in the denominator.
+        weight_decays: Each row's decoupled decay.
         grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
     """
     updates = []

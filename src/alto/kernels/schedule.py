@@ -1,6 +1,6 @@
-"""Which tokens of a pass belong to which slot.
+"""The schedule of a forward pass: which tokens belong to which slot.
 
-Built once per forward/backward pass on the host; every layer of the pass reads the same object.
+Built once per forward/backward pass on the host; every layer reads the same object.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSchedule:
-    """The token ranges of all slots that take part in a pass.
+    """The token ranges of all slots of a forward pass.
 
     Attributes:
-        num_tokens: ``T``, tokens of the pass over all slots.
+        num_tokens: ``T``, tokens of all slots.
         segments: One segment per slot with tokens, in token order, covering ``[0, T)`` without gaps.
         scales: ``lora_alpha / r`` of every segment.
         dropout: Key of every segment's dropout mask; None where a segment has no dropout.
@@ -44,7 +44,7 @@ class TokenSchedule:
     _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, device: torch.device) -> ForwardTable:
-        """The segments in the memory of ``device``: sent there for the first kernel of the pass that asks."""
+        """The segments in the memory of ``device``, copied there at the first use."""
         if device not in self._tables:
             self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
         return self._tables[device]
@@ -69,6 +69,12 @@ class TokenSchedule:
     ) -> TokenSchedule:
         """Lay the tokens of ``slots`` end to end in the order given; slots without tokens are left out.
 
+        Args:
+            slots: Slots in token order.
+            num_tokens: Tokens of each slot.
+            scales: ``lora_alpha / r`` of each slot.
+            dropout: Key of each slot's mask; None without dropout.
+
         Raises:
             ShapeError: The sequences differ in length, or a slot appears twice.
         """
@@ -79,7 +85,7 @@ class TokenSchedule:
                 f"found {len(num_tokens)}, {len(scales)} and {len(dropout)}"
             )
         if len(set(slots)) != len(slots):
-            raise ShapeError(f"a slot may appear once in a pass, found {list(slots)}")
+            raise ShapeError(f"a slot may appear once in a forward pass, found {list(slots)}")
         segments, kept_scales, kept_dropout, start = [], [], [], 0
         for slot, count, scale, key in zip(slots, num_tokens, scales, dropout, strict=True):
             if count == 0:

@@ -1,10 +1,9 @@
 """The ops as Triton kernels: launches per op do not grow with the number of slots. Runs on CUDA.
 
-Modules that read the same input share one pass over it, up to three members of a group one launch over what they write.
-Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op waits for the device, none uses atomics:
-the same inputs give the same bits, and a slot's bits do not depend on the other slots. What a kernel is compiled for
-does
-not either: no argument that Triton specialises for changes as adapters come and go.
+Modules that read the same input share one read of it, and up to three members of a group share one launch over their
+outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device, none
+uses atomics: the same inputs give the same bits, and a slot's bits do not depend on the other slots. Nor does the
+compilation of a kernel: no argument that Triton specialises for changes as adapters come and go.
 """
 
 from __future__ import annotations
@@ -205,11 +204,11 @@ class _Part:
     """Members of a group that share a launch, as the kernels take them.
 
     Attributes:
-        tensors: Of three members; where there are fewer, the first stands in, and no program works for it.
+        tensors: Tensors of three members; where there are fewer, the first is repeated, and no program works on it.
         widths: ``N`` of the three.
-        strides: Of the three over tokens, then of the three over out-features.
-        first_place: Where the first of them begins in a row of :meth:`LoraOperands.table`.
-        num_members: How many there are.
+        strides: Strides of the three over tokens, then of the three over out-features.
+        first_place: Index of the first member's entries in a row of :meth:`LoraOperands.table`.
+        num_members: Number of members.
     """
 
     tensors: tuple[Tensor, ...]

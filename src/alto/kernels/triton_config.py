@@ -2,8 +2,8 @@
 
 A fixed table instead of autotuning. The choice depends on the most narrow columns a slot may have and on two dtypes,
 not on the number of tokens nor on ``K`` and ``N``, which only set how many tiles there are. So every step runs what the
-first one compiled, the same task gives the same bits on every run, and all that can ever run is known ahead: it is
-compiled without a GPU by ``tools/compile_kernels.py``, and ``docs/kernels-compiled.md`` records what it takes.
+first one compiled, the same task gives the same bits on every run, and every kernel variant is known in advance:
+``tools/compile_kernels.py`` compiles them without a GPU, and ``docs/kernels-compiled.md`` records their resources.
 
 One table for all GPUs from sm_80 on: every configuration fits the 99 KiB of shared memory that the smallest of them
 gives to a program.
@@ -42,7 +42,13 @@ NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """What a kernel is specialised for."""
+    """The specialisation of a kernel.
+
+    Attributes:
+        constants: Compile-time constants of the kernel.
+        num_warps: Warps of a program.
+        num_stages: Pipeline stages of the loop.
+    """
 
     constants: dict[str, Any]
     num_warps: int
@@ -55,7 +61,7 @@ class KernelConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler gets besides the constants.
+        """Compiler options besides the constants.
 
         Fused multiply-add by name, because Triton's default changes between versions, and with it the bits.
         """
@@ -63,12 +69,13 @@ class KernelConfig:
 
 
 def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Of ``shrink_kernel`` and ``ds_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
+    """Configuration of ``shrink_kernel`` and ``ds_kernel``, for tokens of dtype ``wide`` and adapters of dtype
+    ``bank``.
 
     Args:
         num_narrow: The most columns of the narrow side.
 
-    The wide side is read once and decides the time; many of its bytes must be on their way at once.
+    Reading the wide side once dominates the time; many of its loads must be in flight at once.
     """
     tile = _tile(num_narrow, wide, bank)
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
@@ -78,13 +85,21 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
 
 
 def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to pipeline."""
+    """Configuration of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to
+    pipeline."""
     tile = 64 if wide.itemsize == 2 else 32
     return _product(tile, BLOCK_TOKENS, 64, wide, bank, num_warps=8, num_stages=2)
 
 
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU busy."""
+    """Configuration of ``da_kernel`` and ``db_kernel``. Narrow tiles, so that a few slots alone keep all of a GPU
+    busy.
+
+    Args:
+        num_narrow: The most columns of the narrow side.
+        wide: Type of the tokens.
+        bank: Type of the adapters.
+    """
     tile = _tile(num_narrow, wide, bank)
     # Factors of 32 bits take more registers than four warps have.
     block_t, num_warps = (64, 8 if tile == 256 else 4) if _multiplies_16_bits(wide, bank) else (32, 8)
@@ -92,18 +107,18 @@ def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype
 
 
 def adamw_config(bank: torch.dtype) -> KernelConfig:
-    """Of ``adamw_kernel``."""
+    """Configuration of ``adamw_kernel``."""
     return KernelConfig(constants={"BLOCK": ADAMW_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=4, num_stages=1)
 
 
 def square_sums_config(bank: torch.dtype) -> KernelConfig:
-    """Of ``square_sums_kernel``."""
+    """Configuration of ``square_sums_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "TURNS": _NORM_TURNS, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
 
 def total_norms_config(bank: torch.dtype) -> KernelConfig:
-    """Of ``total_norms_kernel``."""
+    """Configuration of ``total_norms_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
@@ -111,7 +126,7 @@ def total_norms_config(bank: torch.dtype) -> KernelConfig:
 def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
     """Narrow columns that one program may take.
 
-    Few sizes, because each is compiled by itself, and within it a slot takes no more than its own columns ask for.
+    Few sizes, because each is compiled separately; within one, a slot computes only its own columns.
     """
     largest = 64 if torch.float64 in (wide, bank) else 256 if _multiplies_16_bits(wide, bank) else 128
     return max(64, min(largest, triton.next_power_of_2(num_narrow)))

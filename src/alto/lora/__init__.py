@@ -1,4 +1,4 @@
-"""Adapters: the bank that owns them, the layers that serve them, their optimizer, their files."""
+"""Adapters: the bank that owns them, the layers that apply them, their optimizer, their files."""
 
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank, AdapterWeights
 from alto.lora.eight_bit import check_optimizer

@@ -29,12 +29,16 @@ class AdapterBank:
     """Weights and gradients of all slots.
 
     Args:
-        has_grads: False for adapters that nobody trains: gradients have a shape then, and no memory.
+        layout: Layout of a row.
+        num_slots: ``Z``, number of slots.
+        device: Device of the bank.
+        dtype: Precision of weights and gradients.
+        has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
 
     Attributes:
-        layout: What a row may hold.
+        layout: Layout of a row.
         params_ZP: Adapter weights.
-        grads_ZP: Their gradients; added to by the backward pass, forgotten by the optimizer's step.
+        grads_ZP: Their gradients; accumulated by the backward pass, cleared by the optimizer's step.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
 
@@ -56,7 +60,7 @@ class AdapterBank:
         self._operands: list[tuple[int, LoraOperands]] = []
 
     def operands(self, group_index: int, number: int) -> LoraOperands:
-        """The view that group ``group_index`` of the layout has of the bank; stays valid as jobs come and go.
+        """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
 
         Args:
             number: The group's number in the model, which no job's targets change.
@@ -85,13 +89,13 @@ class AdapterBank:
             self._assign(operands, group_index, slot)
 
     def release(self, slot: int) -> None:
-        """Take ``slot`` back."""
+        """Free ``slot``."""
         del self._places[slot]
         for _, operands in self._operands:
             operands.clear(slot)
 
     def places(self, slot: int) -> RowPlaces:
-        """Where the adapter in ``slot`` lies in its row."""
+        """Offsets of the adapter in ``slot`` within its row."""
         assert slot in self._places, f"slot {slot} is empty"
         return self._places[slot]
 
@@ -100,6 +104,11 @@ class AdapterBank:
         where ``init`` is ``gaussian``.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
+
+        Args:
+            slot: An assigned slot.
+            seed: Seed of the draw.
+            init: ``default`` or ``gaussian``.
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
@@ -117,14 +126,14 @@ class AdapterBank:
         return {module.name: (_copy(a), _copy(b)) for module, a, b in self.matrices(self.params_ZP, slot)}
 
     def write(self, slot: int, weights: AdapterWeights) -> None:
-        """Put ``weights`` into ``slot``, which must be occupied by an adapter of the same shape."""
+        """Copy ``weights`` into ``slot``, which must be assigned to an adapter of the same shape."""
         for module, a, b in self.matrices(self.params_ZP, slot):
             a.copy_(weights[module.name][0])
             b.copy_(weights[module.name][1])
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
-        """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in any tensor laid out as the bank, module by
-        module in the model's order."""
+        """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in a tensor with the bank's layout, by module
+        in the model's order."""
         places = self.places(slot)
         views: dict[TargetModule, tuple[Tensor, Tensor]] = {}
         for group, place in zip(self.layout.groups, places.groups, strict=True):

@@ -25,7 +25,7 @@ _NUM_LEVELS = 256
 
 
 def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
-    """Find out whether a job can be trained with ``optim`` on ``device``.
+    """Check that a job can be trained with ``optim`` on ``device``.
 
     Raises:
         UnsupportedError: bitsandbytes is not installed, or has no paged memory on this device.
@@ -65,13 +65,13 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 class EightBitAdamW:
     """The 8-bit AdamW of one adapter.
 
-    It computes on copies of the adapter's matrices, because it has to see what PEFT's parameters are: its state is
+    It computes on copies of the adapter's matrices in the layout of PEFT's parameters: its state is
     quantised in blocks of numbers that are neighbours in a contiguous matrix. bitsandbytes keeps the state of matrices
     of less than 4096 numbers in 32 bits.
 
     Args:
-        matrices: The adapter's, any strides; only shapes, dtype and device count.
-        paged: The state of large matrices lies in memory that the driver can page out of the device.
+        matrices: The adapter's, any strides; only shapes, dtype and device are used.
+        paged: Whether the state of large matrices is in memory that the driver can page out of the device.
     """
 
     def __init__(self, matrices: Mapping[str, Tensor], *, paged: bool) -> None:
@@ -92,7 +92,7 @@ class EightBitAdamW:
                 self._optimizer.init_state(group, parameter, group_index, index)
 
     def fits(self, matrices: Mapping[str, Tensor]) -> bool:
-        """Whether it could serve an adapter of these matrices."""
+        """Whether it fits an adapter with these matrices."""
         return {name: parameter.shape for name, parameter in self._parameters.items()} == {
             name: matrix.shape for name, matrix in matrices.items()
         }
@@ -107,7 +107,7 @@ class EightBitAdamW:
         config: JobConfig,
         learning_rate: float,
     ) -> None:
-        """One step of ``matrices``, in place; where there is no memory for it, all is as it was.
+        """One step of ``matrices``, in place; where there is no memory for it, nothing is changed.
 
         Args:
             grad_scale: Factor on the gradients (clipping), a scalar.
@@ -145,13 +145,13 @@ class EightBitAdamW:
         return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a state that :meth:`read` gave after ``step`` steps."""
+        """Restore a state that :meth:`read` returned after ``step`` steps."""
         for name, part in self._parts().items():
             part.copy_(tensors[name])
         self._set_step(step)
 
     def reset(self) -> None:
-        """Be as before the first step."""
+        """Reset to the state before the first step."""
         for part in self._parts().values():
             part.zero_()
         self._set_step(0)

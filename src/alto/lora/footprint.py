@@ -1,4 +1,4 @@
-"""What a bank and the optimizers of its slots take of the device's memory, before there is any."""
+"""The memory of a bank and the optimizers of its slots, before they are made."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def bank_bytes(
     """Bytes of the tensors of an :class:`AdapterBank` and its :class:`SlotAdamW`, with the largest adapter in every
     slot under the costliest of ``optims``.
 
-    Paged state counts as all other: it leaves the device only when that is full.
+    Paged state counts like all other state: it leaves the device only when that is full.
 
     Args:
-        optims: What the jobs of the task are trained with.
+        layout: Layout of a row.
+        num_slots: Number of slots.
+        dtype: Precision of adapters, gradients and moments.
+        optims: Optimizers of the task's jobs.
     """
     rows = 2 + 2 * ("adamw_torch" in optims)  # weights and gradients, two moments
     own = 0

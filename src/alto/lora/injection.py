@@ -1,4 +1,4 @@
-"""Putting a bank's adapters into a base model, and taking them out again."""
+"""Injects a bank's adapters into a base model, and removes them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["eject", "inject"]
 
 
 def inject(model: PreTrainedModel, bank: AdapterBank) -> ForwardContext:
-    """Wrap every module of the bank's layout in place, instead of what another bank has wrapped.
+    """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 
     Returns:
-        The context that tells the wrapped modules whose tokens a pass holds.
+        The context that gives the wrapped modules the slots of a micro-batch's tokens.
     """
     eject(model)
     context, ops = ForwardContext(), choose_backend(device=bank.params_ZP.device)
     bases = linear_bases(model)
     numbers = {name: number for number, name in enumerate(bases)}
-    # A group goes by the number of its first module in the model, whether or not somebody targets that one.
+    # A group's number is that of its first module in the model, whether or not a job targets that module.
     numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
     for index, group in enumerate(bank.layout.groups):
         members = [bases[module.name] for module in group]
@@ -33,7 +33,7 @@ def inject(model: PreTrainedModel, bank: AdapterBank) -> ForwardContext:
 
 
 def eject(model: PreTrainedModel) -> None:
-    """Put every wrapped module's base back; a model without any stays as it is."""
+    """Restore every wrapped module's base layer; a model without wrapped modules is not changed."""
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, MultiLoraLinear)]
     for name, module in wrapped:
         model.set_submodule(name, module.base)

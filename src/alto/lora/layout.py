@@ -1,4 +1,4 @@
-"""Where an adapter lies in a row of the bank."""
+"""The layout of an adapter in a row of the bank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ _ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear module of the base model: full name, in-features ``K``, out-features ``N``."""
+    """A linear module of the base model: full name, in-features ``K``, out-features ``N``.
+
+    Attributes:
+        name: Full name in the model.
+        in_features: ``K``.
+        out_features: ``N``.
+    """
 
     name: str
     in_features: int
@@ -35,12 +41,12 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Where one group's part of an adapter begins in its row.
+    """Offsets of one group's part of an adapter in its row.
 
     Attributes:
-        ranks: Of every member; 0 where it is not targeted.
-        a_start: Of the members' ``A`` side by side, ``[K, Q]``.
-        b_starts: Of every member's ``B``, ``[r, N]``.
+        ranks: Rank of every member; 0 where it is not targeted.
+        a_start: Offset of the members' ``A`` side by side, ``[K, Q]``.
+        b_starts: Offset of every member's ``B``, ``[r, N]``.
     """
 
     ranks: tuple[int, ...]
@@ -50,11 +56,11 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlaces:
-    """Where an adapter lies in its row: all its ``A`` from the start, then all its ``B``, then nothing.
+    """Offsets of an adapter in its row: all its ``A`` from the start, then all its ``B``.
 
     Attributes:
         groups: Its part in every group of the layout.
-        a_end: Where its ``A`` end and its ``B`` begin.
+        a_end: Offset where its ``A`` end and its ``B`` begin.
         end: Its number of parameters.
     """
 
@@ -65,13 +71,13 @@ class RowPlaces:
 
 @dataclass(frozen=True, kw_only=True)
 class BankLayout:
-    """What the rows of a bank may hold. Where an adapter lies in its row depends on that adapter alone.
+    """The layout of a bank's rows. The offsets of an adapter in its row depend only on that adapter.
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
         max_rank: ``R``, the largest rank a slot can hold.
-        rank_step: What all ranks that slots may hold are multiples of, as far as is known; see
-            :attr:`alto.kernels.LoraOperands.alignment`. Changes nothing of where an adapter lies.
+        rank_step: A common divisor of all ranks that slots may hold; see
+            :attr:`alto.kernels.LoraOperands.alignment`. Does not change the offsets of an adapter.
         shared_inputs: Names of modules of the model that read the same input, of which ``modules`` may hold a part;
             see :func:`alto.lora.shared_inputs.find_shared_inputs`.
     """
@@ -97,7 +103,7 @@ class BankLayout:
         return tuple(map(tuple, groups.values()))
 
     def places(self, shape: AdapterShape) -> RowPlaces:
-        """Where an adapter of ``shape`` lies in its row."""
+        """Offsets of an adapter of ``shape`` in its row."""
         targets = set(shape.targets)
         assert shape.rank <= self.max_rank
         assert targets <= set(self.modules)

@@ -1,4 +1,4 @@
-"""Frozen linear layers that serve every slot of a bank at once."""
+"""Frozen linear layers that apply the adapters of all slots at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ForwardContext", "MultiLoraLinear", "SharedInput"]
 
 
 class ForwardContext:
-    """Tells every injected module which tokens of the current pass belong to which slot.
+    """Gives every injected module the slots of the current forward pass's tokens.
 
     The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
     that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
@@ -29,7 +29,7 @@ class ForwardContext:
 
     @contextmanager
     def use(self, schedule: TokenSchedule) -> Iterator[None]:
-        """Run the enclosed forward (and backward) pass under ``schedule``."""
+        """Run the enclosed forward and backward pass under ``schedule``."""
         assert self.schedule is None, "passes do not nest"
         self.schedule = schedule
         try:
@@ -41,9 +41,9 @@ class ForwardContext:
 
 
 class SharedInput:
-    """Linear layers that read the same input: the first that is asked computes the outputs of all.
+    """Linear layers that read the same input: the first call computes the outputs of all.
 
-    A member that is asked about another tensor than the one at hand is right too; it only shares nothing.
+    A member that is called with another tensor is also correct, but shares no work.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SharedInput:
         return self._context.schedule is not None
 
     def output(self, member: int, x: Tensor) -> Tensor:
-        """What layer ``member`` makes of ``x``; every output is handed out once."""
+        """Output of layer ``member`` for ``x``; every output is returned once."""
         if self._input is not x or member not in self._outputs:
             self._input, self._outputs = x, dict(enumerate(self._compute(x)))
         output = self._outputs.pop(member)
@@ -77,7 +77,7 @@ class SharedInput:
         return output
 
     def forget(self) -> None:
-        """Let go of outputs that nobody has asked for."""
+        """Free outputs that were not used."""
         self._input, self._outputs = None, {}
 
     def _compute(self, x: Tensor) -> Iterator[Tensor]:
@@ -90,7 +90,7 @@ class SharedInput:
 
 
 class MultiLoraLinear(nn.Module):
-    """A frozen linear layer with one adapter per slot. Outside a pass it is the base layer alone."""
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer."""
 
     def __init__(self, base: nn.Linear, shared: SharedInput, member: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class MultiLoraLinear(nn.Module):
         self._shared = shared
         self._member = member
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which no graph sees
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:
         if self._shared.is_in_forward:
             return self._shared.output(self._member, x)

@@ -19,7 +19,13 @@ __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """What one slot's next step needs: its settings and the learning rate of this step (of ``A``, with LoRA+)."""
+    """Settings of one slot's next step, and its learning rate (of ``A``, with LoRA+).
+
+    Attributes:
+        slot: Local slot.
+        config: Configuration of its job.
+        learning_rate: Rate of this step.
+    """
 
     slot: int
     config: JobConfig
@@ -32,7 +38,7 @@ class OptimizerState:
 
     Attributes:
         step: Steps done.
-        tensors: What the optimizer keeps of every matrix, by ``<module>.<A or B>.<part>``. The parts of ``adamw_torch``
+        tensors: State of every matrix, by ``<module>.<A or B>.<part>``. The parts of ``adamw_torch``
             are ``exp_avg`` and ``exp_avg_sq``, of the shape that the matrix has in
             :data:`alto.lora.bank.AdapterWeights`; those of an 8-bit AdamW are bitsandbytes' own.
     """
@@ -42,13 +48,13 @@ class OptimizerState:
 
 
 class SlotAdamW:
-    """Clips and updates the rows it is told to; a row that is not named does not change by one bit.
+    """Clips and updates the given rows; other rows do not change by one bit.
 
     Rows of ``adamw_torch`` are updated together; every row of an 8-bit AdamW has an optimizer of its own.
 
     Args:
-        optims: What the slots may be asked to train with. The two moments of ``adamw_torch`` are there for all slots,
-            in the dtype of the bank, or, where it is not among them, for none.
+        optims: Optimizers that the slots may use. With ``adamw_torch`` among them, its two moments are allocated for
+            all slots, in the dtype of the bank.
 
     Attributes:
         steps: Steps that every slot's adapter has taken.
@@ -70,14 +76,14 @@ class SlotAdamW:
         return self._ops.row_norms(self._bank.grads_ZP, slots, [self._bank.places(slot).end for slot in slots])
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
-        """One step of every named slot on the gradients in the bank, which are forgotten.
+        """One step of every given slot on the gradients in the bank, which are cleared.
 
         Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
-        Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is as it
-        was, its gradient too: the others can be tried again.
+        Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is
+        unchanged, including its gradient: these slots can be tried again.
 
         Args:
-            norms: What :meth:`gradient_norms` says of these slots.
+            norms: Result of :meth:`gradient_norms` for these slots.
         """
         limits = upload([update.config.max_grad_norm or float("inf") for update in updates], norms.dtype, norms.device)
         grad_scales = (limits / (norms + 1e-6)).clamp(max=1.0)
@@ -87,7 +93,7 @@ class SlotAdamW:
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
-            # A list as an index would be sent to the device from memory that is not pinned, for which the host waits.
+            # A list as an index would be copied from memory that is not pinned, which synchronises host and device.
             scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
@@ -95,7 +101,7 @@ class SlotAdamW:
                     self._step_eight_bit(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
-        """Begin with ``optim`` in ``slot``, which the bank has given to an adapter; forget what was there."""
+        """Start ``optim`` in ``slot``, which the bank has assigned to an adapter; clear its earlier state."""
         assert optim in self._optims
         self.steps[slot] = 0
         for rows_ZP in (self.exp_avg_ZP, self.exp_avg_sq_ZP):
@@ -117,7 +123,7 @@ class SlotAdamW:
         return OptimizerState(step=self.steps[slot], tensors=tensors)
 
     def write(self, slot: int, optim: OptimizerName, state: OptimizerState) -> None:
-        """Go on with ``optim`` from ``state`` in ``slot``, which the bank has given to an adapter of the same shape."""
+        """Restore ``optim`` from ``state`` in ``slot``, which the bank has assigned to an adapter of the same shape."""
         self.reset(slot, optim)
         self.steps[slot] = state.step
         if slot in self._eight_bit:
@@ -165,7 +171,7 @@ class SlotAdamW:
     def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:
         """An optimizer that has taken no step.
 
-        bitsandbytes never gives paged memory back, so jobs take over what others of their shape have left.
+        bitsandbytes never releases paged memory, so jobs reuse the optimizers of ended jobs with their shape.
         """
         matrices = _as_in_peft(self._bank, self._bank.params_ZP, slot)
         if paged:

@@ -25,7 +25,7 @@ _PREFIX = "base_model.model."
 
 
 def lora_scale(r: int, lora_alpha: float, *, use_rslora: bool) -> float:
-    """What an adapter's output is multiplied by: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
+    """The factor of an adapter's output: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
     return lora_alpha / (math.sqrt(r) if use_rslora else r)
 
 
@@ -46,7 +46,9 @@ def write_adapter(
 
     Args:
         folder: Made if absent; files of an earlier adapter are replaced.
-        base_model: What ``from_pretrained`` takes for the base model.
+        weights: ``A`` and ``B`` by module name.
+        config: Configuration of the job.
+        base_model: The argument of ``from_pretrained`` for the base model.
         model: Modules of the base, so that the targets can be named as PEFT reads them.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,6 @@ def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets) ->
         "inference_mode": True,
     }
     if targets.parameters:
-        # PEFT refuses dropout beside target_parameters; it matters to training alone.
+        # PEFT refuses dropout beside target_parameters; it affects only training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}
     return described

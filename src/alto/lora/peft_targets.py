@@ -3,7 +3,7 @@
 PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. On a mixture whose
 experts transformers 5 keeps as stacked parameters, it first takes names such as ``gate_proj``, alone or at the end of a
 full name, for the experts of the model as transformers 4 had it, and puts adapters on the stacked parameters instead. A
-dense layer or a shared expert of such a name can be reached through ``target_parameters`` alone, which hold full names
+dense layer or a shared expert of such a name can be reached only through ``target_parameters``, which hold full names
 of weights and are not translated. The adapter's tensors keep their names, by which other programs find them.
 Source: PEFT 0.21, ``peft/utils/transformers_weight_conversion.py`` and ``BaseTuner._inject_parameters``.
 """
@@ -33,7 +33,7 @@ _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """What PEFT matches names with.
+    """The names of a model that PEFT matches targets with.
 
     Attributes:
         modules: Full names of all modules of the model, linear or not.
@@ -45,7 +45,7 @@ class ModuleNames:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
-        """Those of ``model``, with or without injected adapters."""
+        """The names of ``model``, with or without injected adapters."""
         return cls(modules=frozenset(module_names(model)), model_type=model.config.model_type)
 
 
@@ -66,7 +66,7 @@ def expert_names(model_type: str) -> Mapping[str, str]:
 def peft_targets(adapted: Collection[str], model: ModuleNames) -> PeftTargets:
     """How to name the linear modules ``adapted``, given by their full names, so that PEFT adapts them and no others.
 
-    Modules go by the last part of their names where that means exactly them, by full names otherwise.
+    Modules are named by the last part of their names where that matches exactly them, by full names otherwise.
     """
     translated = expert_names(model.model_type)
     by_parameter = {name for name in adapted if _leaf(name) in translated}

@@ -1,5 +1,4 @@
-"""An adapter in a folder, in PEFT's format, as a user of that folder gets it: read whole, and refused where it is more
-than plain LoRA."""
+"""Reads an adapter from a folder in PEFT's format, and refuses one that is more than plain LoRA."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ _HARMLESS_KEYS = {
     "target_parameters",  # compared with the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys that do not change what the two matrices of a module do: they are known here, or say how training began."""
+"""Keys that do not change the effect of a module's two matrices: supported here, or settings of the start of
+training."""
 
 _HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -40,8 +40,8 @@ class SavedAdapter:
     """An adapter as it was read.
 
     Attributes:
-        folder: Where it lies.
-        base_model: What its ``adapter_config.json`` names as base.
+        folder: Its folder.
+        base_model: The base model that its ``adapter_config.json`` names.
         scale: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``.
         rank: Of all its matrices.
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
@@ -98,12 +98,12 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` holds an adapter in PEFT's format, whatever it looks like inside."""
+    """Whether ``folder`` has the files of an adapter in PEFT's format; they are not read."""
     return (folder / CONFIG_FILE).is_file()
 
 
 def adapter_base_model(folder: Path) -> str:
-    """What the adapter in ``folder`` names as its base model; empty if it names none.
+    """The base model that the adapter in ``folder`` names; empty if it names none.
 
     Raises:
         RunError: Its description cannot be read.
@@ -129,7 +129,7 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
     for key, value in config.items():
         if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
             raise UnsupportedError(
-                f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version does not know how to "
+                f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version cannot "
                 "apply; evaluate it with PEFT itself, or merge it into its base model"
             )
     base_model = config.get("base_model_name_or_path")
@@ -151,7 +151,7 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
         if str(parameter).removesuffix(".weight") not in weights:
             raise UnsupportedError(
                 f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "
-                "version does not know how to apply; evaluate it with PEFT itself, or merge it into its base model"
+                "version cannot apply; evaluate it with PEFT itself, or merge it into its base model"
             )
 
 

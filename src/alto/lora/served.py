@@ -1,4 +1,4 @@
-"""Finished adapters on a model, all of them at once: for passes that hold tokens of several, and train none."""
+"""Finished adapters on a model, all at once: for forward passes with tokens of several adapters, without training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServedAdapters:
         return len(self._scales)
 
     def schedule(self, num_tokens: Sequence[int]) -> TokenSchedule:
-        """Of passes with so many tokens of every slot, slot after slot."""
+        """The schedule of forward passes with so many tokens of every slot, slot after slot."""
         return TokenSchedule.build(range(len(self)), num_tokens, self._scales)
 
     def use(self, schedule: TokenSchedule) -> AbstractContextManager[None]:
@@ -43,7 +43,7 @@ def serving(
     adapters: Sequence[tuple[AdapterWeights, float] | None],
     forward: Callable[[], object],
 ) -> Iterator[ServedAdapters]:
-    """Put ``adapters`` on ``model`` while the context lasts, instead of those of any other bank; then it has none.
+    """Put ``adapters`` on ``model`` while the context lasts, replacing those of any other bank; afterwards it has none.
 
     Args:
         adapters: Weights and scale of each, which fit the model; ranks and modules may differ. None is the base alone.

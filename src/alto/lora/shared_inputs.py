@@ -1,4 +1,4 @@
-"""Which linear modules of a model read the same input: found by watching a forward pass, not by names."""
+"""Which linear modules of a model read the same input: found by observing a forward pass, not by names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["find_shared_inputs"]
 
 
 def find_shared_inputs(model: PreTrainedModel, forward: Callable[[], object]) -> tuple[tuple[str, ...], ...]:
-    """Names of modules that were given the very same tensor, each set in the model's order; such as have no company
+    """Sets of names of modules that received the same tensor object, each in the model's order; modules that share none
     are left out.
 
     Args:
         forward: Runs a forward pass of ``model``, outside of any training pass.
     """
     readers: dict[int, list[str]] = {}
-    inputs: list[Tensor] = []  # held, so that no two of them can have one address
+    inputs: list[Tensor] = []  # kept alive, so that no two of them have the same address
 
     def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs.append(args[0])

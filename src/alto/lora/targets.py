@@ -1,4 +1,4 @@
-"""Which modules of a model adapters may sit on, and which of them ``target_modules`` means: PEFT's rules."""
+"""The modules of a model that adapters can target, and those that ``target_modules`` selects, by PEFT's rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def module_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], rank: int) -> tuple[TargetModule, ...]:
-    """The modules that ``target_modules`` means, in the model's order.
+    """The modules that ``target_modules`` selects, in the model's order.
 
     Args:
         target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
@@ -50,7 +50,7 @@ def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], ra
         rank: Rank the adapter is to have.
 
     Raises:
-        TargetModuleError: The model has no linear modules, a name or the expression means none of them or other
+        TargetModuleError: The model has no linear modules, a name or the expression matches none of them or other
             modules too, or the rank exceeds the smaller side of a module.
     """
     linear = {module.name: module for module in linear_modules(model)}
@@ -88,7 +88,7 @@ def _meant(
         is_head = modules[name] is model.get_output_embeddings()
         kind = "its output head" if is_head else f"a {type(modules[name]).__name__}"
         raise TargetModuleError(
-            f"target_modules: expected linear modules of the model's body alone, found that {text!r} also means "
+            f"target_modules: expected only linear modules of the model's body, found that {text!r} also matches "
             f"{name!r}, {kind}; narrow it"
         )
     return found

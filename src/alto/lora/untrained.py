@@ -1,4 +1,4 @@
-"""What an adapter does not reach on a mixture of experts, and what PEFT's adapter would, in sentences."""
+"""Notices about the parts of a mixture of experts that adapters do not train, and that PEFT's would."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _MAX_SHOWN = 4
 
 
 def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """On experts that are stacked in one parameter and on routers, where a job's targets might be thought to mean them.
+    """Notices about experts that are stacked in one parameter and about routers, where a job's targets may seem to
+    include them.
 
     Args:
-        configs: Of all jobs.
+        configs: Configurations of all jobs.
     """
     experts = _experts(model)
     wide = [config for config in configs if config.target_modules == ALL_LINEAR]

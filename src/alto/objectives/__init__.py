@@ -1,4 +1,4 @@
-"""From the losses of tokens to one loss per job."""
+"""Objectives: from the losses of tokens to one loss per job."""
 
 from alto.objectives.base import Objective, ObjectiveImplementation, Terms
 from alto.objectives.micro_batch import (

@@ -2,7 +2,7 @@
 exceed that of the rejected one.
 
 The losses are those of TRL's ``DPOTrainer`` under the same names, per pair. But ``label_smoothing`` of ``sigmoid`` is
-that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` passes over. Sources: sigmoid arXiv:2305.18290, ipo
+that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow. Sources: sigmoid arXiv:2305.18290, ipo
 2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409, apo 2408.06266.
 """
 
@@ -76,7 +76,7 @@ class Dpo:
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[DpoSettings]) -> None:
-        pass  # any pair can be learned
+        pass  # every pair is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[DpoSettings]) -> Terms:
         assert batch.references_Q2 is not None, "reference log-probs have been computed"
@@ -96,8 +96,8 @@ class Dpo:
 
 
 def _losses(log_ratios: _LogRatios, pairs: Pairs, forms: Sequence[LossType]) -> Tensor:
-    """Loss of every pair in the form that its job asks for: each form of all pairs, not of some, which would lie
-    elsewhere in a vector.
+    """Loss of every pair in its job's form. Each form is computed for all pairs, so that a pair keeps its place in the
+    vector.
 
     Args:
         forms: One per job.

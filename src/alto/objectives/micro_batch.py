@@ -31,7 +31,7 @@ class Learners:
     """Consecutive jobs of a micro-batch that share an objective.
 
     Attributes:
-        objective: What they learn.
+        objective: Their objective.
         configs: One per job.
     """
 
@@ -40,18 +40,20 @@ class Learners:
 
 
 def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> list[Terms]:
-    """What ``batch`` adds to the loss of every job in it; of a dummy batch, one number that counts nowhere.
+    """The contribution of ``batch`` to the loss of every job in it; for a dummy batch, one number that is not used.
 
     Args:
-        batch: With the jobs of ``learners``, in that order.
-        learners: One or more for each objective; none of a dummy batch.
+        backbone: The base model, with injected adapters.
+        batch: The micro-batch, with the jobs of ``learners`` in that order.
+        learners: None for a dummy batch.
 
     Returns:
         The terms of each of ``learners``.
 
     Raises:
         ShapeError: An objective does not give a number per job (and, where it gives rows, per row), or other metrics
-            than it names.
+            than it names; or, in training, sums without a gradient.
+        UnsupportedError: See :meth:`Objective.terms`.
     """
     losses_S = token_losses(backbone, batch)
     if not batch.slots:
@@ -70,12 +72,20 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-    """What a batch whose trained tokens have ``losses_S`` adds to the loss of its jobs, which share an objective.
+    """The contribution of a batch whose jobs share an objective; errors as in :func:`micro_batch_terms`.
 
-    Raises:
-        ShapeError: As of :func:`micro_batch_terms`.
+    Args:
+        objective: Objective of the jobs.
+        losses_S: Cross-entropy of every trained token, nats, float32.
+        batch: The micro-batch, not a dummy.
+        configs: One per job.
     """
     terms = objective.terms(losses_S, batch, configs)
+    if torch.is_grad_enabled() and losses_S.requires_grad and not terms.sums_J.requires_grad:
+        raise ShapeError(
+            f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
+            "leave out what cuts it, such as detach, item or no_grad"
+        )
     wanted = dict.fromkeys(("loss", *objective.metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
     if found != wanted:
@@ -94,14 +104,14 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 
 
 def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> Tensor:
-    """Loss of every job, ``[J]`` float32; of one whose batch is spread over micro-batches, what this one adds to it.
-    Arguments as of :func:`micro_batch_terms`."""
+    """Loss of every job, ``[J]`` float32; where a job's batch is split over micro-batches, this one's contribution.
+    Arguments as in :func:`micro_batch_terms`."""
     sums_J = torch.cat([terms.sums_J for terms in micro_batch_terms(backbone, batch, learners)])
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """What ``backbone`` alone gives the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats; of a
-    dummy batch, numbers that count nowhere."""
+    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; for a
+    dummy batch, numbers that are not used."""
     sums = -run_sums(token_losses(backbone, batch), batch.sequence_targets)
     return sums.view(-1, 2) if batch.slots else sums.expand(2)[None]

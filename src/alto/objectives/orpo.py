@@ -28,7 +28,7 @@ class Orpo:
     """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[OrpoSettings]) -> None:
-        pass  # any pair can be learned
+        pass  # every pair is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[OrpoSettings]) -> Terms:
         pairs = Pairs.of(losses_S, batch)

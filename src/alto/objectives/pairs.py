@@ -1,4 +1,4 @@
-"""What objectives on preference pairs share.
+"""Common parts of objectives on preference pairs.
 
 Shapes: ``Q`` pairs, ``J`` jobs.
 """
@@ -19,17 +19,17 @@ from alto.objectives.sums import run_sums, to_device
 __all__ = ["Pairs", "preference_metrics"]
 
 _LANES = 16
-"""PyTorch's CPU kernels compute whole vectors of so many float64 in one way, and those that are left over in another,
-which rounds a sigmoid differently."""
+"""Width of the float64 vectors in PyTorch's CPU kernels. Remaining elements are computed in another way, which rounds a
+sigmoid differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The pairs of one micro-batch, and behind them as many dummy pairs as fill a whole number of vectors: so what is
-    computed of a pair, number by number, has the same bits wherever it lies.
+    """The pairs of one micro-batch, followed by dummy pairs that fill a whole number of vectors, so that element-wise
+    results of a pair have the same bits at any place.
 
     Attributes:
-        log_probs_Q2: What the adapter gives the chosen and the rejected reply, float64 nats.
+        log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
         lengths_Q2: Trained tokens of both, float64.
         counts: Pairs of every job.
     """
@@ -74,8 +74,8 @@ class Pairs:
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
-    """How often, and by how much, the chosen reply earns more than the rejected one; equal rewards are half right. The
-    keys are :data:`alto.spec.PREFERENCE_METRICS`."""
+    """Reward accuracy and margin: how often, and by how much, the chosen reply has the higher reward; equal rewards
+    count one half. The keys are :data:`alto.spec.PREFERENCE_METRICS`."""
     chosen_Q, rejected_Q = rewards_Q2.detach().unbind(1)
     return {
         "reward_accuracy": ((chosen_Q > rejected_Q).double() + (chosen_Q >= rejected_Q).double()) / 2,
@@ -86,5 +86,5 @@ def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
 
 
 def _filled(values_Q2: Tensor) -> Tensor:
-    """``values_Q2`` and ones behind them."""
+    """``values_Q2``, followed by ones."""
     return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % _LANES), value=1.0)

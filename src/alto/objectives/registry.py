@@ -1,10 +1,12 @@
-"""Objectives by the name of their method: those of ALTO, and those that installed packages bring."""
+"""Objectives by the name of their method: those of ALTO, and those of installed packages."""
 
 from __future__ import annotations
 
 from alto.errors import UnsupportedError
 from alto.objectives.base import Objective, ObjectiveImplementation
 from alto.spec.method import find_method
+from alto.spec.objectives import OBJECTIVES
+from alto.spec.packages import described
 from alto.spec.registry import load_attribute
 
 __all__ = ["find_objective"]
@@ -16,9 +18,11 @@ def find_objective(name: str) -> Objective:
     """The objective of the method called ``name``.
 
     Raises:
-        SpecError: Nobody has such a method.
-        UnsupportedError: Several packages bring it, or what is brought cannot be loaded or is no objective.
+        SpecError: There is no such method.
+        UnsupportedError: Several packages register it, or one registers a method of ALTO's own; or it cannot be loaded
+            or is not an objective.
     """
+    OBJECTIVES.check_not_taken(name)
     method = find_method(name)
     path = method.entry.implementation
     try:
@@ -26,7 +30,7 @@ def find_objective(name: str) -> Objective:
     except Exception as error:
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, found that it cannot be loaded "
-            f"({type(error).__name__}: {error}); repair or remove the package that registers it"
+            f"({described(error, path.partition(':')[0])}); repair or remove the package that registers it"
         ) from error
     if not isinstance(implementation, ObjectiveImplementation):
         missing = sorted(member for member in _MEMBERS if not hasattr(implementation, member))

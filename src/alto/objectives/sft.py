@@ -18,7 +18,7 @@ class Sft:
     """Nats per trained token."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
-        pass  # any conversation can be learned
+        pass  # every conversation is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
         return Terms(sums_J=run_sums(losses_S, batch.job_targets))

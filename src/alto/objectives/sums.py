@@ -16,13 +16,19 @@ __all__ = ["run_sums", "to_device"]
 def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """The sum of every run of ``values_S``, ``[R]`` float64, all runs in one launch.
 
-    Each is summed by itself, in an order that its own length decides, so its bits depend on no other run's values. In
+    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. In
     float64, as that order is one after the other on a CPU.
     """
-    # unsafe: the lengths are ours; to check them would make the host wait for the device.
+    # unsafe: the lengths are valid; checking them would synchronise host and device.
     return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
 
 
 def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of ``numbers``, sent without waiting for what ``device`` is doing."""
+    """A tensor of ``numbers``, copied to ``device`` without synchronisation.
+
+    Args:
+        numbers: The numbers.
+        device: Device of the tensor.
+        dtype: Type of the tensor.
+    """
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """The facts that packages exchange: frozen, plain, no torch.
 
-A record says what happened or what was decided; it has no behaviour beyond reading itself.
+A record states what happened or what was decided; it has no behaviour beyond derived values.
 """
 
 from alto.records.data import DataPreview, ModelLimits, PreviewExample, Segments

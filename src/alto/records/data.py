@@ -1,4 +1,4 @@
-"""What is known of a task's rows before training."""
+"""Facts about a task's rows before training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PreviewExample:
 
     Attributes:
         num_tokens: After it was cut.
-        segments: Its text; of a pair, what both conversations begin with.
-        chosen, rejected: How the conversations of a pair go on; nothing elsewhere.
+        segments: Its text; of a pair, the common beginning of both conversations.
+        chosen, rejected: The continuations of a pair's conversations; empty elsewhere.
     """
 
     num_tokens: int
@@ -30,7 +30,7 @@ class PreviewExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What a model can be given; None where it sets no limit, or none is known.
+    """The limits of a model's input; None where it has no limit, or it is unknown.
 
     Attributes:
         max_positions: Tokens of a sequence.
@@ -43,17 +43,17 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPreview:
-    """What a task's data is before anything is trained.
+    """A summary of a task's data before anything is trained.
 
     Attributes:
         dataset, model: As the task names them; of the model only the tokenizer is used.
         form: The form of the rows that was named, or recognised by their columns.
-        columns: Which column plays which role.
+        columns: The column of each role.
         max_length: Tokens at which rows are cut.
         counts: Rows and tokens of both splits, and what was cut or left out.
         row_tokens: Tokens of the training rows after cutting, of a pair those of either conversation: smallest, median,
             largest.
-        notes: What a user should know about the data and the model, in sentences.
+        notes: Notices about the data and the model, as sentences.
         examples: The first training rows.
     """
 

@@ -9,16 +9,16 @@ from typing import Any, Literal
 __all__ = ["AdapterEvaluation", "Evaluation", "EvaluationResult", "GenerationBackend", "Metric", "Prediction"]
 
 Metric = Literal["auto", "loss", "exact_match", "preference"]
-"""What is measured of an adapter; ``auto`` is what the rows allow."""
+"""The metric of an evaluation; ``auto`` is chosen by the rows."""
 
 
 GenerationBackend = Literal["alto", "vllm"]
-"""Who writes the answers that are judged."""
+"""What generates the answers that are judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one set of weights was found to be worth on held-out rows; what was not measured is None.
+    """The measurements of one set of weights on held-out rows; a metric that was not measured is None.
 
     Attributes:
         dataset: The rows, as the user or the task names them.
@@ -26,8 +26,8 @@ class Evaluation:
         loss: Nats per trained token.
         exact_match: Share of the rows, in [0, 1], whose final answer was right.
         num_correct: How many rows that is.
-        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply gained more on the base than the other.
-        reward_margin: By how many nats more, in the mean: rewards at beta 1.
+        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base.
+        reward_margin: Mean difference of the two log-ratios, in nats: rewards at beta 1.
         settings: All else that decides the numbers: which weights, on which base, measured how.
         date: When, ISO 8601 in UTC.
     """
@@ -45,13 +45,13 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a model wrote for one held-out row.
+    """A model's answer to one held-out row.
 
     Attributes:
         weights: The adapter's name, or ``base`` for the base model alone.
         prompt: The text as the model saw it.
-        reference: What the row wants.
-        generated: What the model wrote, without the token that ended it.
+        reference: The row's reference answer.
+        generated: The model's answer, without the token that ended it.
         extracted: The final answer in that, None where there is none.
         correct: Whether it is the reference's.
     """
@@ -79,8 +79,7 @@ class AdapterEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The numbers of adapters, those of their base model alone where they were asked for, and every text that was
-    judged."""
+    """The numbers of adapters, those of their base model alone where requested, and every text that was judged."""
 
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None

@@ -31,25 +31,25 @@ class ExitReason(StrEnum):
 
 
 def exit_reason(text: str) -> str:
-    """The reason that a journal spells ``text``: an `ExitReason`, or that of a user's rule as it stands."""
+    """The reason ``text`` of a journal: an `ExitReason`, or the text itself for a user's rule."""
     return ExitReason(text) if text in list(ExitReason) else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPoint:
-    """What is known of a job at one of its evaluations.
+    """The values of a job at one of its evaluations.
 
     Attributes:
         job: Job id.
         step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
         total_steps: Optimizer steps of the job if nothing ends it early.
         train_ema: Exponentially smoothed training loss after ``step`` steps.
-        validation_loss: Loss on the validation set, not smoothed: nats per token; of pairs, what their loss gives.
-        score: Value of the metric that the task chooses by, more is better; 0 for all where that is the loss.
+        validation_loss: Loss on the validation set, not smoothed: nats per token; for pairs, in the unit of their loss.
+        score: Value of the metric that the task selects by, higher is better; 0 for all where that is the loss.
         score_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
             a mean only.
-        loss_scale: Names what decides the scale of the loss; losses of other scales cannot be compared as they are.
-        start_loss: What validation gave before the first step; None where it is not known.
+        loss_scale: Names the settings that decide the scale of the loss; losses of different scales cannot be compared.
+        start_loss: Validation loss before the first step; None where it is not known.
     """
 
     job: str
@@ -75,7 +75,7 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartValue:
-    """What a job's validation gives before its first step, where the adapter changes nothing: that of the frozen base.
+    """A job's evaluation before its first step, where the adapter changes nothing: that of the frozen base.
 
     Attributes:
         validation_loss, score, score_rows: As in :class:`LossPoint`.
@@ -102,13 +102,13 @@ class ExitDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """A point of selection: at ``progress`` of its steps every job is ranked, and a share of the jobs goes on.
+    """A point of selection: at ``progress`` of its steps every job is ranked, and a share of the jobs continues.
 
     Attributes:
         progress: Share of a job's own steps, in (0, 1].
-        keep: Share of the jobs that go on, of those that the rung before left, in (0, 1].
-        min_kept: So many go on at least, as far as there are so many.
-        max_kept: So many go on at most; None sets no limit.
+        keep: Share of the jobs that continue, of those that the previous rung kept, in (0, 1].
+        min_kept: Smallest number of jobs that continue, if there are so many.
+        max_kept: Largest number of jobs that continue; None sets no limit.
     """
 
     progress: float
@@ -119,7 +119,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a job stands when a rung ranks it.
+    """The state of a job when a rung ranks it.
 
     Attributes:
         job: Job id.
@@ -127,7 +127,7 @@ class Standing:
         validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
             checkpoint when it has ended. NaN or infinity ranks last.
         score, score_rows, loss_scale, start_loss: Of the same evaluation, see :class:`LossPoint`.
-        is_training: Whether the job would go on if kept. A job that has ended (overfitting, or all its
+        is_training: Whether the job would continue if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
     """
 
@@ -143,7 +143,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungResult:
-    """The outcome of a rung: who keeps a place, and a verdict for every training job that does not.
+    """The outcome of a rung: the jobs kept, and a verdict for every training job that is not.
 
     ``kept`` is ordered best first and may hold jobs that have already ended.
     """
@@ -165,7 +165,7 @@ class JobResult:
         best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
         samples_trained: Rows seen in training, counting repeats over epochs.
         samples_budgeted: Rows the job would have seen without early exit.
-        best_metrics: What its method measured there beside the loss.
+        best_metrics: Metrics of its method there.
     """
 
     job: str

@@ -1,4 +1,4 @@
-"""What a task takes of memory and time."""
+"""Memory and time of a task: measurements and models."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """What a step takes: ``fixed_bytes + bytes_per_token * tokens``, and the bank's bytes on top.
+    """The memory model of a step: ``fixed_bytes + bytes_per_token * tokens``, plus the bank's bytes.
 
     Attributes:
-        fixed_bytes: What does not depend on the tokens.
-        bytes_per_token: What each token of the step adds.
+        fixed_bytes: Bytes that do not depend on the tokens.
+        bytes_per_token: Bytes per token of the step.
         capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned with, in (0, 1].
-        error_median: Median error of the model at ``points``, relative to what was measured.
+        error_median: Median error of the model at ``points``, relative to the measurement.
         error_worst: The largest of these errors.
-        points: What was measured.
+        points: The measurements.
     """
 
     fixed_bytes: float
@@ -45,17 +45,17 @@ class MemoryProfile:
     points: tuple[MemoryPoint, ...]
 
     def peak_bytes(self, num_tokens: int, bank_bytes: int) -> int:
-        """Peak of a pass of ``num_tokens`` beside a bank of that size."""
+        """Peak of a micro-batch of ``num_tokens`` beside a bank of that size."""
         return round(self.fixed_bytes + self.bytes_per_token * num_tokens) + bank_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingForecast:
-    """What a packing takes: a bank of ``num_slots`` slots and passes of ``num_tokens`` tokens.
+    """The memory and speed of a packing: a bank of ``num_slots`` slots and micro-batches of ``num_tokens`` tokens.
 
     Attributes:
         fits: Whether the peak is within the share of the memory that is planned with.
-        tokens_per_s: Of steps of that many jobs and tokens.
+        tokens_per_s: Tokens per second of such steps.
     """
 
     num_slots: int
@@ -67,20 +67,20 @@ class PackingForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlan:
-    """What is known of a task before it is trained.
+    """The plan of a task before it is trained.
 
     Attributes:
         num_parameters: Trainable parameters of the smallest and the largest adapter.
-        row_tokens: Of the training rows: mean and largest.
+        row_tokens: Tokens of the training rows: mean and largest.
         slot_bytes: Memory of one slot: the largest adapter, its gradient and its optimizer's state.
-        max_slots, max_tokens_per_step, max_tokens_per_pass, gradient_checkpointing: What the task will run with.
-        peak_bytes: Memory that comes to.
-        packings: Others, for comparison.
-        duration_s: Training and evaluation with early exit off: the most it can take.
-        expected_duration_s: With the rungs of its early exit; the same where it has none.
+        max_slots, max_tokens_per_step, max_tokens_per_pass, gradient_checkpointing: Limits that the task will run with.
+        peak_bytes: Expected peak of memory.
+        packings: Other packings, for comparison.
+        duration_s: Seconds of training and evaluation without early exit: an upper bound.
+        expected_duration_s: Seconds with the rungs of its early exit; the same where it has none.
         is_cached: The profile is from an earlier run.
-        profile_s: What measuring it took, whenever that was.
-        notes: What a user should know about the data and the model, in sentences.
+        profile_s: Duration of the measurement, in seconds.
+        notes: Notices about the data and the model, as sentences.
     """
 
     task: str
@@ -105,7 +105,7 @@ class TaskPlan:
     notes: tuple[str, ...] = ()
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
-        """What the task costs at most, and in expectation, in the currency of the price."""
+        """Largest and expected cost of the task, in the currency of the price."""
         return self.duration_s / 3600 * price_per_hour, self.expected_duration_s / 3600 * price_per_hour
 
 
@@ -126,14 +126,14 @@ class ThroughputPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """How long a training step takes: ``step_s + job_s * jobs + token_s * tokens`` seconds.
+    """The throughput model, the duration of a training step: ``step_s + job_s * jobs + token_s * tokens`` seconds.
 
     Attributes:
         step_s: Seconds of any step.
         job_s: Seconds that each job of the step adds.
         token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
-        points: What was measured.
+        points: The measurements.
     """
 
     step_s: float
@@ -143,5 +143,5 @@ class Throughput:
     points: tuple[ThroughputPoint, ...]
 
     def duration_s(self, num_jobs: int, num_tokens: int) -> float:
-        """Of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
+        """Seconds of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
         return self.step_s + self.job_s * num_jobs + self.token_s * num_tokens

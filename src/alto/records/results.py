@@ -1,4 +1,4 @@
-"""What a finished task gives."""
+"""The result of a finished task."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["AdapterCheck", "FinalistScore", "TaskResult"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCheck:
-    """Whether PEFT makes of the best adapter what was trained.
+    """Whether PEFT loads the best adapter as it was trained.
 
     Attributes:
         status: ``equal``; ``different``: PEFT gives other logits, or cannot load it; ``unchecked``.
-        why: Of ``different`` and ``unchecked``, the reason.
+        why: The reason of ``different`` or ``unchecked``.
         difference: Between PEFT's and ALTO's logits of a few tokens, relative, in norm; None where PEFT gave none.
-        peft: Its version; None where it is not there.
+        peft: Version of PEFT; None where it is not installed.
     """
 
     status: Literal["equal", "different", "unchecked"]
@@ -30,7 +30,7 @@ class AdapterCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistScore:
-    """How many of the validation questions a finalist answered right.
+    """Number of validation questions that a finalist answered right.
 
     Attributes:
         job: Job id.
@@ -50,18 +50,17 @@ class FinalistScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """How one task ended: its best job, every job, and where the run lies on disk.
+    """The result of one task: its best job, every job, and its run directory.
 
     Attributes:
         best_validation_loss: Of the adapter that was chosen.
-        metric: What it was chosen by: ``loss``, or something the task's method measures.
-        best_metrics: What the method measured of it beside the loss.
-        finalists: How those answered among whom ``select_by: eval_accuracy`` chose, best by the metric first; empty
-            where it did not.
-        notes: What a user should know of how it was chosen, in sentences.
-        adapter_check: Whether PEFT loads the best adapter as it was trained; None of a run that knows nothing of it.
-        notices: What did not come out as it should beside the result, and what to do about it, in sentences: that there
-            is no report.
+        metric: The metric that it was selected by: ``loss``, or a metric of the task's method.
+        best_metrics: Metrics of the method at its best evaluation.
+        finalists: Scores of the finalists' answers with ``select_by: eval_accuracy``, best by the metric first; else
+            empty.
+        notes: Notices about how it was chosen, as sentences.
+        adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
+        notices: Problems beside the result, such as a missing report, with their remedies, as sentences.
     """
 
     task: str

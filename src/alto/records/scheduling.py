@@ -8,8 +8,7 @@ from typing import Literal
 __all__ = ["MAX_DURATION_S", "MIN_DURATION_S", "Gpu", "Node", "Placement", "Schedule", "SimulationOutcome"]
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
-"""Seconds that a task may be thought to take: with less or more, sums and shares of times round to nothing or have no
-end."""
+"""Bounds of a task's estimated duration in seconds: beyond them, sums and shares of times lose precision."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,10 +58,10 @@ class Schedule:
     """Placements of a set of tasks, in the order of their starts.
 
     Attributes:
-        method: Who made it: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
+        method: Method that made it: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
         status: ``optimal`` (makespan proven), ``feasible`` (the solver ran out of time) or ``heuristic``.
-        bound_s: No schedule of these tasks ends before.
-        notice: Why it is not what was asked for; empty where it is.
+        bound_s: Lower bound of the makespan, in seconds.
+        notice: Why another method was used than the requested one; empty where it was used.
     """
 
     method: str
@@ -84,15 +83,15 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOutcome:
-    """How one method fared with a simulated set of tasks.
+    """The result of one method on a simulated set of tasks.
 
     Attributes:
         label: In the paper's terms: ``B`` for batching alone, first come first served; ``+S`` with a scheduler,
             ``+EE`` with early exit.
-        planner: What made the plans, where that is not the method alone.
+        planner: The methods that made the plans, where there were others.
         makespan_s: From the first arrival to the end of the last task.
         mean_completion_s, p99_completion_s: From arrival to end, of the tasks that finished; 0 where none did.
-        utilisation: Share of the time of the GPUs that were there until the end that some task had, in [0, 1].
+        utilisation: Share of the available GPU time until the end in which a task held the GPU, in [0, 1].
         num_replans, num_attempts: Plans made, executors started.
         num_finished, num_failed: Tasks.
         planned: Where every task was to run when it was first planned, times from the first arrival.

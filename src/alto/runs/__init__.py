@@ -1,9 +1,10 @@
-"""Runs and queues of runs on disk: their folders, their journals, and what follows from these. No torch here."""
+"""Runs and queues of runs on disk: their folders, their journals, and the state derived from these. Without torch."""
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.choice import choice_notes
 from alto.runs.events import Event, JournalEntry
 from alto.runs.files import cache_home, is_disk_full, replace_file, sync_folder, write_error, writing
+from alto.runs.fold import NOT_FOLDABLE
 from alto.runs.history import RunHistory, read_history
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
 from alto.runs.journal import (
@@ -28,6 +29,7 @@ from alto.runs.trust import load_run_task
 
 __all__ = [
     "FLUSH_TIMEOUT_S",
+    "NOT_FOLDABLE",
     "Action",
     "Answer",
     "Attempt",

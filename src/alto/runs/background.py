@@ -1,4 +1,4 @@
-"""Observers on threads of their own: whoever reports events never waits, fails or grows because of them."""
+"""Observers on threads of their own, so that they cannot delay, break or fill the memory of the reporting thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alto.runs.journal import Observer
 __all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_background"]
 
 FLUSH_TIMEOUT_S = 30.0
-"""How long the end of the work waits at most, for all its observers together."""
+"""Longest wait at the end of the work, for all observers together."""
 
 _logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ _logger = logging.getLogger(__name__)
 class BackgroundObserver:
     """Shows journal entries to one observer, from a daemon thread.
 
-    An observer that raises, whatever it raises, is told nothing more, and one warning says so.
+    An observer that raises any exception is not called again, and one warning reports it.
 
     Args:
-        name: What warnings call it.
+        name: Its name in warnings.
         show: Called with every entry, in order.
         finish: Called after the last one.
-        max_waiting: So many entries are kept for an observer that lags behind; those beyond are dropped and counted.
-            None keeps all.
+        max_waiting: Largest number of entries kept for an observer that lags behind; more are dropped and counted. None
+            keeps all.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BackgroundObserver:
         self._thread.start()
 
     def observe(self, entry: JournalEntry) -> None:
-        """Take an entry; never blocks."""
+        """Queue an entry for the observer; never blocks."""
         if self._has_failed:
             return
         if self._max_waiting is None or self._waiting.qsize() < self._max_waiting:
@@ -63,19 +63,19 @@ class BackgroundObserver:
             self._num_dropped += 1
 
     def end(self) -> None:
-        """Say that no event follows; never blocks."""
+        """Signal that no event follows; never blocks."""
         self._waiting.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until what was taken was shown, at most ``timeout_s``; warn of what was not."""
+        """Wait until all entries were shown, at most ``timeout_s``; warn about the rest."""
         self._thread.join(timeout_s)
         if self._has_failed:
             return
         if self._thread.is_alive():
             self._has_failed = True
-            self._warn("did not finish in time; what it shows may lack the end. The journal has everything")
+            self._warn("did not finish in time; its last events may be missing there. The journal has everything")
         elif self._num_dropped:
-            self._warn(f"could not keep up and was not told of {self._num_dropped} events. The journal has them all")
+            self._warn(f"could not keep up and missed {self._num_dropped} events. The journal has them all")
 
     def _work(self) -> None:
         while (entry := self._waiting.get()) is not None:
@@ -87,12 +87,12 @@ class BackgroundObserver:
             return
         try:
             call(*entries)
-        except BaseException as error:  # an observer that calls sys.exit is no reason to lose the warning
-            if self._has_failed:  # meanwhile given up
+        except BaseException as error:  # the warning is given even if the observer calls sys.exit
+            if self._has_failed:  # the wait has ended meanwhile
                 return
             self._has_failed = True
             said = " ".join("".join(traceback.format_exception_only(error)).split())
-            self._warn(f"failed and is told nothing more, training goes on without it. {said}")
+            self._warn(f"failed and gets no more events; training continues without it. {said}")
 
     def _warn(self, what: str) -> None:
         _logger.warning("%s %s", self._name, what)
@@ -102,7 +102,7 @@ class BackgroundObserver:
 def in_background(
     observers: Sequence[Observer], *, flush_timeout_s: float = FLUSH_TIMEOUT_S
 ) -> Iterator[tuple[Observer, ...]]:
-    """``observers``, each on a thread of its own; leaving waits for them, but not for ever.
+    """``observers``, each on a thread of its own; leaving waits for them, up to a timeout.
 
     Args:
         flush_timeout_s: Longest wait at the end, for all of them together.

@@ -1,4 +1,4 @@
-"""What a user should know of how the winner of a run was chosen."""
+"""Notices about how the winner of a run was chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NAMES = 3
 
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
     """Sentences on the winner of a finished run: which others lie within noise of it, and why it won where early exit
-    had ended it as underperforming. Empty where there is nothing to say."""
+    had ended it as underperforming. Empty where neither applies."""
     winner = history.best
     if history.result is None or winner is None:
         return ()
@@ -40,7 +40,7 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
         decided = "the lowest validation loss, as a share of the base's,"
     else:
         decided = f"the highest {metric} (losses of different scale)"
-    return f"{metric}: {num_rows} validation rows cannot tell {winner.job} from {names}; {decided} decided."
+    return f"{metric}: {num_rows} validation rows cannot separate {winner.job} from {names}; {decided} decided."
 
 
 def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
@@ -48,11 +48,11 @@ def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
     dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
     progress = next(dropped_at, winner.progress)
-    why = "it gave the most right answers" if history.finalists else "no job that went on reached a better one"
+    why = "it gave the most right answers" if history.finalists else "no job that continued reached a better one"
     is_papers = history.started is not None and history.started.early_exit.get("policy") == "paper"
     remedy = "A larger select_ratio lets" if is_papers else "Later rungs, or early_exit: {preset: cautious}, let"
     return (
-        f"{winner.job} was ended as underperforming at {100 * progress:.3g} % of its steps{rank}, and won with its "
-        f"adapter of step {winner.best_step} of {winner.total_steps} all the same: {why}. "
+        f"{winner.job} was ended as underperforming at {100 * progress:.3g} % of its steps{rank}, and won "
+        f"nevertheless with its adapter of step {winner.best_step} of {winner.total_steps}: {why}. "
         f"{remedy} more jobs train for longer."
     )

@@ -1,4 +1,4 @@
-"""Writing so that a reader, or a crash at any instant, finds the old file or the new one and nothing between."""
+"""Atomic and durable writes: a reader, or a crash at any instant, finds either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def cache_home() -> Path:
 
 @contextlib.contextmanager
 def writing(run: Path, what: Path) -> Iterator[None]:
-    """Say a failure to write ``what`` in the run directory ``run`` with its remedy.
+    """Translate a failure to write ``what`` in the run directory ``run``, with its remedy.
 
     Raises:
         RunWriteError: An `OSError` was raised inside.
@@ -34,27 +35,33 @@ def writing(run: Path, what: Path) -> Iterator[None]:
     except AltoError:
         raise
     except OSError as error:
-        remedy = "what was committed before is safe: make room or make the disk writable, then go on with: alto resume"
-        raise write_error(what, error, f"{remedy} {run}") from error
+        remedy = "what was committed before is safe: free disk space or make the disk writable, then continue with:"
+        raise write_error(what, error, f"{remedy} alto resume {run}") from error
 
 
 def write_error(what: Path, error: OSError, remedy: str) -> RunWriteError:
-    """``error``, which came up while ``what`` was written, as the error of ALTO's that it is."""
+    """ALTO's error for ``error``, which was raised while ``what`` was written.
+
+    Args:
+        what: Name of the file or folder, for the message.
+        error: The operating system's error.
+        remedy: What to do, for the message.
+    """
     kind = DiskFullError if is_disk_full(error) else RunWriteError
     return kind(f"expected to write {what}, found: {error.strerror or error}; {remedy}")
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether more room is all that is missing. Of the errors of `shutil.copytree` and safetensors only the text says
-    what the operating system has answered."""
+    """Whether the error means only that disk space is missing. Errors of `shutil.copytree` and safetensors contain the
+    operating system's error number only in their text."""
     if error.errno is not None:
         return error.errno in _FULL
     return any(int(number) in _FULL for number in re.findall(r"(?:Errno|os error) (\d+)", str(error)))
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put ``content`` (a text as UTF-8) in the place of ``path``, durably; of an attempt that fails nothing is left."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    """Replace ``path`` by ``content`` (text as UTF-8), durably; an attempt that fails leaves nothing behind."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.new")
     try:
         with fresh.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

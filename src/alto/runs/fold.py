@@ -1,4 +1,4 @@
-"""What the folds of all journals have in common: entries one at a time, and a clock."""
+"""The base of all folds of journals: entries one at a time, and a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from alto.errors import RunError
 from alto.runs.events import Event, JournalEntry
 from alto.runs.journal import read_entries
 
-__all__ = ["JournalFold"]
+__all__ = ["NOT_FOLDABLE", "JournalFold"]
+
+NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Errors of applying an entry with invalid values."""
 
 
 class JournalFold(ABC):
@@ -20,7 +23,7 @@ class JournalFold(ABC):
     Attributes:
         started_at: Unix time of the first entry, None before it.
         last_seen_at: Unix time of the latest entry.
-        interruptions: Spans of unix seconds in which nobody worked.
+        interruptions: Spans of unix seconds in which no process worked.
     """
 
     def __init__(self) -> None:
@@ -42,13 +45,13 @@ class JournalFold(ABC):
 
         Raises:
             RunNotFoundError: There is no journal.
-            RunError: The journal is damaged, or has what no ALTO writes.
+            RunError: The journal is damaged.
         """
         history = cls()
         for entry in read_entries(path):
             try:
                 history.apply(entry)
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            except NOT_FOLDABLE as error:
                 raise RunError(
                     f"Expected a journal as ALTO writes it, found another event in {path} ({entry!r:.100}: {error!r}). "
                     "Put the file back as it was."
@@ -56,24 +59,24 @@ class JournalFold(ABC):
         return history
 
     def apply(self, entry: JournalEntry) -> None:
-        """Fold in one entry; one whose event this version does not know only moves the clock."""
+        """Fold in one entry; an unknown event only moves the clock."""
         self._fold(entry.event, entry.time)
         self.started_at = entry.time if self.started_at is None else self.started_at
         self.last_seen_at = entry.time
 
     @abstractmethod
     def _fold(self, event: Event, time: float) -> None:
-        """Take in what ``event``, written at ``time`` (unix seconds), changes."""
+        """Update the state by ``event``, written at ``time`` (unix seconds)."""
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the first to the latest entry, without those in which nobody worked."""
+        """Seconds from the first to the latest entry, without interruptions."""
         if self.started_at is None or self.last_seen_at is None:
             return 0.0
         idle_s = sum(end - start for start, end in self.interruptions)
         return max(0.0, self.last_seen_at - self.started_at - idle_s)
 
     def _note_interruption(self, time: float) -> None:
-        """Nobody worked between the entry before and that of ``time``, with which a process resumes."""
+        """Note an interruption between the previous entry and that of ``time``, with which a process resumes."""
         if self.last_seen_at is not None:
             self.interruptions.append((self.last_seen_at, max(self.last_seen_at, time)))

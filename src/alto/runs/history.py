@@ -1,7 +1,7 @@
-"""What happened in a run, folded from its journal one entry at a time.
+"""The state of a run, folded from its journal one entry at a time.
 
 The same fold serves the live view (entries as they are written) and the report (entries read back from disk), so that
-both always show the same. Events and fields that this version does not know are ignored.
+both always show the same. Unknown events and fields are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunHistory(JournalFold):
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first.
-        finalists: How those answered among whom answers choose the winner, best by the metric first.
+        finalists: Scores of the finalists' answers, best by the metric first.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
         result: How the task ended, None while the run is unfinished.
     """
@@ -60,16 +60,16 @@ class RunHistory(JournalFold):
 
     @property
     def metric(self) -> str:
-        """What the task chooses by: ``loss``, or something its method measures of which more is better."""
+        """The metric that the task selects by: ``loss``, or a metric of its method that is better when higher."""
         return self.started.metric if self.started is not None else LOSS
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the task's data and model gave reason to say, those of the latest resumption first."""
+        """Notices about the task's data and model, those of the latest resumption first."""
         return self.started.notes if self.started is not None else ()
 
     def settings(self) -> dict[str, Any]:
-        """What holds for the whole task, in plain values by the journal's names; without jobs and notes."""
+        """The settings of the whole task, as plain values by their journal names; without jobs and notes."""
         return {} if self.started is None else settings_of(self.started)
 
     @property
@@ -118,12 +118,13 @@ class RunHistory(JournalFold):
 
     @property
     def saved_share(self) -> float:
-        """Share of the budgeted rows that exits have spared so far, in [0, 1]."""
+        """Share of the budgeted rows saved by early exits so far, in [0, 1]."""
         return self.samples_saved / self.samples_budgeted if self.samples_budgeted else 0.0
 
     @property
     def settled_share(self) -> float:
-        """Share of the budgeted rows that are trained or spared, in [0, 1]; 1 when nothing is left to do."""
+        """Share of the budgeted rows that are trained or saved by early exit, in [0, 1]; 1 when nothing is left to
+        do."""
         if not self.samples_budgeted:
             return 0.0
         return min(1.0, (self.samples_trained + self.samples_saved) / self.samples_budgeted)
@@ -163,7 +164,7 @@ class RunHistory(JournalFold):
                 self._fold_move(event, time)
 
     def _fold_move(self, event: Event, time: float) -> None:
-        """Take in an event with which a job comes, goes, or changes its slot."""
+        """Handle an event by which a job is added, ends, or changes its slot."""
         match event:
             case events.JobAdded():
                 self._plan(event.description).origin = event.origin
@@ -286,6 +287,6 @@ def read_history(run_dir: str | Path) -> RunHistory:
 
     Raises:
         RunNotFoundError: It holds no journal.
-        RunError: The journal is damaged, or has what no ALTO writes.
+        RunError: The journal is damaged.
     """
     return RunHistory.read(RunDir(Path(run_dir)).journal_file)

@@ -14,7 +14,7 @@ __all__ = ["JobHistory", "Occupancy", "RunStatus", "RungOutcome", "Stage"]
 
 
 class RunStatus(StrEnum):
-    """Where a run, or a queue of runs, is in its life.
+    """Status of a run, or of a queue of runs.
 
     ``interrupted``: it is not finished, and no process works on it.
     """
@@ -25,14 +25,14 @@ class RunStatus(StrEnum):
 
     @classmethod
     def of(cls, *, is_finished: bool, is_live: bool) -> RunStatus:
-        """The status of a run that has its result or not, and on which a process works or not."""
+        """The status of a run, from whether it has its result and whether a process works on it."""
         if is_finished:
             return cls.FINISHED
         return cls.RUNNING if is_live else cls.INTERRUPTED
 
 
 class Stage(StrEnum):
-    """Where a job is in its life."""
+    """Stage of a job."""
 
     PENDING = "pending"
     TRAINING = "training"
@@ -43,12 +43,12 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungOutcome:
-    """How a rung ended.
+    """The result of a rung.
 
     Attributes:
         rung: Position of the rung in the task's early-exit settings, as the journal counts it.
         progress: Share of a job's own steps at which the rung ranks.
-        kept: Job ids that go on or keep their place, best first.
+        kept: Job ids that continue or keep their place, best first.
         dropped: Job ids that ended here.
     """
 
@@ -64,9 +64,11 @@ class Occupancy:
     ranks has a stay on each.
 
     Attributes:
+        job: Job id.
         slot: Slots are counted through the ranks.
         rank: Whose bank has the slot.
         local_slot: Its number there.
+        start: When the stay began, in unix seconds.
     """
 
     job: str
@@ -85,20 +87,20 @@ class JobHistory:
         position: Place in the task's list of jobs; breaks ties of equal scores.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows the job sees if nothing ends it early.
-        slot: Slot it sits in, None while it is in none; the first of one that trains on several ranks.
+        slot: Slot that it occupies, None while it is in none; the first of one that trains on several ranks.
         ranks: Ranks that train it, none while it is in no slot.
         step: Steps done.
         train_losses: Training loss of every step; NaN where the journal has a gap.
         evaluations: One point per evaluation, in the order of their steps.
-        metrics: What its method measured at each of them beside the loss, by name.
+        metrics: Metrics of its method at each evaluation, by name.
         best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
         best_validation_loss: The loss there, infinity if there is none yet.
-        best_score: Value of the task's metric there, more is better; 0 where that is the loss.
-        best_metrics: What its method measured there.
+        best_score: Value of the task's metric there, higher is better; 0 where that is the loss.
+        best_metrics: Metrics of its method there.
         exit_reason: Why it ended early; None if it did not.
         exit_evidence: Numbers that this was based on, by name.
         origin: The job it is a clone of; None if it came with the task.
-        start: What validation gave before its first step; None where the journal does not say.
+        start: The evaluation of the frozen base; None where the journal does not have it.
     """
 
     job: str
@@ -146,7 +148,7 @@ class JobHistory:
 
     @property
     def samples_saved(self) -> int:
-        """Budgeted rows that an exit spared; 0 while the job may still train them."""
+        """Budgeted rows saved by its early exit; 0 while the job may still train them."""
         return max(0, self.samples_budgeted - self.samples_trained) if self.stage is Stage.EXITED else 0
 
     @property
@@ -173,7 +175,7 @@ class JobHistory:
         return (has_none, (0.0, 0.0) if has_none else self.best_sort_key, self.position)
 
     def keep_best(self, step: int, validation_loss: float) -> None:
-        """The evaluation at ``step`` is its best from now on."""
+        """Set the evaluation at ``step`` as its best."""
         self.best_step, self.best_validation_loss = step, validation_loss
         for point, metrics in zip(self.evaluations, self.metrics, strict=True):
             if point.step == step:

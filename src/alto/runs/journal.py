@@ -35,10 +35,10 @@ _MAX_TIME = 253402300799.0
 """The last second of the year 9999: no calendar goes further."""
 
 Observer = Callable[[JournalEntry], None]
-"""Is shown every entry after it has been written."""
+"""Called with every entry after it has been written."""
 
 _Piece: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
-"""What one append wrote, without its line end, and its JSON object; None where that cannot be read."""
+"""One appended entry, without its line end, and its JSON object; None where it cannot be read."""
 
 _BEGINNING = b'{"seq": '
 """Every line begins so."""
@@ -47,15 +47,17 @@ _BEGINNING = b'{"seq": '
 class Journal:
     """Writes one JSON object a line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
 
-    ``time`` never runs backwards, whatever is done to the machine's clock meanwhile.
+    ``time`` never decreases, even if the machine's clock is set back.
 
-    Whatever the file holds after ``past`` (the torn line of an interrupted write, or events that a run goes back
-    behind) is cut off before the first event is appended, and so is what is left of an event that could not be written.
+    Everything in the file after ``past`` (a torn line of an interrupted write, or events after the checkpoint that a
+    run resumes from) is cut before the first event is appended, as are the remains of an event that could not be
+    written.
 
     Args:
+        path: The file; made if absent.
         observers: Called with every entry after it was written.
         past: The first entries of the file, which the next one follows; None keeps all that are intact.
-        check: Called before the file is cut and before every event; what it raises keeps the file as it is.
+        check: Called before the file is cut and before every event; if it raises, the file is not changed.
 
     Attributes:
         past: They.
@@ -121,7 +123,7 @@ class Journal:
         if named is None or (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino):
             raise RunBusyError(
                 f"expected {self._path} as this process opened it, found it removed or replaced, so another process "
-                f"may work on the run; make sure that nobody does, then go on with: alto resume {self._path.parent}"
+                f"may work on the run; make sure that none does, then continue with: alto resume {self._path.parent}"
             )
 
     def _write(self, data: bytes) -> None:
@@ -143,7 +145,7 @@ class Journal:
             self._num_bytes += len(data)
 
     def sync(self) -> None:
-        """Make everything written so far survive a loss of power."""
+        """Make everything written so far durable."""
         with writing(self._path.parent, self._path):
             os.fsync(self._file.fileno())
 
@@ -174,8 +176,8 @@ class SilentJournal(Journal):
 def read_entries(path: str | Path) -> list[JournalEntry]:
     """Read the entries of a journal, oldest first.
 
-    A last line that is not whole is what an interrupted write leaves behind; it is dropped. So is one that an event
-    was appended to, and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
+    line, the line's first part is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -186,7 +188,7 @@ def read_entries(path: str | Path) -> list[JournalEntry]:
 
 
 def read_intact_entries(path: Path) -> list[JournalEntry]:
-    """The entries before the first line that is damaged or missing: what can still be relied on.
+    """The entries before the first line that is damaged or missing: the intact part.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -198,8 +200,8 @@ def read_intact_entries(path: Path) -> list[JournalEntry]:
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Read the events of a journal, oldest first.
 
-    A last line that is not whole is what an interrupted write leaves behind; it is dropped. So is one that an event
-    was appended to, and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
+    line, the line's first part is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -215,14 +217,14 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             elif number < len(lines):
                 raise RunError(
                     f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
-                    "Everything before it is whole. Have the line and what follows it cut off, and go on from there, "
+                    "Everything before it is intact. Cut off the line and everything after it, and continue from there "
                     f"with: alto resume {path.parent}"
                 )
     return events
 
 
 def read_intact_events(path: Path) -> list[dict[str, Any]]:
-    """The events before the first line that is damaged or missing: what can still be relied on.
+    """The events before the first line that is damaged or missing: the intact part.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -231,7 +233,7 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_journal(path: Path, num_events: int) -> int:
-    """Keep the first ``num_events`` intact events of a journal, all at once; a journal of just these stays as it is.
+    """Keep the first ``num_events`` intact events of a journal, atomically; a journal of just these is not changed.
 
     Returns:
         How many lines were cut off.
@@ -260,8 +262,8 @@ def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _pieces_of(line: bytes) -> Iterator[_Piece]:
-    """What a line holds: one entry; two where an event was appended to a line without an end (version 0.1 did so to
-    the journals of queues). Of these the first is left out where it is torn: the second, whole, has its number."""
+    """The entries of a line: one; or two where an event was appended to a line without an end (version 0.1 did so to
+    the journals of queues). A torn first one is left out: the second, which is intact, has its number."""
     if not line.strip():
         return
     event = parse_line(line)
@@ -286,7 +288,7 @@ def _lines(path: Path) -> list[bytes]:
         ) from None
     except OSError as error:
         raise RunError(
-            f"Expected the journal of a run at {path}, found what cannot be read ({error.strerror}). "
+            f"Expected the journal of a run at {path}, found a file that cannot be read ({error.strerror}). "
             "Make it readable, or give the folder of another run."
         ) from error
 

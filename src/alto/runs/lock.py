@@ -1,4 +1,4 @@
-"""A lock file that one process holds at a time, and that says when it is no longer the file that others would lock."""
+"""A lock file that one process holds at a time. It detects that the file was removed or replaced."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _RETRY_S = 0.02
 class LockFile:
     """The lock of one folder.
 
-    The kernel gives it back when its process ends, however that ends. It belongs to the file, not to its name: where
-    somebody removes the file, another process makes a new one and locks that. So whoever holds it asks
-    :meth:`is_held` before it writes.
+    The kernel releases it when its process ends, in any way. It belongs to the file, not to its name: if the file is
+    removed, another process makes a new one and locks that. So the holder calls :meth:`is_held` before it writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +24,7 @@ class LockFile:
         self._descriptor: int | None = None
 
     def acquire(self, timeout_s: float) -> bool:
-        """Whether the lock was had within ``timeout_s``.
+        """Take the lock; returns whether this succeeded within ``timeout_s``.
 
         Raises:
             OSError: The file cannot be opened or made.
@@ -35,7 +34,7 @@ class LockFile:
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o644)
-            # The file may have been removed between the two calls: then the lock is of no use.
+            # The file may have been removed between the two calls: then the lock is not valid.
             if _lock(self._descriptor) and self.is_held():
                 return True
             self.release()
@@ -55,7 +54,7 @@ class LockFile:
         return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
     def write(self, text: str) -> None:
-        """Say in the file who holds it, for whoever finds it taken.
+        """Write the holder's process id into the file, for processes that find it taken.
 
         Raises:
             OSError: The file cannot be written.
@@ -65,30 +64,40 @@ class LockFile:
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def release(self) -> None:
-        """Give it back; the file stays."""
+        """Release the lock; the file stays."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def is_free(self) -> bool:
-        """Whether nobody holds it; makes no file.
+        """Whether no process holds it; makes no file.
 
         Raises:
-            OSError: The file cannot be opened.
+            OSError: The file cannot be opened, not even for reading.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor, how = self._open_to_ask()
         except FileNotFoundError:
             return True
         try:
-            return _lock(descriptor)
+            return _lock(descriptor, how)
         finally:
             os.close(descriptor)
 
+    def _open_to_ask(self) -> tuple[int, int]:
+        """A descriptor, and the kind of lock to test with: a shared one where the file can only be read."""
+        flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(self._path, os.O_RDWR | flags), fcntl.LOCK_EX
+        except FileNotFoundError:
+            raise
+        except OSError:  # another user's file, or a read-only file system
+            return os.open(self._path, os.O_RDONLY | flags), fcntl.LOCK_SH
 
-def _lock(descriptor: int) -> bool:
+
+def _lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # some file systems say the second
         return False
     return True

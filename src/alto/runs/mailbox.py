@@ -1,7 +1,7 @@
-"""What other processes ask of a running task or queue: one file a command in ``control/``, and the answer beside it.
+"""Commands of other processes to a running task or queue: one file per command in ``control/``, the answer beside it.
 
-A command is there until its effect is committed, so that neither the death of whoever works on the run nor its own
-restart loses it; and it carries an id that the run remembers, so that it takes effect once.
+A command stays there until its effect is committed, so that it is not lost when the working process dies or restarts;
+and it has an id that the journal records, so that it takes effect once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
 _POLL_S = 0.05
 
+_NUM_DIGITS = 20
+"""Digits of the time in nanoseconds with which the id of a command begins."""
+
 
 class Action(StrEnum):
-    """What can be asked of a job."""
+    """Actions of a command to a job."""
 
     STOP = "stop"
     RESUME = "resume"
@@ -38,22 +41,24 @@ class Action(StrEnum):
 
 
 class QueueAction(StrEnum):
-    """What can be asked of a queue."""
+    """Actions of a command to a queue."""
 
     SUBMIT = "submit"
     CANCEL = "cancel"
     FINISH = "finish"
-    """Take no more tasks, and end when all have ended."""
+    """Accept no more tasks, and end when all have ended."""
     DRAIN = "drain"
-    """Have every running task save and end, then end."""
+    """Let every running task save and end, then end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Something asked of a job.
+    """A command to a job.
 
     Attributes:
         id: Sorts commands by when they were given.
+        action: Stop, resume or clone.
+        job: Id of the job.
         changes: A clone's settings that differ from the job's, canonical keys.
         warm: A clone starts from the job's best adapter instead of a new one.
     """
@@ -67,11 +72,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCommand:
-    """Something asked of a queue.
+    """A command to a queue.
 
     Attributes:
         id: Sorts commands by when they were given.
-        task: Whom to cancel: its name in the queue.
+        action: What to do.
+        task: Name in the queue of the task to cancel.
         values: Of a task that is submitted, as :class:`alto.spec.Task` takes them; paths are absolute.
         tenant, priority: Of a task that is submitted.
     """
@@ -86,7 +92,7 @@ class QueueCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Whether a command took effect, and what it did or why not."""
+    """Whether a command took effect, and a message."""
 
     done: bool
     message: str
@@ -100,10 +106,10 @@ class _Mailbox(ABC, Generic[C]):
 
     _error: ClassVar[type[RunError]]
     _writers: ClassVar[str]
-    """Who writes such commands, as an error says it."""
+    """The commands of the CLI that write them, for errors."""
     _answerer: ClassVar[str]
     _remedy: ClassVar[str]
-    """How to see whether a command took effect, where its answer is lost."""
+    """The command of the CLI that shows whether a command took effect, for errors."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -115,24 +121,38 @@ class _Mailbox(ABC, Generic[C]):
         """The command of ``facts``.
 
         Raises:
-            ValueError, TypeError, KeyError: They are none.
+            ValueError, TypeError, KeyError: They are not a command's.
         """
 
     def _send(self, facts: Mapping[str, Any]) -> str:
         if self._folder.exists() and not self._folder.is_dir():
             raise self._error(
-                f"expected a folder for commands at {self._folder}, found a file; move it away and ask again"
+                f"expected a folder for commands at {self._folder}, found a file; move it away and try again"
             )
-        command_id = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         with writing(self._run.root, self._folder):
             self._folder.mkdir(exist_ok=True)
+            command_id = f"{max(time.time_ns(), self._latest_ns() + 1):0{_NUM_DIGITS}d}-{secrets.token_hex(4)}"
             replace_file(self._folder / (command_id + _COMMAND), json.dumps({**facts, "id": command_id}) + "\n")
         return command_id
 
-    def pending(self) -> list[C]:
-        """Commands not answered yet, oldest first; a file that is none is answered so.
+    @property
+    def num_pending(self) -> int:
+        """Commands not answered yet; changes nothing."""
+        try:
+            return sum(path.name.endswith(_COMMAND) for path in self._folder.iterdir())
+        except OSError:
+            return 0
 
-        Where there is no folder, or none that can be read, nothing can have been asked.
+    def _latest_ns(self) -> int:
+        """Time of the latest pending command, in nanoseconds; the clock may have been set back since, or be that of
+        another machine."""
+        given = (path.name.partition("-")[0] for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
+        return max((int(number) for number in given if number.isdecimal() and len(number) == _NUM_DIGITS), default=0)
+
+    def pending(self) -> list[C]:
+        """Commands not answered yet, oldest first; an invalid file is answered with an error.
+
+        Empty where there is no folder, or none that can be read.
         """
         commands = []
         try:
@@ -147,7 +167,7 @@ class _Mailbox(ABC, Generic[C]):
         return commands
 
     def answer(self, command_id: str, answer: Answer) -> None:
-        """Answer a command and forget it.
+        """Answer a command and remove it.
 
         Raises:
             RunBusyError: As of :meth:`RunDir.check_lock`.
@@ -156,7 +176,7 @@ class _Mailbox(ABC, Generic[C]):
         self._run.check_lock()
         with writing(self._run.root, self._folder):
             path = self._folder / (command_id + _ANSWER)
-            if path.is_dir():  # nothing can be put in the place of a folder
+            if path.is_dir():  # a folder cannot be replaced by a file
                 _remove(path)
             replace_file(path, json.dumps(asdict(answer)) + "\n")
             _remove(self._folder / (command_id + _COMMAND))
@@ -164,14 +184,14 @@ class _Mailbox(ABC, Generic[C]):
     def wait_for_answer(
         self, command_id: str, timeout_s: float, *, sleep: Callable[[float], object] = time.sleep
     ) -> Answer | None:
-        """The answer, taken out of the mailbox; None if there is none within ``timeout_s``.
+        """Read and remove the answer; None if there is none within ``timeout_s``.
 
         Args:
-            sleep: Called between two looks.
+            sleep: Called between two checks, with seconds.
 
         Raises:
-            JobCommandError, QueueCommandError: There is a file in its place that is none.
-            RunWriteError: It cannot be taken out.
+            JobCommandError, QueueCommandError: The file is not a valid answer.
+            RunWriteError: It cannot be removed.
         """
         path = self._folder / (command_id + _ANSWER)
         deadline = time.monotonic() + timeout_s
@@ -215,10 +235,16 @@ class Mailbox(_Mailbox[Command]):
     _remedy = "alto show"
 
     def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
-        """Ask something; returns the command's id.
+        """Write a command; returns its id.
+
+        Args:
+            action: Stop, resume or clone.
+            job: Id of the job.
+            changes: A clone's settings that differ from the job's, canonical keys.
+            warm: A clone starts from the job's best adapter.
 
         Raises:
-            JobCommandError: Something else is where the mailbox would be.
+            JobCommandError: The place of the mailbox is taken by a file.
             RunWriteError: The run directory cannot be written.
         """
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
@@ -240,14 +266,14 @@ class QueueMailbox(_Mailbox[QueueCommand]):
     _remedy = "alto list"
 
     def submit(self, values: Mapping[str, Any], *, tenant: str = "", priority: int = 0) -> str:
-        """Ask for a task to be run; the command's id. Arguments as of `QueueCommand`, errors as of :meth:`ask`."""
+        """Submit a task; returns the command's id. Arguments as in `QueueCommand`, errors as in :meth:`ask`."""
         return self._send({"action": QueueAction.SUBMIT, "values": values, "tenant": tenant, "priority": priority})
 
     def ask(self, action: QueueAction, task: str = "") -> str:
-        """Ask anything else; returns the command's id.
+        """Write any other command; returns its id.
 
         Raises:
-            QueueCommandError: Something else is where the mailbox would be.
+            QueueCommandError: The place of the mailbox is taken by a file.
             RunWriteError: The queue's folder cannot be written.
         """
         return self._send({"action": action, "task": task})
@@ -262,7 +288,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is; of a symbolic link the link alone."""
+    """Remove a file, a folder or a symbolic link (not its target)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

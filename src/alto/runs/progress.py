@@ -1,4 +1,4 @@
-"""How far a run is, how fast it goes, and what early exit saved: the numbers that tables and pages share."""
+"""Progress and pace of a run, and savings of early exit: the numbers that tables and pages share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ WINDOW_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitTotal:
-    """What one outcome adds up to over all jobs; ``share`` is of all budgeted samples."""
+    """Totals of one outcome over all jobs; ``share`` is of all budgeted samples.
+
+    Attributes:
+        outcome: Reason of the exit, or the stage of the jobs.
+        num_jobs: Number of jobs.
+        samples_trained: Samples that they trained.
+        samples_saved: Budgeted samples that they did not train.
+    """
 
     outcome: str
     num_jobs: int
@@ -34,7 +41,7 @@ class Pace:
         self._points: deque[tuple[float, float]] = deque()
 
     def note(self, time: float, count: float) -> None:
-        """``count`` is the work done at ``time`` (unix seconds); a step back of either starts the measurement anew."""
+        """``count`` is the work done at ``time`` (unix seconds); a decrease of either restarts the measurement."""
         points = self._points
         if points and (time < points[-1][0] or count < points[-1][1]):
             points.clear()
@@ -55,7 +62,7 @@ class Pace:
 def expected_samples_left(history: RunHistory) -> float:
     """Samples yet to be trained if every rung ahead keeps its share of the jobs.
 
-    Exits for other reasons only make it less.
+    Exits for other reasons reduce it further.
     """
     ahead = _rungs_ahead(history)
     survivals = _survivals(history, [index for index, _ in ahead])
@@ -84,7 +91,7 @@ def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
 
 
 def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
-    """What ``job`` trains towards, ``rung`` or ``end``, and the steps left until there: 0 or less if it has arrived."""
+    """The next stop of ``job``, ``rung`` or ``end``, and the steps left until it: 0 or less if it is reached."""
     ahead = _rungs_ahead(history)
     if ahead:
         return "rung", ahead[0][1].progress * job.total_steps - job.step
@@ -92,13 +99,13 @@ def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
 
 
 def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
-    """Rungs that have not been held, by number."""
+    """Rungs that have not been decided, by number."""
     held = {outcome.rung for outcome in history.rungs}
     return [(index, rung) for index, rung in enumerate(history.rung_settings) if index not in held]
 
 
 def time_saved_s(history: RunHistory) -> float | None:
-    """Seconds that the samples saved would have taken at the run's average pace; None if there is nothing to tell."""
+    """Seconds that the saved samples would have taken at the run's average pace; None if it is unknown."""
     if not history.samples_trained or not history.samples_saved or history.duration_s <= 0:
         return None
     return history.samples_saved * history.duration_s / history.samples_trained

@@ -3,9 +3,9 @@
 ::
 
     runs/queue-<id>/
-        queue.yaml           the tasks, what they ask for, and how they are scheduled
+        queue.yaml           the tasks, their demands, and the scheduling settings
         journal.jsonl        everything that happened to the queue
-        control/             what other processes ask of the queue: alto submit, alto cancel, alto drain
+        control/             commands of other processes: alto submit, alto cancel, alto drain
         tasks/<task>/        the run directory of each task
         report.html
         run.lock             held by the process that works on the queue
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,11 +44,11 @@ class QueueEntry:
     Attributes:
         task: Its name in the queue, unique there.
         num_gpus: GPUs that it runs on.
-        duration_s: What it is thought to take, early exit counted.
+        duration_s: Estimated seconds, early exit included.
         priority, tenant: See :class:`alto.spec.Task`.
         command: Id of the command by which it was submitted; empty where it was there from the start, or was submitted
             by the process that works on the queue.
-        is_cancelled: Nobody wants it any more.
+        is_cancelled: It was cancelled.
     """
 
     task: str
@@ -74,6 +75,8 @@ class QueueDir:
         """A new folder ``<output_dir>/queue-<id>`` with a run directory for each task, whole or not at all.
 
         Args:
+            entries: Entries of the queue.
+            tasks: The task of each entry.
             settings: How the queue is run, in plain values.
 
         Raises:
@@ -81,7 +84,7 @@ class QueueDir:
         """
         stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}.new"
+        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
         with being_born(unborn, output_dir):
             unborn.mkdir(parents=True)
             queue = cls(unborn)
@@ -89,6 +92,7 @@ class QueueDir:
                 queue.run_of(entry.task).begin(task)
             queue._write(entries, settings)
             queue.run.journal_file.touch()
+            queue.run.control.mkdir()  # made by this user, who must be able to remove commands
             return cls(claim(unborn, folder, stem))
 
     @classmethod
@@ -127,11 +131,11 @@ class QueueDir:
         except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise RunError(
                 f"expected {self._spec_file} as ALTO wrote it, found another file ({error!r:.100}); put it back as it "
-                "was, or run the tasks anew"
+                "was, or run the tasks in a new queue"
             ) from error
 
     def add(self, entry: QueueEntry, task: Task) -> None:
-        """Take in a task: once this has returned, the queue has it.
+        """Add a task; once this has returned, it is durable.
 
         Raises:
             RunBusyError: As of :meth:`RunDir.check_lock`.
@@ -141,13 +145,13 @@ class QueueDir:
         entries, settings = self.read()
         self.run.check_lock()
         with writing(self.root, run.root):
-            if run.root.exists():  # what was left by one that was not taken in
+            if run.root.exists():  # left by a task that was not added
                 shutil.rmtree(run.root)
             run.begin(task)
             self._write([*entries, entry], settings)
 
     def cancel(self, task: str) -> None:
-        """Note that nobody wants a task any more; errors as of :meth:`add`."""
+        """Note that a task was cancelled; errors as in :meth:`add`."""
         entries, settings = self.read()
         self.run.check_lock()
         with writing(self.root, self._spec_file):
@@ -165,7 +169,7 @@ class QueueDir:
 
 
 def _facts(entry: QueueEntry) -> dict[str, Any]:
-    """What is written of an entry; of what only live queues have, what differs from its default."""
+    """The written form of an entry; keys that only live queues have are written if they differ from their defaults."""
     facts = asdict(entry)
     return {key: value for key, value in facts.items() if value or key not in ("command", "is_cancelled")}
 

@@ -1,4 +1,4 @@
-"""What happened in a queue, folded from its journal one entry at a time, as :mod:`alto.runs.history` does for a run."""
+"""The state of a queue, folded from its journal one entry at a time, as :mod:`alto.runs.history` does for a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class TaskStage(StrEnum):
-    """Where a task of a queue is in its life."""
+    """State of a task of a queue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,7 +37,14 @@ class TaskStage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs."""
+    """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs.
+
+    Attributes:
+        number: Number of the attempt, from 1.
+        gpus: GPUs of the executor.
+        start: When it started, in unix seconds.
+        reason: Why it ended.
+    """
 
     number: int
     gpus: tuple[Gpu, ...]
@@ -56,11 +63,15 @@ class TaskHistory:
     """State of one task after the events seen so far.
 
     Attributes:
-        duration_s: As it was estimated before the queue began.
+        task: Name in the queue.
+        num_gpus: GPUs that it runs on.
+        duration_s: Estimated seconds, before the queue began.
+        state: Its state.
+        attempts: Its executors so far.
         first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
         failure: Why it was given up.
         tenant, priority: As it was submitted.
-        is_cancelled: Nobody wants it any more; while an executor of it runs, that saves and ends.
+        is_cancelled: It was cancelled; a running executor of it saves and ends.
     """
 
     task: str
@@ -81,7 +92,17 @@ class TaskHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNote:
-    """One schedule that was made: when (unix seconds), why, by whom, and how good it is."""
+    """One schedule that was made: when (unix seconds), why, by whom, and how good it is.
+
+    Attributes:
+        at: When it was made, in unix seconds.
+        reason: Why it was made.
+        method: Method that made it.
+        status: ``optimal``, ``feasible`` or ``heuristic``.
+        makespan_s: Seconds to the end of the last task.
+        bound_s: Lower bound of the makespan, in seconds.
+        notice: Why another method was used than the requested one; empty where it was used.
+    """
 
     at: float
     reason: str
@@ -110,6 +131,7 @@ class QueueHistory(JournalFold):
         self.plans: list[PlanNote] = []
         self.notices: list[str] = []
         self.is_completed = False
+        self._done: set[str] = set()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -127,14 +149,14 @@ class QueueHistory(JournalFold):
         return self.started is not None and self.started.devices == "gpus"
 
     def status(self, *, is_live: bool) -> RunStatus:
-        """The status of the queue, on which a process works or not."""
+        """The status of the queue, from whether a process works on it."""
         return RunStatus.of(is_finished=self.is_completed, is_live=is_live)
 
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
 
     def actual_placements(self) -> list[Placement]:
-        """What ran where until the latest event, a placement an attempt; starts are unix seconds."""
+        """Placements of all attempts until the latest event; starts are unix seconds."""
         now = self.last_seen_at or 0.0
         return [
             Placement(task=task.task, gpus=attempt.gpus, start_s=attempt.start, duration_s=attempt.duration_s(now))
@@ -187,6 +209,7 @@ class QueueHistory(JournalFold):
     def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
         self.tasks[entry.task] = TaskHistory(
             task=entry.task,
+            state=TaskStage.FINISHED if entry.task in self._done else TaskStage.WAITING,
             num_gpus=entry.num_gpus,
             duration_s=entry.duration_s,
             tenant=entry.tenant,
@@ -197,8 +220,9 @@ class QueueHistory(JournalFold):
         self._note_interruption(time)
         self.is_completed = False
         self.notices += event.notes
+        self._done.update(event.done)  # their submission may be journaled again after this
         for task in self.tasks.values():
-            if task.task in event.done:  # the line that says so may not have reached the disk
+            if task.task in event.done:  # its event may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:
@@ -232,7 +256,7 @@ class QueueHistory(JournalFold):
 
 
 def _unfinished(task: TaskHistory) -> TaskStage:
-    """Where a task is whose executor has ended without a result."""
+    """State of a task whose executor has ended without a result."""
     return TaskStage.CANCELLED if task.is_cancelled else TaskStage.WAITING
 
 
@@ -246,6 +270,6 @@ def read_queue_history(queue_dir: str | Path) -> QueueHistory:
 
     Raises:
         RunNotFoundError: It holds no queue.
-        RunError: The journal is damaged, or has what no ALTO writes.
+        RunError: The journal is damaged.
     """
     return QueueHistory.read(QueueDir.open(queue_dir).run.journal_file)

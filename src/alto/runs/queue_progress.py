@@ -1,4 +1,4 @@
-"""How far a queue and the runs of its tasks are: the numbers that tables and pages share."""
+"""Progress of a queue and of its tasks' runs: the numbers that tables and pages share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["QueueProgress"]
 
 
 class QueueProgress:
-    """A queue and the runs of its tasks, as far as they were observed.
+    """The observed state of a queue and of its tasks' runs.
 
     Attributes:
         queue: The queue's own journal.
@@ -29,7 +29,7 @@ class QueueProgress:
 
     @classmethod
     def read(cls, queue_dir: str | Path) -> QueueProgress:
-        """Of the queue in ``queue_dir``, as far as its journals go.
+        """The progress of the queue in ``queue_dir``, from its journals.
 
         Raises:
             RunNotFoundError: There is no queue.
@@ -53,7 +53,7 @@ class QueueProgress:
                 self.queue.apply(entry)
 
     def share(self, task: TaskHistory) -> float:
-        """Of the task's samples that are trained or spared, in [0, 1]."""
+        """Share of the task's samples that are trained or saved by early exit, in [0, 1]."""
         if task.state is TaskStage.FINISHED:
             return 1.0
         run = self.runs.get(task.task)

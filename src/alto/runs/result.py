@@ -1,10 +1,10 @@
-"""The result of a finished run, read off its history: the same right after training and years later."""
+"""The result of a finished run, derived from its history."""
 
 from __future__ import annotations
 
 import math
 
-from alto.errors import NoResultError, RunNotFoundError
+from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskResult, exit_reason
 from alto.runs.choice import choice_notes
 from alto.runs.events import TaskCompleted
@@ -25,7 +25,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
     best = history.best
     if history.result is None or best is None:
         raise NoResultError(
-            f"expected a finished run, found that {run.root} has no result yet; go on with: alto resume {run.root}"
+            f"expected a finished run, found that {run.root} has no result yet; continue with: alto resume {run.root}"
         )
     return TaskResult(
         task=history.name,
@@ -45,10 +45,10 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
 
 def has_result(run: RunDir) -> bool:
     """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
-    report."""
+    report. False where its journal cannot be read; resuming the run reports that error."""
     try:
         entries = read_intact_entries(run.journal_file)
-    except RunNotFoundError:
+    except RunError:
         return False
     return bool(entries) and isinstance(entries[-1].event, TaskCompleted) and run.best.is_dir()
 

@@ -8,7 +8,7 @@
         jobs/<job>/best/     adapter with the job's best validation loss, PEFT format
         jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint
         jobs/<job>/start/    adapter that a cloned job starts from
-        control/             what other processes ask of the running task
+        control/             commands of other processes
         best/                the task's best adapter
         logs/                output and end of every executor that a queue started
         report.html
@@ -23,6 +23,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from alto.spec import Task
 
 __all__ = ["RunDir", "being_born", "claim"]
 
-# A process that only asks whether a run is being worked on holds the lock for an instant.
+# A process that only checks whether a run is being worked on holds the lock for an instant.
 LOCK_TIMEOUT_S = 1.0
 
 
@@ -60,7 +61,7 @@ class RunDir:
         """
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{os.getpid()}.new"
+        unborn = folder / f".{stem}.{os.getpid()}-{threading.get_native_id()}.new"
         with being_born(unborn, output_dir):
             cls(unborn).begin(task)
             return cls(claim(unborn, folder, stem))
@@ -72,7 +73,7 @@ class RunDir:
         self.journal_file.touch()
 
     def resolve(self, task: Task) -> None:
-        """Put ``task``, with what has been found out about it, in the place of the task as it was."""
+        """Replace the task by ``task``, with its resolved settings."""
         self.check_lock()
         with writing(self.root, self.task_file):
             replace_file(self.task_file, task.to_yaml())
@@ -99,7 +100,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Work on the run; the lock is given back however this process ends.
+        """Take the run's lock for the block; it is released however this process ends.
 
         Raises:
             RunBusyError: Another process works on it.
@@ -109,7 +110,7 @@ class RunDir:
         with writing(self.root, self._lock_file):
             if not lock.acquire(LOCK_TIMEOUT_S):
                 raise RunBusyError(
-                    f"expected a run that nobody works on, found that another process does on {self.root}; "
+                    f"expected a run that no other process works on, found that one works on {self.root}; "
                     f"watch it with: alto show --watch {self.root}"
                 )
         outer, self._lock = self._lock, lock
@@ -120,7 +121,7 @@ class RunDir:
             lock.release()
 
     def check_lock(self) -> None:
-        """Make sure, before anything is written, that nobody else can work on a run that is locked here.
+        """Check, before anything is written, that this process still holds the lock of the run.
 
         A lock file that was removed cannot be made again: another process may have worked on the run since.
 
@@ -130,8 +131,8 @@ class RunDir:
         if self._lock is not None and not self._lock.is_held():
             raise RunBusyError(
                 f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
-                f"may work on the run; what was committed is whole: leave the file alone, make sure that nobody works "
-                f"on the run, then go on with: alto resume {self.root}"
+                f"may work on the run; what was committed is intact: leave the file alone, make sure that no "
+                f"process works on the run, then continue with: alto resume {self.root}"
             )
 
     def is_locked(self) -> bool:
@@ -139,13 +140,13 @@ class RunDir:
         try:
             return not LockFile(self._lock_file).is_free()
         except OSError:
-            # Whoever may not write here cannot ask.
+            # The lock file cannot be opened without the right to write.
             return False
 
 
 @contextlib.contextmanager
 def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
-    """What is made inside under the name ``unborn`` is gone afterwards, unless :func:`claim` has given it another.
+    """A temporary folder ``unborn``, removed afterwards unless :func:`claim` has renamed it.
 
     Raises:
         RunError: The folder cannot be made.
@@ -164,7 +165,13 @@ def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
 
 
 def claim(unborn: Path, folder: Path, stem: str) -> Path:
-    """Give the folder its name; that is one step, so two processes never share a run."""
+    """Rename the folder to its final name; this is atomic, so two processes never share a run.
+
+    Args:
+        unborn: The temporary folder.
+        folder: Parent of the final folder.
+        stem: Name of the final folder; a number is added where it is taken.
+    """
     for attempt in range(1000):
         root = folder / (stem if attempt == 0 else f"{stem}-{attempt}")
         if root.exists():  # renaming onto an empty folder would succeed

@@ -14,7 +14,7 @@ __all__ = ["JournalTail"]
 
 
 class JournalTail:
-    """Reads on in a journal, whole lines only.
+    """Reads the new lines of a journal, complete lines only.
 
     A run that is resumed has its journal cut back to a checkpoint, and a new file put in its place. Lines that are in
     both are not given twice: a digest of every line that was read is kept.
@@ -51,7 +51,7 @@ class JournalTail:
         return [decode(event, self._path) for event in map(parse_line, lines) if event is not None]
 
     def _go_back(self, file: BinaryIO) -> None:
-        """Back to where the file stops being what was read before."""
+        """Go back to the first line that differs from what was read before."""
         known, self._digests, self._offset = self._digests, [], 0
         for line, digest in zip(file, known, strict=False):
             if not line.endswith(b"\n") or hash(line[:-1]) != digest:

@@ -1,4 +1,4 @@
-"""Decides who runs where, from plain numbers: residents, orders, and models of memory and time."""
+"""Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
 from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation

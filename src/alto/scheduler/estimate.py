@@ -1,4 +1,4 @@
-"""How long a task will take, before it is run. Pure."""
+"""Estimates the duration of a task before it is run. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ __all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "remaining_d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWork:
-    """What one job has to do if nothing ends it early.
+    """The work of one job without early exit.
 
     Attributes:
+        job: Job id.
         batch_size: Rows of a step.
         num_tokens: Tokens of a step in expectation, rounded up.
         num_steps: Training steps.
-        num_evaluations: How often it is evaluated on all validation rows.
+        num_evaluations: Number of evaluations on all validation rows.
     """
 
     job: str
@@ -35,12 +36,15 @@ class JobWork:
 def estimate_duration_s(
     jobs: Iterable[JobWork], throughput: Throughput, limits: ResidentLimits, *, validation_tokens: int
 ) -> float:
-    """Seconds until every job has done all its steps: what the task takes with early exit off, and at most.
+    """Seconds until every job has done all its steps: the task's duration without early exit, an upper bound with it.
 
     The jobs are admitted by `plan_residents`. Between two changes of the residents all steps take the same time, so the
     clock goes from one change to the next.
 
     Args:
+        jobs: The work of each job.
+        throughput: Model of step durations.
+        limits: Slots and tokens of a step.
         validation_tokens: Tokens of one evaluation.
     """
     work = {job.job: job for job in jobs}
@@ -70,15 +74,19 @@ def expected_duration_s(
     rungs: Sequence[Rung],
     online_exit_share: float = 0.0,
 ) -> float:
-    """Seconds that the task takes with early exit, in expectation.
+    """Expected seconds of the task with early exit.
 
-    Nobody knows yet which jobs a rung keeps, so it keeps every n-th of them in the order of their batch sizes. From
-    rung to rung those that are left train their share of steps as in `estimate_duration_s`; no job trains past a rung
-    before all are there. Of the sum, ``online_exit_share`` is spared by exits between rungs.
+    The jobs that a rung keeps are not known in advance, so every n-th of them in the order of their batch sizes is
+    taken. From rung to rung the remaining jobs train their share of steps as in `estimate_duration_s`; no job trains
+    past a rung before all have reached it. Exits between rungs save ``online_exit_share`` of the sum.
 
     Args:
-        rungs: Points of selection, progress rising; without any, only ``online_exit_share`` is spared.
-        online_exit_share: Share of what the rungs leave that online exits have spared in other runs, in [0, 1).
+        jobs: The work of each job.
+        throughput: Model of step durations.
+        limits: Slots and tokens of a step.
+        validation_tokens: Tokens of one evaluation.
+        rungs: Points of selection, by rising progress; without any, only ``online_exit_share`` is saved.
+        online_exit_share: Share of the work left by the rungs that online exits have saved in other runs, in [0, 1).
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
     places = (*(places_at(rungs, index, len(jobs)) for index in range(len(rungs))), len(jobs))
@@ -92,11 +100,12 @@ def expected_duration_s(
 
 
 def remaining_duration_s(expected_s: float, *, elapsed_s: float, share_before: float, share_done: float) -> float:
-    """Seconds that a task that runs will still take: what was expected, and more and more what its own pace says.
+    """Remaining seconds of a running task: the estimate, weighted more and more by the task's own pace.
 
     Args:
-        expected_s: What was left of it by the estimate when it began, ``elapsed_s`` seconds ago.
-        share_before, share_done: Shares of its samples that were trained or spared then, and now; in [0, 1].
+        expected_s: Estimated remaining seconds when it began, ``elapsed_s`` seconds ago.
+        share_before, share_done: Shares of its samples that were trained or saved by early exit, then and now; in [0,
+            1].
     """
     weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
     if weight <= 0.0:
@@ -131,5 +140,5 @@ def _part(job: JobWork, start: float, end: float) -> JobWork:
 
 
 def _spread(jobs: Sequence[JobWork], num_kept: int) -> list[JobWork]:
-    """So many of ``jobs``, at equal distances."""
+    """``num_jobs`` of ``jobs``, at equal distances."""
     return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]

@@ -17,14 +17,14 @@ from alto.records import MemoryPoint, MemoryProfile, ThroughputPoint
 __all__ = ["SATURATED", "MemoryFit", "ThroughputFit", "fit_memory", "fit_throughput", "max_tokens", "saturation"]
 
 SATURATED = 0.95
-"""Share of the best measured tokens per second from which on more tokens in a step bring next to nothing."""
+"""Share of the best measured tokens per second from which on more tokens in a step are hardly faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
     """Peak memory of a step without the bank: ``fixed_bytes + bytes_per_token * tokens``.
 
-    ``error_median`` and ``error_worst`` are relative to what was measured.
+    ``error_median`` and ``error_worst`` are relative to the measurements.
     """
 
     fixed_bytes: float
@@ -47,7 +47,7 @@ class ThroughputFit:
 def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
     """The line through ``points`` with the least squares of relative errors; both coefficients are at least 0.
 
-    Measured peaks lie on both sides of it; the margin that is not planned with is for those above.
+    Measured peaks lie on both sides of it; the margin of memory that is not planned covers those above.
 
     Raises:
         ProfileError: There are not two different numbers of tokens.
@@ -70,7 +70,13 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
 def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
     """Most tokens that a step may have so that it and the bank stay within ``margin * capacity_bytes``.
 
-    It is 0 where the base model and the bank alone are too much, and None where tokens take no memory to speak of.
+    It is 0 where the base model and the bank alone do not fit, and None where the memory of tokens is negligible.
+
+    Args:
+        model: Memory model of a step.
+        capacity_bytes: Memory of the device.
+        margin: Share of the capacity that may be planned, in (0, 1].
+        bank_bytes: Memory of the bank.
     """
     left = margin * capacity_bytes - bank_bytes - model.fixed_bytes
     if left <= 0.0:
@@ -120,7 +126,7 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
     if not (measured > 0.0).all():
         raise ProfileError(
             f"profile: expected bytes and seconds above 0, found {float(measured.min()):g}; subtract no more than the "
-            "bank's own bytes, and let the clock be one that does not go back"
+            "bank's own bytes, and use a monotonic clock"
         )
     relative = columns / measured[:, None]
     # Columns of one size, so that rounding does not decide: bytes and tokens are millions apart.
@@ -133,7 +139,7 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
             if rank < count or (solution < 0.0).any():
                 continue
             squares = float(np.sum((relative[:, chosen] @ solution - 1.0) ** 2))
-            # A column more must earn its place by more than rounding.
+            # Another column must reduce the error by more than rounding.
             if squares < least * (1.0 - 1e-9) - 1e-24:
                 best, least = np.zeros(columns.shape[1]), squares
                 best[list(chosen)] = solution

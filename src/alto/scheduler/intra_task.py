@@ -25,15 +25,15 @@ def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> Resi
 
     A resident that can train keeps its slot. Jobs without one come in decreasing batch size, those that share the batch
     size of most residents first, so that jobs of equal length run side by side; among equals, jobs that have started
-    come before fresh ones, then the lower id. One that does not fit lets those after it pass; one that is larger than
-    the limit is admitted when no other job trains. A resident that waits at a rung is parked only when its slot is
-    wanted. What is left of the token limit goes to waiting jobs that may run ahead, those with a slot first.
+    come before fresh ones, then the lower id. A job that does not fit does not block those after it; one that is larger
+    than the limit is admitted when no other job trains. A resident that waits at a rung is parked only when another job
+    needs its slot. What is left of the token limit goes to waiting jobs that may run ahead, those with a slot first.
 
     On several ranks, the jobs that are to have a slot are assigned to ranks afterwards
     (`alto.scheduler.rank_assignment`).
 
-    The plan depends on its arguments alone, and not on the order of ``demands``; made again after it was carried out,
-    it changes nothing.
+    The plan depends only on its arguments, and not on the order of ``demands``; a second plan after it was carried out
+    changes nothing.
     """
     demands = tuple(demands)
     training: list[JobDemand] = []
@@ -65,7 +65,7 @@ class _Residents:
 
     def __init__(self, limits: ResidentLimits, training: Iterable[JobDemand], waiting: Iterable[JobDemand]) -> None:
         self._max_tokens = limits.max_tokens
-        # Who may not run ahead has less use for a slot.
+        # Jobs that may not run ahead are parked first.
         self._leavers = sorted(waiting, key=lambda demand: (demand.may_run_ahead, demand.job))
         occupied = {demand.slot for demand in (*training, *self._leavers)}
         self._free = [slot for slot in range(limits.num_slots) if slot not in occupied]

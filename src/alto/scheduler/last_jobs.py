@@ -1,8 +1,8 @@
 """The last jobs of a task, when they are fewer than its ranks: on all ranks, or on as many as there are jobs. Pure.
 
-On all of them every job's rows are shared out, and each rank does the fixed work of a step for all jobs. On as few as
-there are jobs a step takes as long as that of the largest job alone, and the other GPUs go back to the queue. Which is
-better follows from the measured duration of a step. Rungs that are still ahead end jobs on both ways.
+On all ranks, every job's rows are split, and each rank does the fixed work of a step for all jobs. On as few as
+there are jobs a step takes as long as that of the largest job alone, and the other GPUs are returned to the queue.
+Which is better follows from the measured duration of a step. Rungs that are still ahead end jobs on both ways.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LastJob", "LastJobsForecast", "forecast_last_jobs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastJob:
-    """A job that is left.
+    """A remaining job.
 
     Attributes:
         num_tokens: Tokens of one of its steps in expectation.
@@ -33,12 +33,12 @@ class LastJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastJobsForecast:
-    """What is left of a task, in seconds of training.
+    """The remaining seconds of a task on fewer or all GPUs.
 
     Attributes:
-        num_gpus: As many as there are jobs.
-        duration_s: On so many, a job each.
-        spread_duration_s: On all it has.
+        num_gpus: The number of remaining jobs.
+        duration_s: Seconds on ``num_gpus`` GPUs, a job each.
+        spread_duration_s: Seconds on all its GPUs.
     """
 
     num_gpus: int
@@ -49,12 +49,14 @@ class LastJobsForecast:
 def forecast_last_jobs(
     jobs: Sequence[LastJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
 ) -> LastJobsForecast | None:
-    """Both ways to the end; None where there are no fewer jobs than ranks.
+    """The remaining seconds on fewer and on all GPUs; None where there are no fewer jobs than ranks.
 
     Args:
-        throughput: Of steps on ``num_ranks`` ranks, with the jobs and tokens of all of them.
+        jobs: The remaining jobs.
+        throughput: Model of step durations on ``num_ranks`` ranks, with the jobs and tokens of all of them.
+        num_ranks: Ranks of the task.
         places: The share of a job's steps at which each rung lies, and how many jobs continue from it. Which ones is
-            not known yet: those with the most work ahead are taken, so that no way looks shorter than it may be.
+            not known yet: those with the most work ahead are taken, so that neither duration is underestimated.
     """
     if not 0 < len(jobs) < num_ranks:
         return None
@@ -66,7 +68,7 @@ def forecast_last_jobs(
     while left:
         num_steps = left[0].num_steps - done
         largest, together = max(job.num_tokens for job in left), sum(job.num_tokens for job in left)
-        # What was measured is a step in which every rank has as many jobs and tokens.
+        # In a measured step every rank has the same numbers of jobs and tokens.
         alone_s += num_steps * throughput.duration_s(num_ranks, num_ranks * largest)
         spread_s += num_steps * throughput.duration_s(num_ranks * len(left), together)
         done = left[0].num_steps

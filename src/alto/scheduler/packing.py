@@ -1,4 +1,4 @@
-"""How many jobs of a task train together, and in passes of how many tokens: from what was measured. Pure."""
+"""Chooses slots and micro-batch size of a task from the measured memory and throughput models. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from dataclasses import dataclass
 from alto.errors import DeviceMemoryError
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler.fit import max_tokens, saturation
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["Packing", "PackingRequest", "choose_packing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRequest:
-    """What a task asks of the device, or of several alike; what it leaves open is None.
+    """The jobs, rows and limits of a task on one device or several equal ones; a limit that the task leaves open is
+    None.
 
     Attributes:
         step_tokens: Tokens of one step of every job, in expectation.
-        longest_row: Tokens of the longest row: the least a pass must hold.
+        longest_row: Tokens of the longest row: the smallest possible micro-batch size.
         slot_bytes: Memory of one slot.
-        usual_tokens_per_pass: Beyond which passes of this device gain nothing.
-        num_ranks: Devices like this one that share the jobs. Bytes and passes are those of one of them; slots, and
-            tokens of a step, of all.
+        usual_tokens_per_pass: Tokens beyond which larger micro-batches are not faster on this device.
+        num_ranks: Devices like this one that share the jobs. Bytes and micro-batches are those of one device; slots,
+            and tokens of a step, of all.
+        max_slots: Set by the task; else None.
+        max_tokens_per_step: Set by the task; else None.
+        max_tokens_per_pass: Set by the task; else None.
     """
 
     step_tokens: Sequence[int]
@@ -38,9 +43,15 @@ class PackingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The limits that a task runs within, and the peak of memory that they come to.
+    """The limits that a task runs within, and the resulting peak of memory.
 
-    Slots and tokens of a step are those of all ranks, passes and the peak those of one.
+    Slots and tokens of a step are those of all ranks; micro-batches and the peak are those of one.
+
+    Attributes:
+        max_slots: Slots of all ranks.
+        max_tokens_per_step: Tokens of a step of all ranks.
+        max_tokens_per_pass: Tokens of a micro-batch of one rank.
+        peak_bytes: Expected peak of memory of one rank.
     """
 
     max_slots: int
@@ -52,12 +63,17 @@ class Packing:
 def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: Throughput) -> Packing:
     """As many slots as a step needs to reach the device's best rate of tokens, even with the smallest jobs, and as fit.
 
-    Slots beyond that would only delay the first results. Slots that leave too little memory for such a step are
-    given up for longer passes. Several ranks get a slot each at least, and steps in which each may train the largest
-    job. What the task itself sets is kept; where that does not fit, the error says what does.
+    Slots beyond that would only delay the first results. Where slots leave too little memory for such a step, there are
+    fewer slots and larger micro-batches. Several ranks get a slot each at least, and steps in which each may train the
+    largest job. The task's own limits are kept; where they do not fit, the error names limits that do.
+
+    Args:
+        request: Jobs, rows and limits of the task.
+        memory: Memory model of a step.
+        throughput: Throughput model of a step.
 
     Raises:
-        DeviceMemoryError: One slot and a pass of the longest row, or what the task sets, do not fit.
+        DeviceMemoryError: One slot and a micro-batch of the longest row, or the task's own limits, do not fit.
     """
     saturated = saturation(throughput.points)
     smallest = min(request.step_tokens)
@@ -90,12 +106,12 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
 
 
 def _one_job_each(request: PackingRequest) -> int:
-    """Tokens of a step in which no rank is idle, whatever their jobs; one rank never is."""
+    """Tokens of a step in which no rank is idle, for any jobs; a single rank never is."""
     return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 
 def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:
-    """Tokens that fit into a pass beside the bank."""
+    """Tokens of the largest micro-batch that fits beside the bank."""
     fitting = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
     return 2**24 if fitting is None else min(fitting, 2**24)
 
@@ -110,7 +126,7 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
         fits = f"rows of at most {fitting:,} tokens fit beside one slot: set max_length: {fitting}" if fitting else ""
         remedy = "; ".join(
             filter(
-                None, (fits, "or gradient_checkpointing: true, load_in_4bit: true, more GPUs (num_gpus) or a smaller r")
+                None, (fits, f"or gradient_checkpointing: true, {LOAD_IN_4BIT}, more GPUs (num_gpus) or a smaller r")
             )
         )
     else:
@@ -119,10 +135,11 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
             fitting -= 1
         tokens = _fitting_tokens(memory, fitting * request.slot_bytes)
         of_rank = f" a rank ({fitting * num_ranks} in all)" if num_ranks > 1 else ""
-        remedy = f"{fitting} slots{of_rank} and passes of {tokens:,} tokens fit: lower max_slots or max_tokens_per_pass"
+        fitted = f"{fitting} slots{of_rank} and micro-batches of {tokens:,} tokens fit"
+        remedy = f"{fitted}: lower max_slots or max_tokens_per_pass"
     where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return (
         f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
-        f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a pass of {least_micro_batch:,} tokens take "
+        f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a micro-batch of {least_micro_batch:,} tokens take "
         f"{need / 2**30:,.2f} GiB{where}; {remedy}"
     )

@@ -1,5 +1,5 @@
-"""On which ranks the jobs of a plan train: each on one, evenly, or each on all (data parallel). Pure: the same on
-every rank."""
+"""Assigns the jobs of a plan to ranks: each to one rank, balanced, or each to all ranks (data parallel). Pure: the same
+on every rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ __all__ = ["assign_slots"]
 
 
 def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: ResidentLimits) -> ResidentPlan:
-    """``plan``, which was made as if there was one bank, with its slots on ranks that have about as much to do.
+    """``plan``, which was made for a single bank, with its slots assigned to ranks of about equal load.
 
-    Who has a slot and who trains stays as planned. Those that train are moved to make their ranks even
-    (`assign_ranks`); one that waits keeps its slot where those that train leave it one, and else moves to a rank with a
-    free slot. Jobs that are fewer than the ranks train data parallel on all of them, once none waits any more.
+    Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance their ranks (`assign_ranks`);
+    a waiting job keeps its slot if training jobs do not need it, and else moves to a rank with a free slot. Jobs that
+    are fewer than the ranks train data parallel on all of them, once none waits any more.
+
+    Args:
+        plan: Plan of resident jobs.
+        demands: Jobs that have not ended.
+        limits: Limits of the bank, with the number of ranks.
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)

@@ -1,4 +1,4 @@
-"""Which rank of an executor has which jobs, so that no rank waits long for another. Pure: every rank decides the same.
+"""Assigns jobs to the ranks of an executor with balanced load. Pure: every rank decides the same.
 
 A step takes as long as the rank with the most tokens, so these are made even: by putting new jobs where least is done,
 and, where exits have left the ranks uneven, by moving as few jobs as it takes.
@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 __all__ = ["MAX_EXACT_JOBS", "TOLERANCE", "RankDemand", "RankSlots", "assign_ranks", "imbalance"]
 
 TOLERANCE = 0.05
-"""By how much of the mean the rank with the most tokens may be above it before a job is moved."""
+"""Tolerated excess of the rank with the most tokens over the mean, as a share of the mean, before a job is moved."""
 
 MAX_EXACT_JOBS = 8
-"""Up to so many jobs, the best assignment of all is found; of more, one that no single move or exchange betters."""
+"""Largest number of jobs with an optimal assignment; for more jobs, one that no single move or exchange improves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlots:
-    """The slots of all ranks, counted through: first those of rank 0, then those of rank 1, and so on.
+    """The slots of all ranks, numbered consecutively: first those of rank 0, then those of rank 1, and so on.
 
     Attributes:
         per_rank: Slots of the bank of each.
@@ -38,7 +38,7 @@ class RankSlots:
         return slot // self.per_rank
 
     def local_slot_of(self, slot: int) -> int:
-        """Where ``slot`` lies in the bank of its rank."""
+        """The local slot of ``slot`` in the bank of its rank."""
         return slot % self.per_rank
 
 
@@ -47,6 +47,7 @@ class RankDemand:
     """A job that trains.
 
     Attributes:
+        job: Job id.
         num_tokens: Tokens of one of its steps in expectation, 1 or more.
         rank: Where it is; None where moving it costs nothing.
     """
@@ -57,7 +58,7 @@ class RankDemand:
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """By how much of the mean the largest of ``loads`` is above it."""
+    """Excess of the largest of ``loads`` over the mean, as a share of the mean."""
     return max(loads) * len(loads) / sum(loads) - 1.0 if any(loads) else 0.0
 
 
@@ -67,8 +68,8 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
 
     Of up to `MAX_EXACT_JOBS` jobs no more are moved than it takes to make the ranks even, or as even as can be.
 
-    The result depends on its arguments alone, and not on the order of ``demands``; asked again with what it has
-    answered, it moves no job.
+    The result depends only on its arguments, and not on the order of ``demands``; called again with its own result, it
+    moves no job.
     """
     ordered = tuple(sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job)))
     assert len(ordered) <= slots.num_slots
@@ -113,7 +114,7 @@ class _Ranks:
         return imbalance(self._loads)
 
     def fill(self) -> None:
-        """Put those that have no rank, the largest first, where least is done."""
+        """Put jobs without a rank, the largest first, on the rank with the least load."""
         for demand in self._demands.values():
             if demand.rank is None:
                 free = (rank for rank, jobs in enumerate(self._jobs) if len(jobs) < self._per_rank)
@@ -133,7 +134,7 @@ class _Ranks:
                     continue
                 for other in (None, *others) if len(others) < self._per_rank else others:
                     after = self._larger_after(job, heaviest, other, rank)
-                    # Where it gains as much, those move that have just come.
+                    # Of equally good moves, those of new jobs are taken.
                     cost = self._is_settled(job) + self._is_settled(other)
                     key = (after, cost, job, other or "", rank)
                     if after < self._loads[heaviest] and (best is None or key < best[0]):
@@ -193,7 +194,7 @@ class _Search:
         self._place({}, 0)
 
     def _cost(self, num_moved: int) -> tuple[float, int]:
-        """What is to be least; it only grows as jobs are added."""
+        """The cost to be minimised; it only grows as jobs are added."""
         return max(max(self._loads) * len(self._loads) / self._total - 1.0, self._floor), num_moved
 
     def _place(self, rank_of: dict[str, int], num_moved: int) -> None:

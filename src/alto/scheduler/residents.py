@@ -17,7 +17,7 @@ __all__ = [
 
 
 class AdmitReason(StrEnum):
-    """Why a job is given a slot.
+    """Why a job gets a slot.
 
     ``same_batch_size``: most residents have its batch size. ``largest_first``: none that could be admitted is larger.
     ``fills_up``: those it was preferred to are too large for the tokens that are left. ``alone``: it is larger than the
@@ -56,9 +56,9 @@ class JobDemand:
         batch_size: Rows of one of its steps.
         num_tokens: Tokens of one of its steps in expectation, rounded up.
         slot: Its slot; None if it is pending or parked.
-        is_data_parallel: Its rows are shared out over all ranks; it has the same local slot on each of them.
+        is_data_parallel: Its rows are split over all ranks; it has the same local slot on each of them.
         is_waiting: It has reached a rung that the others have not.
-        may_run_ahead: It waits, but is certain to be kept, so it may train on where no other job can.
+        may_run_ahead: It waits, but is certain to be kept, so it may continue in an idle slot.
         has_started: It has trained before.
     """
 
@@ -91,7 +91,7 @@ class ResidentLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parking:
-    """A job that leaves its slot for now."""
+    """A job to be parked."""
 
     job: str
     reason: ParkReason
@@ -100,7 +100,14 @@ class Parking:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A job that gets a slot; one that is data parallel gets the same local slot on every rank, ``slot`` being the
-    first's."""
+    first's.
+
+    Attributes:
+        job: Job id.
+        slot: Slot, numbered over all ranks.
+        reason: Why it gets the slot.
+        is_data_parallel: Whether all ranks train it.
+    """
 
     job: str
     slot: int
@@ -110,12 +117,12 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlan:
-    """What changes, in this order, and who trains besides the residents that do not wait.
+    """The changes, in this order, and the waiting jobs that train besides the other residents.
 
     Attributes:
         park: Jobs that leave their slots.
         admit: Jobs that get one.
-        ahead: Waiting jobs with a slot that train on before their rung is held.
+        ahead: Waiting jobs with a slot that continue before their rung is decided.
     """
 
     park: tuple[Parking, ...] = ()

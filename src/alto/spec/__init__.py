@@ -1,4 +1,4 @@
-"""WHAT is asked: tasks, their search spaces and jobs, and the files they are written in. No torch here."""
+"""Specifications: tasks, their search spaces and jobs, and their files. Without torch."""
 
 from alto.spec.base_model import BaseModelSpec, Quantisation
 from alto.spec.early_exit import EarlyExit

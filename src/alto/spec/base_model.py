@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["QUANTISATION_KEYS", "BaseModelSpec", "Dtype", "Quantisation", "quantisation_keys", "quantisation_of"]
+__all__ = [
+    "LOAD_IN_4BIT",
+    "QUANTISATION_KEYS",
+    "BaseModelSpec",
+    "Dtype",
+    "Quantisation",
+    "quantisation_keys",
+    "quantisation_of",
+]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantisation = Literal["none", "4bit", "8bit"]
 
 QUANTISATION_KEYS: Mapping[Quantisation, str] = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
-"""The key that asks for a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
+"""The key that sets a quantisation: in tasks, in the journal and in files of metrics, and in transformers."""
+
+LOAD_IN_4BIT = f"{QUANTISATION_KEYS['4bit']}: true"
+"""The line of a task file that sets 4 bits, for the remedies of errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +34,9 @@ class BaseModelSpec:
         id: A model shipped with ALTO, a hub id, or a local folder.
         dtype: Precision of the weights; ``auto`` is float32 on the CPU and the model's own on CUDA.
         quantisation: Keep the linear layers, but not the output head, quantised by bitsandbytes: ``4bit`` is NF4 with
-            double quantisation, ``8bit`` one byte a number with a scale a row. ``none`` leaves the model as it lies on
+            double quantisation, ``8bit`` one byte a number with a scale a row. ``none`` keeps the model as it is on
             disk, quantised or not.
-        torch_compile: Compile the layers: fewer, larger launches, after a wait in the first steps.
+        torch_compile: Compile the layers: fewer, larger launches, after compilation in the first steps.
         use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
             and nothing else.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
@@ -39,11 +50,11 @@ class BaseModelSpec:
     trust_remote_code: bool = False
 
     def key(self) -> dict[str, Any]:
-        """All of it in plain values, for the key of a cache: two specifications that differ have different keys."""
+        """All fields as plain values, for the key of a cache: different specifications have different keys."""
         return asdict(self)
 
     def task_keys(self) -> dict[str, Any]:
-        """The keys of a task that say the same."""
+        """The equivalent keys of a task."""
         return {
             "model": self.id,
             "dtype": self.dtype,
@@ -55,10 +66,10 @@ class BaseModelSpec:
 
 
 def quantisation_keys(quantisation: Quantisation) -> dict[str, bool]:
-    """Both keys of a task with their values, as the journal has them too."""
+    """Both keys of a task with their values; the journal has the same."""
     return {key: name == quantisation for name, key in QUANTISATION_KEYS.items()}
 
 
 def quantisation_of(keys: Mapping[str, Any]) -> Quantisation:
-    """What the keys of a task or of a quantised model's configuration ask for; ``none`` where they ask for nothing."""
+    """The quantisation that the keys of a task, or of a quantised model's configuration, set; ``none`` by default."""
     return next((name for name, key in QUANTISATION_KEYS.items() if keys.get(key)), "none")

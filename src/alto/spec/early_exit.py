@@ -31,7 +31,7 @@ PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
-LATEST_RUNG = 0.9  # a job whose learning rate rises to its end is ranked all the same
+LATEST_RUNG = 0.9  # a job whose learning rate rises to its end is ranked too
 
 PresetName: TypeAlias = Literal["default", "cautious", "greedy"]
 
@@ -42,8 +42,8 @@ class Preset:
 
     Attributes:
         rungs: ``(progress, keep)`` pairs.
-        min_kept: So many jobs go on from each of them at least.
-        finish_from: Share of its steps from which only the best job trains on; None for no such point.
+        min_kept: Smallest number of jobs that continue from each rung.
+        finish_from: Share of its steps from which only the best job continues; None for no such point.
     """
 
     rungs: tuple[tuple[float, float], ...]
@@ -67,7 +67,7 @@ _RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
     "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
     "paper": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_gap"},
 }
-"""By policy: its rules in the order in which they are asked, each behind the switch that turns it off."""
+"""By policy: its rules in the order of their calls, each with the setting that switches it off."""
 
 
 class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
@@ -78,27 +78,28 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
     own noise, not when validation and training loss lie apart.
 
-    A non-finite loss always ends a job, whatever is switched off here.
+    A non-finite loss always ends a job, with any settings.
 
     Attributes:
         enabled: False trains every job to its last step.
         policy: ``alto`` or ``paper``.
         detect_divergence: End jobs whose smoothed training loss and validation loss both rise.
-        detect_overfitting: End jobs that overfit; their best adapter is kept and goes on competing.
-        rules: Further rules by name, asked after those of the policy: a mapping of a rule's settings, or true for its
+        detect_overfitting: End jobs that overfit; their best adapter is kept and still competes.
+        rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
             defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``.
-        select: Rank the jobs at every rung and end those that do not earn a place.
+        select: Rank the jobs at every rung and end those that are not kept.
         preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only); None is ``default`` where no rungs are
             given. ``cautious`` keeps more jobs for longer, ``greedy`` fewer.
         warmup_ratio: Share of its steps every job trains before it is ranked. Given alone or with ``select_ratio``
-            it makes one rung; the paper's 0.05 stands in if only ``select_ratio`` is given.
-        select_ratio: Share of the ranked jobs that go on; the paper's 0.25 stands in if only ``warmup_ratio`` is given.
+            it makes one rung; the default is the paper's 0.05 if only ``select_ratio`` is given.
+            select_ratio: Share of the ranked jobs that continue; the default is the paper's 0.25 if only
+                ``warmup_ratio`` is given.
         rungs: ``(progress, keep)`` pairs, progress rising: at ``progress`` of its steps every job is ranked and
-            ``keep`` of the jobs that the rung before left go on. Excludes ``warmup_ratio``, ``select_ratio`` and
+            ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
             ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
-        min_kept: So many jobs go on from every rung at least. None is what the preset says, and 1 without one.
-        finish_from: Share of its steps from which only the best job trains on; 1 lets all that the rungs left finish.
-            None is what the preset says, and 1 without one.
+        min_kept: Smallest number of jobs that continue from every rung. None is the preset's value, and 1 without one.
+        finish_from: Share of its steps from which only the best job continues; 1 lets all jobs left by the rungs
+            finish. None is the preset's value, and 1 without one.
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
@@ -108,7 +109,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         tau_slope: Slope from which a loss counts as rising, in its own unit (nats per token) per evaluation.
         tau_gap: Gap between validation and smoothed training loss, relative to the latter (``paper`` only).
         tau_upturn: Rise of the validation loss over its best, relative to that best, below which it has not turned
-            upward however smooth the curve is (``alto`` only).
+            upward even on a smooth curve (``alto`` only).
         tau_noise: The same rise in standard deviations of the job's own validation noise (``alto`` only).
         ema_alpha: Weight of the newest step in the smoothed training loss. The default 0.1 averages over about the last
             ten steps, which cuts step noise to a quarter and still follows a loss that turns between two evaluations.
@@ -117,9 +118,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         UnknownKeyError: A key that is not one of the above.
         ConflictingKeysError: ``rungs`` together with ``warmup_ratio`` or ``select_ratio``; ``preset`` together with one
             of these three, or with the paper's policy.
-        SpecError: A value out of bounds, rungs that do not rise, a rule that nobody has, or one of the policy's own
-            under ``rules``.
-        UnsupportedError: What a package registers as a rule cannot be used.
+        SpecError: A value out of bounds, rungs that do not rise, an unknown rule, or one of the policy's own under
+            ``rules``.
+        UnsupportedError: The rule of a package cannot be used.
     """
 
     enabled: bool = Field(default=True, description="whether any job is stopped early")
@@ -131,12 +132,14 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     warmup_ratio: float | None = Field(
         default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
     )
-    select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that go on")
+    select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that continue")
     preset: PresetName | None = Field(default=None, description="rungs by name")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
-    min_kept: int | None = Field(default=None, ge=1, le=10**6, description="jobs that go on from a rung at least")
+    min_kept: int | None = Field(
+        default=None, ge=1, le=10**6, description="smallest number of jobs that continue from a rung"
+    )
     finish_from: float | None = Field(
-        default=None, gt=0, le=1, description="share of its steps from which only the best job trains on"
+        default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
     ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
@@ -157,8 +160,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if not isinstance(pairs, tuple) or not pairs or not all(_is_rung(pair) for pair in pairs):
             raise ValueError(
                 f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
-                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false to rank "
-                "nobody."
+                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
+                "ranking."
             )
         progress = [pair[0] for pair in pairs]
         if any(later <= earlier for earlier, later in itertools.pairwise(progress)):
@@ -170,7 +173,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     @model_validator(mode="after")
     def _check_finish(self) -> EarlyExit:
         given = self._given_rungs
-        # Of a preset, the rungs behind the finish are left out; a user who sets rungs means all of them.
+        # The rungs of a preset after the finish are left out; those that a user sets are all used.
         before, which = (self._basis.rungs[0][0], "first") if given is None else (given[-1][0], "last")
         if self.finish_from is not None and self.finish_from <= before:
             raise ValueError(
@@ -196,7 +199,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @classmethod
     def parse(cls, value: object) -> EarlyExit:
-        """What stands under ``early_exit`` in a task: a mapping of settings; true for the defaults, false for none.
+        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for none.
 
         Raises:
             SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
@@ -217,13 +220,13 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         try:
             return cls(**value)
         except SpecError as error:
-            if type(error) is SpecError:  # about a value; errors about keys say themselves where they stand
+            if type(error) is SpecError:  # about a value; errors about keys have their place in the message
                 raise SpecError(f"early_exit.{error}") from None
             raise
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
-        """The settings as the files of a run hold them; those of version 0.1 select as that version did.
+        """The settings in the files of a run; those of version 0.1 select as that version did.
 
         Raises:
             SpecError: As the constructor does.
@@ -243,7 +246,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def active_rules(self) -> tuple[Rule, ...]:
-        """The rules that judge each job at each of its evaluations, in the order in which they are asked."""
+        """The rules that judge each job at each of its evaluations, in the order of their calls."""
         if not self.enabled:
             return ()
         switches = _RULES_OF_POLICY[self.policy]
@@ -253,8 +256,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def selection_rungs(self) -> tuple[Rung, ...]:
-        """The rungs these settings stand for, whether or not ``enabled`` and ``select`` let them act; the last is the
-        point from which only the best job trains on, where there is one."""
+        """The rungs of these settings, also where ``enabled`` or ``select`` is off; the last one is the point from
+        which only the best job continues, where there is one."""
         halving = self._halving
         rungs = [Rung(progress=progress, keep=keep, min_kept=halving.min_kept) for progress, keep in halving.rungs]
         if halving.finish_from is not None:
@@ -262,12 +265,12 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return tuple(rungs)
 
     def resolved(self, *, lr_warmup: float = 0.0) -> EarlyExit:
-        """The same settings with the rungs spelt out, as they are written to the run directory.
+        """The same settings with explicit rungs, as they are written to the run directory.
 
         Args:
-            lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset wait
-                for it; those that a user or the paper sets stay where they are, and so does a user's ``finish_from``,
-                before which the rungs of a preset then stay, too.
+            lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
+                no earlier than its end; those of a user or the paper do not move, nor does a user's ``finish_from``,
+                and then the rungs of a preset stay before it.
         """
         halving = self._halving
         is_finish_inside = self.finish_from is not None and self.finish_from <= lr_warmup
@@ -300,7 +303,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def _halving(self) -> Preset:
-        """What these settings amount to, every default filled in."""
+        """The effective settings, with every default filled in."""
         basis = self._basis
         finish = basis.finish_from if self.finish_from is None else self.finish_from
         finish = None if finish == 1 else finish
@@ -312,8 +315,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
 
 def _after_warmup(halving: Preset, lr_warmup: float) -> Preset:
-    """The same places, given no earlier than ``lr_warmup``: rungs inside of it become one at its end. A finish inside
-    moves to the middle of what is left."""
+    """The same selection, no earlier than ``lr_warmup``: rungs before its end become one at its end. A finish before
+    its end moves to the middle of the rest."""
     lr_warmup = min(lr_warmup, LATEST_RUNG)
     inside = [keep for progress, keep in halving.rungs if progress < lr_warmup]
     if not inside:
@@ -357,6 +360,7 @@ def _rules(given: object) -> dict[str, Rule]:
 
 
 def _rule(name: str, settings: object) -> Rule:
+    RULES.check_not_taken(name)
     kind = RULES.find(name)
     if isinstance(settings, kind):
         return settings

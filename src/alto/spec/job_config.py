@@ -1,4 +1,4 @@
-"""One configuration of a search space: what a job is trained with, and the arithmetic that follows from it."""
+"""One configuration of a search space: the settings of a job, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*
 
 
 class JobConfig(SpecModel):
-    """Everything that decides one job's trajectory, resolved and checked.
+    """All settings of one job's trajectory, resolved and checked.
 
     Fields carry the spelling of Hugging Face's ``TrainingArguments`` and PEFT's ``LoraConfig``; the constructor also
     takes the aliases in :data:`alto.spec.keys.JOB_ALIASES`. Steps are optimizer steps, rows are training examples;
-    a row count handed to a method is that of the training split.
+    a row count given to a method is that of the training split.
 
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
@@ -77,7 +77,7 @@ class JobConfig(SpecModel):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
-    num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="passes over the training rows")
+    num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
     lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
     warmup_steps: int = Field(
@@ -97,7 +97,7 @@ class JobConfig(SpecModel):
 
     def __init__(self, /, **values: Any) -> None:
         if not values.keys() <= JobConfig.model_fields.keys():
-            # A setting of a method that has no place here is refused as such, instead of taken for a misspelt field.
+            # A setting of another method is refused as such, and not as a misspelt field.
             method = find_method("sft")
             fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
             given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
@@ -110,7 +110,7 @@ class JobConfig(SpecModel):
 
         Args:
             values: Fields of every job and settings of the method, in any spelling; settings of ALTO's other methods
-                may be there if they are null.
+                are allowed if they are null.
 
         Raises:
             SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
@@ -149,7 +149,7 @@ class JobConfig(SpecModel):
                 f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
                 "Write one of these, a number without quotes and with a point before its exponent."
             )
-        # A rank that was refused is reported as such; any positive number does in its place.
+        # A refused rank is reported separately; any positive number replaces it here.
         return float(match["factor"] or 1) * info.data.get("r", 1)
 
     @field_validator("target_modules", mode="before")
@@ -168,7 +168,7 @@ class JobConfig(SpecModel):
             if not isinstance(name, str) or not re.fullmatch(_MODULE_NAME, name):
                 raise ValueError(
                     f"should name modules by letters, digits, '_', '.' and '-', found {quoted(name)} in a list. "
-                    f"A pattern stands alone: join several with '|'."
+                    f"A pattern cannot be in a list: join several with '|'."
                 )
         if len(set(value)) < len(value):
             raise ValueError(f"should name each module once, found {quoted(value)}. Remove the repeated name.")
@@ -205,7 +205,7 @@ class JobConfig(SpecModel):
     @field_validator("num_train_epochs", mode="before")
     @classmethod
     def _accept_whole_float(cls, value: Any) -> Any:
-        # Hugging Face types this field as a float, so that files in the wild say 3.0.
+        # Hugging Face types this field as a float, so existing files have 3.0.
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @field_validator("max_grad_norm", mode="after")
@@ -221,7 +221,7 @@ class JobConfig(SpecModel):
                 f"{self.warmup_steps} and warmup_ratio={self.warmup_ratio}. Remove one."
             )
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
-            # Hugging Face drops the warmup here without a word.
+            # Hugging Face silently ignores the warmup here.
             raise ValueError(
                 "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
                 "Write 'constant_with_warmup', or remove the warmup."
@@ -229,7 +229,7 @@ class JobConfig(SpecModel):
         return self
 
     def steps_per_epoch(self, num_rows: int) -> int:
-        """Steps of one pass over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
+        """Steps of one epoch over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
         return math.ceil(num_rows / self.per_device_train_batch_size)
 
@@ -285,7 +285,7 @@ def _checked_pattern(text: str) -> str:
         raise ValueError(f"should be a list to hold several names, found {quoted(text)}. Write [{listed}].")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what the pattern may mean in a later Python
+            warnings.simplefilter("ignore")  # about the meaning of the pattern in a later Python
             re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(
@@ -296,4 +296,4 @@ def _checked_pattern(text: str) -> str:
 
 
 JOB_FIELDS: tuple[str, ...] = tuple(key for key in JobConfig.model_fields if key != "objective")
-"""Canonical names of everything that may vary between jobs, whatever their method."""
+"""Canonical names of all fields that may vary between jobs of any method."""

@@ -1,4 +1,4 @@
-"""Names of keys: which spelling means which field, which are refused by name, what a misspelt one probably meant."""
+"""Names of keys: spellings of fields, unsupported keys, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is tra
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
 _ONLY_LOSS_TYPES = "The loss of dpo is one of 'loss_type' alone; remove the key."
-_CUT_AT_THE_END = "A conversation is cut behind its first 'max_length' tokens, the prompt's included; remove the key."
+_CUT_AT_THE_END = "A conversation is cut after its first 'max_length' tokens, the prompt's included; remove the key."
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -94,13 +94,13 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         "Every job trains a LoRA adapter (DoRA, VeRA and the like do not exist here); remove the key.",
     ),
     "base_model_name_or_path": "Name the base model in the task's 'model'.",
-    "revision": "A hub model is loaded as it stands; download the revision and give its folder in 'model'.",
+    "revision": "A hub model is loaded in its latest revision; download the revision and give its folder in 'model'.",
     "task_type": "Every job trains a causal language model; remove the key.",
     "exclude_modules": "Name the modules to train in 'target_modules' instead.",
     "layers_to_transform": "Adapters are trained in every layer; remove the key.",
     "lr_scheduler_kwargs": "Schedules have no further settings; remove the key.",
     "gradient_accumulation_steps": (
-        "'per_device_train_batch_size' is the whole batch of one step, however it is split; multiply the two."
+        "'per_device_train_batch_size' is the whole batch of one step, also where it is split; multiply the two."
     ),
     "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
@@ -134,7 +134,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
 }
-"""Well-known keys this version refuses, with the remedy: a user who writes one is not misspelling another."""
+"""Well-known keys that this version does not support, with the remedy; they are not treated as misspelt keys."""
 
 OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "adapter": ("lora",),
@@ -169,10 +169,10 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
         (False,),
     ),
 }
-"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` asks for nothing, such as PEFT's own default."""
+"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` has no effect, such as PEFT's own default."""
 
 _NOTES = frozenset({"auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"})
-"""What else PEFT writes into every configuration; alone it asks for nothing."""
+"""Other keys that PEFT writes into every configuration; alone they have no effect."""
 
 
 def canonical_keys(
@@ -180,18 +180,18 @@ def canonical_keys(
 ) -> dict[str, Any]:
     """Rename every key to its canonical spelling; order and values stay.
 
-    A key that is known, not supported and switched off is left out: a pasted configuration means what it says.
+    A known, unsupported key that is switched off is left out, so that a pasted configuration works.
 
     Args:
         given: Keys as the user wrote them.
         fields: Canonical names allowed here.
         aliases: Other spellings; those of fields not allowed here are ignored.
-        where: Where the keys stand, for the messages ("the task", "search_space", ...).
+        where: Place of the keys, for messages ("the task", "search_space", ...).
 
     Raises:
         UnknownKeyError: A key is neither a field nor an alias of one.
         ConflictingKeysError: Two spellings of one field.
-        UnsupportedError: A key that is known from PEFT or a trainer, and that this version cannot honour.
+        UnsupportedError: A key of PEFT or of a trainer that this version does not support.
     """
     given = {key: value for key, value in given.items() if key in fields or not _asks_for_nothing(key, value)}
     spellings = {name: name for name in fields} | {a: name for a, name in aliases.items() if name in fields}
@@ -221,7 +221,7 @@ def _refusal(key: object, spellings: Mapping[str, str], where: str) -> UnknownKe
             f"meant."
         )
     if key in UNSUPPORTED_KEYS:
-        return UnsupportedError(f"{where} asks for {key!r}, which is not supported. {UNSUPPORTED_KEYS[key]}")
+        return UnsupportedError(f"{where} has the key {key!r}, which is not supported. {UNSUPPORTED_KEYS[key]}")
     near = difflib.get_close_matches(key.lower(), spellings, n=1, cutoff=0.6)
     remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys are {', '.join(sorted(set(spellings.values())))}."
     # A letter of another alphabet may look like the right one.

@@ -28,18 +28,18 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
     """Read a task from a YAML file.
 
     A path in the file is taken relative to the file: ``dataset`` and ``validation_dataset`` where such a file or
-    folder exists, ``model`` where it is written with a leading ``./`` or ``../``. What does not exist there is left
-    as written. A path in an override is taken relative to the current directory, as any on a command line.
+    folder exists, ``model`` where it is written with a leading ``./`` or ``../``. A path that does not exist there is
+    left unchanged. A path in an override is taken relative to the current directory, as any on a command line.
 
     Args:
         path: The file.
         overrides: ``key=value`` each, applied in order. Dots lead into nested settings
             (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML in which ``1e-4`` is a
-            number. An override replaces the field whichever of its spellings the file uses, and fixes a job's field
-            that the file searches.
+            number. An override replaces the field under any of its spellings, and fixes a job's field that the file
+            searches.
 
     Raises:
-        SpecError: No such file, no YAML, not a mapping, an override that is none, or a task that is not valid.
+        SpecError: No such file, no YAML, not a mapping, an invalid override, or an invalid task.
         UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
     """
     path = Path(path)
@@ -48,8 +48,7 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
 
 
 def read_run_task(path: str | os.PathLike[str]) -> Task:
-    """Read the task of a run from the ``task.yaml`` in its folder: what a run of version 0.1 left open means what it
-    meant there.
+    """Read the task of a run from the ``task.yaml`` in its folder. A run of version 0.1 keeps that version's defaults.
 
     Raises:
         SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As :func:`load_task`.
@@ -81,13 +80,18 @@ def build_task(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Task
 
 
 def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
-    """The keys and values of the YAML file of a ``kind``, in which there are lines such as ``example``.
+    """The keys and values of a YAML file; ``kind`` and the line ``example`` are for messages.
+
+    Args:
+        path: The file.
+        kind: Kind of the file, for messages.
+        example: A line of such a file, for messages.
 
     Raises:
         SpecError: No such file, no YAML, empty, or not a mapping.
     """
     try:
-        with path.open("rb") as file:  # which may be a pipe, and may never end
+        with path.open("rb") as file:  # the path may be a pipe without an end
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig") if len(data) <= _MAX_BYTES else None
     except FileNotFoundError:
@@ -166,7 +170,7 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
     if len(keys) > _MAX_OVERRIDE_KEYS:
         raise SpecError(
             f"The override {quoted(override)} should lead to a key, found {len(keys)} keys in each other. No setting "
-            f"lies that deep; correct it."
+            f"is nested that deep; correct it."
         )
     if len(keys) == 1:
         values = _without_search(values, _ALIASES.get(keys[0], keys[0]))
@@ -174,7 +178,7 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
 
 
 def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
-    """What an override fixes for every job is no longer searched."""
+    """Remove fields from the search space that an override fixes."""
     space = values.get("search_space")
     if field in TASK_FIELDS or not isinstance(space, Mapping):
         return dict(values)
@@ -187,7 +191,7 @@ def _with_value(values: Mapping[Any, Any], keys: list[str], value: Any, override
     written = next((key for key in values if _ALIASES.get(key, key) == field), field)
     if len(keys) > 1:
         inner = values.get(written, {})
-        # `early_exit: true` stands for the settings' defaults.
+        # `early_exit: true` means the default settings.
         inner = {} if inner is True or inner is None else inner
         if not isinstance(inner, Mapping):
             raise SpecError(

@@ -1,4 +1,4 @@
-"""The method of a task: which objective learns from its rows, and which settings of a job belong to it."""
+"""The method of a task: its objective, and the settings of a job that belong to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.spec.quoting import quoted
 __all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
 
 OWN_METHODS = tuple(OBJECTIVES.own)
-"""Methods that need no package."""
+"""Names of ALTO's own methods."""
 
 
 _OWN_SETTINGS: Mapping[str, type[ObjectiveSettings]] = {
@@ -27,7 +27,7 @@ _METHODS_WITH: Mapping[str, tuple[str, ...]] = {
     for kind in _OWN_SETTINGS.values()
     for key in kind.model_fields
 }
-"""By setting: those of ALTO's methods that have it."""
+"""By setting: the methods of ALTO that have it."""
 
 SETTING_ALIASES: Mapping[str, str] = {
     alias: key for settings in _OWN_SETTINGS.values() for alias, key in settings.aliases.items()
@@ -37,7 +37,7 @@ SETTING_ALIASES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method by its name, with what is known of its objective.
+    """A method: its name and the entry of its objective.
 
     Attributes:
         name: As a task names it.
@@ -89,7 +89,7 @@ class Method:
         return self.entry.settings(**{key: values[key] for key in self.fields if key in values})
 
     def check_setting(self, key: str, value: object) -> None:
-        """Make sure that the setting ``key`` may be ``value``, whatever the others are.
+        """Check that the setting ``key`` may be ``value``, independent of the others.
 
         Raises:
             SpecError: It may not.
@@ -103,8 +103,8 @@ def find_method(name: str) -> Method:
     """The method called ``name``.
 
     Raises:
-        SpecError: Nobody has it.
-        UnsupportedError: What a package registers for it cannot be used.
+        SpecError: There is no such method.
+        UnsupportedError: The entry of a package cannot be used.
     """
     if name in LOSS_TYPES and name not in OBJECTIVES.names():
         raise SpecError(

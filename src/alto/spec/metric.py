@@ -1,5 +1,4 @@
-"""What a task compares its adapters by: the validation loss, or something its method measures, of which more is
-better."""
+"""The metric that a task selects by: the validation loss, or a metric of its method that is better when higher."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LEAST_SCORE = -sys.float_info.max
 
 
 def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
-    """Make sure that a task of ``method``, which measures ``scores``, can choose by ``metric``.
+    """Check that a task of ``method``, which measures ``scores``, can select by ``metric``.
 
     Raises:
         SpecError: It cannot.
@@ -38,7 +37,13 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
 
 
 def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """What a user should know where jobs are compared by losses that are not on one scale, in sentences."""
+    """Notices where jobs are compared by losses of different scales.
+
+    Args:
+        metric: Metric of the task.
+        method: Method of the task.
+        configs: Configurations of all jobs.
+    """
     entry = find_method(method).entry
     settings = [config.objective for config in configs]
     keys = tuple(entry.settings.model_fields) if metric == LOSS else entry.scaled_by.get(metric, ())
@@ -55,8 +60,8 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
 
 
 def loss_scale(settings: Mapping[str, Any]) -> str:
-    """What decides the scale of a job's loss: those of its ``settings`` that belong to its method. Losses of two jobs
-    with the same can be compared.
+    """The scale of a job's loss: its ``settings`` that belong to its method. Losses of two jobs with equal scales can
+    be compared.
 
     Args:
         settings: The configuration of a job as journals have it: canonical keys, one flat mapping.
@@ -66,10 +71,10 @@ def loss_scale(settings: Mapping[str, Any]) -> str:
 
 
 def score_of(metric: str, metrics: Mapping[str, Any]) -> float:
-    """What an evaluation that measured ``metrics`` is worth to a task that chooses by ``metric``: more is better.
+    """The score of an evaluation with ``metrics`` in a task that selects by ``metric``: higher is better.
 
-    0 where it chooses by the loss, so that all have the same and the loss decides. A value that is not finite counts as
-    the least of all numbers, because an order has no place for it.
+    0 where it selects by the loss, so that all are equal and the loss decides. A value that is not finite counts as
+    the least of all numbers, because it cannot be ordered.
 
     Raises:
         KeyError: ``metric`` was not measured.

@@ -1,4 +1,4 @@
-"""What is known of objectives without torch: their settings, what they measure, and where they are implemented."""
+"""Objectives without torch: their settings, their metrics, and the names of their implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_defaults, plain
 
 __all__ = [
     "LOSS_TYPES",
@@ -28,7 +28,7 @@ __all__ = [
 
 PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
-"""What :func:`alto.objectives.preference_metrics` measures of pairs; of the scores more is better."""
+"""The metrics of :func:`alto.objectives.preference_metrics`; the scores are better when higher."""
 
 LossType: TypeAlias = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down"]
 """Forms of the loss of ``dpo``."""
@@ -36,11 +36,11 @@ LossType: TypeAlias = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust
 LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
 
 _SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust")
-"""Those of them that know ``label_smoothing``."""
+"""The forms that have ``label_smoothing``."""
 
 
 class ObjectiveSettings(SpecModel):
-    """Settings that an objective has beside those of every job (:class:`alto.spec.JobConfig`); itself, it has none.
+    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
 
     A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
     other settings: at its top level, or under ``search_space``. Null is the default.
@@ -77,11 +77,9 @@ class DpoSettings(ObjectiveSettings):
         "dpo_label_smoothing": "label_smoothing",
     }
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="how dearly leaving the base is paid")
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
     loss_type: LossType = Field(default="sigmoid", description="form of the loss")
-    label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="share of pairs thought to be the wrong way round"
-    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
 
     @field_validator("loss_type", mode="before")
     @classmethod
@@ -96,29 +94,31 @@ class DpoSettings(ObjectiveSettings):
         if self.label_smoothing and self.loss_type not in _SMOOTHED:
             raise ValueError(
                 f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
-                f"it, or write one of the forms that know it: {' or '.join(_SMOOTHED)}."
+                f"it, or write one of the forms that have it: {' or '.join(_SMOOTHED)}."
             )
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveEntry:
-    """What a package registers under ``alto.objectives``, by the name of its method. ``docs/objectives.md`` has one.
+    """The entry of an objective, registered under ``alto.objectives`` by the name of its method. ``docs/objectives.md``
+    has one.
 
-    The module that holds it imports no torch: it is imported whenever a task names the method.
+    Its module must not import torch: it is imported whenever a task names the method.
 
     Attributes:
-        implementation: ``module:class`` of what computes the loss (:class:`alto.objectives.ObjectiveImplementation`);
-            imported when something is trained.
+        implementation: ``module:class`` of the loss (:class:`alto.objectives.ObjectiveImplementation`); imported only
+            for training and evaluation.
         settings: Its settings beside those of every job.
-        is_paired: Whether it learns from preference pairs; None where it takes either kind of rows.
-        needs_reference: Whether it reads ``batch.references_Q2``: what the frozen base gives each reply of a pair.
-        metrics: Names of what it measures beside the loss.
-        scores: Those of the metrics of which more is better; a task may choose its winner by one (``metric``).
-        scaled_by: By metric: the settings that decide its scale. All settings are taken to decide that of the loss.
+        is_paired: Whether it learns from preference pairs; None where it accepts either kind of rows.
+        needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
+        metrics: Names of its metrics beside the loss.
+        scores: The metrics that are better when higher; a task may select by one of them (``metric``).
+        scaled_by: By metric: the settings that decide its scale. All settings count as deciding that of the loss.
 
     Raises:
-        SpecError: The metrics are named wrongly, or the settings are no :class:`ObjectiveSettings`.
+        SpecError: A field is not of its type, metrics or settings are named that are not there, or a default of the
+            settings is out of its domain.
     """
 
     implementation: str
@@ -134,11 +134,26 @@ class ObjectiveEntry:
             raise SpecError(
                 f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Let it subclass that."
             )
+        check_defaults(self.settings)
+        if not isinstance(self.implementation, str) or ":" not in self.implementation:
+            raise SpecError(
+                f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
+                "it so; the class is imported when something is trained."
+            )
+        for name, given in (("metrics", self.metrics), ("scores", self.scores), *self.scaled_by.items()):
+            if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
+                raise SpecError(f'{name}: expected a tuple of names, found {given!r}. Write ("one",) for a single one.')
         if "loss" in self.metrics or not set(self.scores) <= set(self.metrics):
             raise SpecError(
                 f"expected every score among the metrics and no metric called 'loss', found metrics {self.metrics} and "
                 f"scores {self.scores}. Correct them."
             )
+        for metric, keys in self.scaled_by.items():
+            if metric not in self.metrics or not set(keys) <= self.settings.model_fields.keys():
+                raise SpecError(
+                    f"scaled_by: expected settings of {self.settings.__name__} by the name of a metric, found "
+                    f"{metric!r}: {keys}. Correct it."
+                )
 
 
 def _entry(found: object) -> ObjectiveEntry:

@@ -1,4 +1,4 @@
-"""Files that others may have written, damaged or replaced: opened without waiting, and read up to a bound."""
+"""Reads untrusted files, which may be damaged or replaced: without blocking, and up to a size limit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 __all__ = ["MAX_JSON_BYTES", "is_number", "open_regular", "read_bytes", "read_json", "strict_json"]
 
 MAX_JSON_BYTES = 16 * 1024**2
-"""Of a JSON file that a run keeps beside its journal; they have some kilobytes."""
+"""Largest size of a JSON file beside a run's journal; they have some kilobytes."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """``path`` for reading, if it is a regular file: a pipe would be waited on, and a device may never end.
+    """``path`` for reading, if it is a regular file: opening a pipe would block, and a device may never end.
 
     Raises:
         OSError: There is none, it cannot be read, or it is something else.
@@ -59,7 +59,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def strict_json(data: bytes | str) -> Any:
-    """The value that ``data`` stands for.
+    """The value of the JSON text ``data``.
 
     Raises:
         ValueError: It is not JSON in UTF-8, holds NaN or an infinity, or has more levels than can be read.

@@ -1,4 +1,4 @@
-"""How messages quote what a user wrote: short, on one line, whatever it is."""
+"""Quotes user input in messages: short and on one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_DIGITS = 40
 
 
 class _Quoting(reprlib.Repr):
-    """Bounded in depth and width, so that a list that holds itself or a million others is quoted at once."""
+    """Bounded in depth and width, so that a list that contains itself or a million others is quoted quickly."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a task chooses by name: what ALTO has itself, and what installed packages register as entry points."""
+"""Registries of things that a task names: ALTO's own, and entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from alto.errors import SpecError, UnsupportedError
+from alto.spec.packages import described
 from alto.spec.quoting import quoted
 
 __all__ = ["Registry", "load_attribute"]
@@ -23,9 +24,9 @@ class Registry(Generic[T]):
     Attributes:
         group: Entry-point group under which packages register theirs.
         key: The user's key that chooses one, for messages.
-        page: The page of the documentation that says how to add one.
-        own: ALTO's: the thing itself, or where it is (``module:attribute``), which is imported when it is asked for.
-        check: Returns what an entry point gave as a thing of this kind; raises `SpecError` where it is none.
+        page: The page of the documentation about adding one.
+        own: ALTO's own: the thing itself, or its ``module:attribute``, which is imported at its first use.
+        check: Returns the loaded entry point as a thing of this kind; raises `SpecError` where it is not one.
     """
 
     group: str
@@ -40,12 +41,11 @@ class Registry(Generic[T]):
         return (*self.own, *sorted(others - self.own.keys()))
 
     def find(self, name: str) -> T:
-        """The thing with this name. Packages are looked at only for a name that is not ALTO's.
+        """The thing with this name. Packages are searched only for a name that is not ALTO's.
 
         Raises:
-            SpecError: Nobody has this name.
-            UnsupportedError: Several packages have it, or what a package registers cannot be loaded or is of another
-                kind.
+            SpecError: There is no such name.
+            UnsupportedError: Several packages have it, or the entry cannot be loaded or is of another kind.
         """
         own = self.own.get(name)
         if own is not None:
@@ -65,8 +65,23 @@ class Registry(Generic[T]):
         except Exception as error:
             raise UnsupportedError(
                 f"{self.key}: expected {entry.value} of the package that registers {name!r}, found that it cannot be "
-                f"used ({type(error).__name__}: {error}); repair it as {self.page} says, or remove that package"
+                f"used ({described(error, entry.module)}); correct it as described in {self.page}, or remove it"
             ) from error
+
+    def check_not_taken(self, name: str) -> None:
+        """Check that no package registers a ``name`` that is ALTO's own: :meth:`find` would ignore that package.
+
+        It reads the entry points of all packages, so it is called once, before the entry is used.
+
+        Raises:
+            UnsupportedError: One does.
+        """
+        others = entry_points(group=self.group, name=name) if name in self.own else ()
+        for other in others:
+            raise UnsupportedError(
+                f"{self.key}: expected {name!r} to be ALTO's alone, found that a package registers {other.value} under "
+                "that name, where it is never used; register it under another name, or remove that package"
+            )
 
     def _unknown(self, name: str) -> SpecError:
         names = self.names()

@@ -1,4 +1,4 @@
-"""Online early-exit rules as far as a task file knows them: what a rule is, and the settings of ALTO's own."""
+"""Online early-exit rules for task files: the base class of a rule, and the settings of ALTO's own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec.keys import canonical_keys
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, check_defaults, plain
 
 __all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
 
 _MAX_EVALUATIONS = 10**6
 _REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
 _RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
-"""Reasons that are no rule's: rungs, users and faults have them."""
+"""Reserved reasons: those of rungs, users and faults."""
 
 
 class Rule(SpecModel):
-    """A verdict on one job from its own evaluations; its fields are its settings.
+    """A rule that judges one job by its own evaluations; its fields are its settings.
 
     Pure: the same history and settings give the same verdict, live, resumed and replayed, on every rank. A rule of your
     own subclasses it, declares its settings as pydantic fields with bounds, a default and a description, and is
@@ -32,12 +32,12 @@ class Rule(SpecModel):
 
     Raises:
         SpecError: A value is out of its domain.
-        UnknownKeyError: A key that is no setting of the rule.
+        UnknownKeyError: A key that is not a setting of the rule.
     """
 
     reason: ClassVar[str]
-    """Why a job ended, in a word or two of lower case: journal, tables and report say it. The job's best adapter stays;
-    it goes on competing unless the reason is ``diverging``."""
+    """Why a job ended, one or two lower-case words, shown in journal, tables and report. The job's best adapter is
+    kept; it still competes unless the reason is ``diverging``."""
 
     def __init__(self, /, **settings: Any) -> None:
         given = canonical_keys(settings, fields=type(self).model_fields, aliases={}, where=type(self).__name__)
@@ -45,7 +45,7 @@ class Rule(SpecModel):
 
     @abstractmethod
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``, or None to train on.
+        """The verdict for the last point of ``history``, or None to continue.
 
         Args:
             history: Evaluations of one job, oldest first; all losses are finite.
@@ -53,7 +53,7 @@ class Rule(SpecModel):
 
 
 class DivergenceSettings(SpecModel):
-    """When a job counts as diverging."""
+    """Settings of the divergence test."""
 
     window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
     divergence_patience: int = Field(
@@ -63,7 +63,7 @@ class DivergenceSettings(SpecModel):
 
 
 class OverfittingSettings(SpecModel):
-    """What the rules on overfitting share."""
+    """Common settings of the overfitting rules."""
 
     overfitting_patience: int = Field(
         default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
@@ -71,13 +71,13 @@ class OverfittingSettings(SpecModel):
 
 
 class GapSettings(OverfittingSettings):
-    """When a job counts as overfitting by the paper's test."""
+    """Settings of the paper's overfitting test."""
 
     tau_gap: float = Field(default=0.1, gt=0, description="relative gap between validation and training loss")
 
 
 class UpturnSettings(OverfittingSettings):
-    """When a job counts as overfitting by ALTO's test."""
+    """Settings of ALTO's overfitting test."""
 
     tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
     tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
@@ -90,6 +90,7 @@ def _rule(found: object) -> type[Rule]:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise SpecError(f"expected {found.__name__} to have a judge method, found it without")
+    check_defaults(found)
     reason = getattr(found, "reason", None)
     if not isinstance(reason, str) or _REASON.fullmatch(reason) is None or reason in _RESERVED:
         raise SpecError(

@@ -1,4 +1,4 @@
-"""Points of selection: the step at which a job reaches one, and how many jobs go on from it."""
+"""Points of selection: the step at which a job reaches one, and how many jobs continue from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from alto.records import Rung
 
 __all__ = ["ceil_share", "places_at", "rung_step"]
 
-# A product this close to a whole number, relative to it, is that number: 0.07 * 100 is 7.000000000000001 in float64.
+# A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
+# float64.
 ROUNDING = 1e-9
 
 
@@ -26,8 +27,8 @@ def rung_step(rung: Rung, total_steps: int) -> int:
 
 
 def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
-    """How many of ``num_jobs`` jobs go on from rung number ``index`` (from 0), when the shares of all rungs up to it
-    multiply and only their product is rounded.
+    """How many of ``num_jobs`` jobs continue from rung number ``index`` (from 0): the shares of all rungs up to it are
+    multiplied and only their product is rounded.
 
     ``max(ceil(keep_0 * … * keep_index * num_jobs), min(min_kept, num_jobs))``, and at most ``max_kept``.
     """

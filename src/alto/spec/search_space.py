@@ -1,4 +1,4 @@
-"""What varies between the jobs of a task: grids, sampled values, and values tied together."""
+"""The search space of a task: grids, sampled values, and paired values."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Sampled:
     """``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
 
     Integers are drawn without repeats.
+
+    Attributes:
+        is_integer: Whether values are whole numbers.
     """
 
     min: float
@@ -98,14 +101,14 @@ class SearchSpace:
 
     @classmethod
     def parse(cls, given: object, method: Method | None = None) -> SearchSpace:
-        """Read and check what stands under ``search_space``.
+        """Read and check ``search_space``.
 
         A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``paired`` is a mapping of
         equally long lists (or sampled forms), or a list of such mappings.
 
         Args:
-            given: What the user wrote.
-            method: Whose settings may vary beside the fields of every job; None is ``sft``, which has none.
+            given: The user's value.
+            method: Method whose settings may vary beside the fields of every job; None is ``sft``, which has none.
 
         Raises:
             SpecError: A value a job cannot have, an empty or repeating list, lists of unequal length under
@@ -246,7 +249,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
     kinds = get_args(annotation) or (annotation,)
     if not {int, float} & set(kinds):
         raise SpecError(
-            f"{path} is no number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."
+            f"{path} is not a number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."
         )
     form = canonical_keys(given, fields=_SAMPLED_FIELDS, aliases={}, where=path)
     missing = [name for name in ("min", "max", "num") if name not in form]

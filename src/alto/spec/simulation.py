@@ -1,4 +1,4 @@
-"""What is simulated: a cluster, tasks that come to it, and what goes wrong."""
+"""The settings of a simulation: a cluster, arriving tasks, and failures."""
 
 from __future__ import annotations
 
@@ -28,43 +28,44 @@ on one small model: others will differ."""
 
 
 class Simulation(SpecModel):
-    """A cluster, the tasks that come to it, and what goes wrong. The same seed gives the same of all three.
+    """A cluster, arriving tasks, and failures. They are determined by the seed.
 
     Attributes:
         nodes, gpus_per_node: The cluster.
-        trace: Tasks as they came: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
-            and where wanted ``tenant`` and ``priority``. None makes tasks up.
-        num_tasks: How many are made up.
-        arrivals: Whether those come all at once, or at random moments at the rate ``arrivals_per_hour``.
-        arrivals_per_hour: Tasks that come in an hour on average.
-        gpus: How many GPUs they run on: a share for each number.
+        trace: Recorded tasks: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
+            and optionally ``tenant`` and ``priority``. None generates tasks.
+            num_tasks: Number of generated tasks.
+            arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
+        arrivals_per_hour: Tasks that arrive in an hour on average.
+        gpus: Numbers of GPUs they run on: a share for each number.
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
-        duration_median_s, duration_p99_s: Of their durations with early exit off; the two set the distribution.
+        duration_median_s, duration_p99_s: Median and 99th percentile of their durations without early exit; the two set
+            the distribution.
         early_exit_shares: The share of its work that a task does with early exit is drawn from these; the default is
             measured by replay on a recorded sweep. An empty list simulates no early exit.
         estimate_error: Estimates are wrong by up to this factor, upwards or downwards, until a task is half done.
         gpu_mtbf_hours: Hours of a GPU between two losses on average; None loses none.
         gpu_repair_hours: Hours until it is back.
-        crashes_per_hour: How often an executor dies in an hour of work on average.
+        crashes_per_hour: Average number of crashes of an executor in an hour of work.
         checkpoint_interval_s: Work that a task loses with its executor at most.
         quotas: The most GPUs a tenant has at a time.
         max_attempts, backoff_s: Failures after which a task is given up, and the pause after the first.
-        methods: How tasks are scheduled; none takes ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` where there are few.
+        methods: Scheduling methods; by default ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` where there are few tasks.
         solver_s: Seconds of this machine, not of the simulated cluster, that a solver has for all plans.
-        seed: Of all that is drawn.
+        seed: Seed of all random values.
         num_seeds: Simulations that decide how many GPUs are enough.
 
     Raises:
         UnknownKeyError: A key that is not one of the above.
-        SpecError: A value out of its bounds, or a rate of arrivals without its use.
+        SpecError: A value is out of its bounds, or a rate of arrivals is given and not used.
     """
 
     nodes: int = Field(default=1, ge=1, le=4096, description="machines of the cluster")
     gpus_per_node: int = Field(default=8, ge=1, le=1024, description="GPUs of each machine")
     trace: tuple[ArrivingTask, ...] | None = Field(default=None, description="file of tasks")
-    num_tasks: int = Field(default=100, ge=1, le=MAX_TASKS, description="tasks that are made up")
-    arrivals: Literal["at_once", "poisson"] = Field(default="at_once", description="when tasks come")
-    arrivals_per_hour: float | None = Field(default=None, ge=1e-3, le=1e9, description="tasks that come in an hour")
+    num_tasks: int = Field(default=100, ge=1, le=MAX_TASKS, description="number of generated tasks")
+    arrivals: Literal["at_once", "poisson"] = Field(default="at_once", description="arrival of tasks")
+    arrivals_per_hour: float | None = Field(default=None, ge=1e-3, le=1e9, description="tasks that arrive in an hour")
     gpus: Mapping[int, float] = Field(default={1: 0.6, 2: 0.25, 4: 0.15}, description="GPUs of a task, with shares")
     duration_distribution: Literal["lognormal", "pareto"] = Field(
         default="lognormal", description="the distribution of durations"
@@ -86,7 +87,7 @@ class Simulation(SpecModel):
     backoff_s: float = Field(default=10.0, ge=0, le=MAX_S, description="pause after the first failure")
     methods: tuple[str, ...] = Field(default=(), description="how tasks are scheduled")
     solver_s: float = Field(default=5.0, gt=0, le=MAX_S, description="seconds a solver has in one simulation")
-    seed: int = Field(default=42, ge=0, description="of all that is drawn")
+    seed: int = Field(default=42, ge=0, description="seed of all random values")
     num_seeds: int = Field(default=5, ge=1, le=1000, description="simulations that decide how many GPUs are enough")
 
     def __init__(self, /, **values: Any) -> None:
@@ -141,7 +142,7 @@ class Simulation(SpecModel):
 
 
 def load_simulation(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Simulation:
-    """Read a simulation from a YAML file; its trace lies where the file says, relative to the file.
+    """Read a simulation from a YAML file; the path of its trace is relative to the file.
 
     Args:
         overrides: ``key=value`` each, as of :func:`alto.spec.load_task`.

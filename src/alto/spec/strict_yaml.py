@@ -1,4 +1,4 @@
-"""YAML as tasks are written in it: no key twice, and nothing that takes the machine down with it."""
+"""Strict YAML for task files: no duplicate keys, and limits on size and depth."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ MAX_VALUES = 50_000
 _MAX_LEVELS = 32
 
 _NO_SUCH_VALUE = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
-"""What PyYAML lets through where a text looks like a date or number and is none (2024-13-45), or belies its tag."""
+"""Errors that PyYAML does not translate where a text looks like an invalid date or number (2024-13-45), or contradicts
+its tag."""
 
 
 class NotYamlError(Exception):
-    """A text is no YAML, or more of it than a task can be; says what was found."""
+    """A text is not YAML, or is larger than a task can be; the message states what was found."""
 
 
 def read_yaml(text: str, *, is_override: bool = False) -> Any:
-    """The value that ``text`` stands for.
+    """The value of the YAML ``text``.
 
     Args:
         is_override: Whether ``1e-4`` is a number, as on every other command line, and not text, as in YAML 1.1.
@@ -48,10 +49,10 @@ def num_values(value: object) -> int:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error instead of a loss.
+    """YAML in which a duplicate key is an error.
 
-    Bounds are kept while the text is read, not after: a deep one would overflow the stack, and a few lines of aliases
-    of aliases can stand for more values than fit into memory.
+    Limits are checked while the text is read: a deep one would overflow the stack, and a few lines of nested aliases
+        can expand to more values than fit into memory.
     """
 
     def __init__(self, text: str) -> None:
@@ -95,7 +96,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _OverrideLoader(_StrictLoader):
-    """As above, and ``1e-4`` is a number."""
+    """The same, with ``1e-4`` as a number."""
 
 
 _OverrideLoader.add_implicit_resolver(
@@ -104,11 +105,11 @@ _OverrideLoader.add_implicit_resolver(
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels below and with ``node``, whatever stands in it by alias counted as if it were written out."""
+    """Values and levels of ``node`` and below it; aliases count as if they were expanded."""
     if id(node) in known:
         measured = known[id(node)]
         if measured is None:
-            raise NotYamlError("an alias that stands inside of what it repeats")
+            raise NotYamlError("an alias inside of the value that it repeats")
         return measured
     known[id(node)] = None
     parts: list[yaml.Node] = []

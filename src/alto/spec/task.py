@@ -1,4 +1,4 @@
-"""What a user submits: a base model, a dataset, and the configurations to try."""
+"""Tasks: a base model, a dataset, and the configurations to try."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLUMN_ROLES = (
     *("chosen", "rejected", "preferred_output", "non_preferred_output"),
     *("tools", "functions", "chat_template_kwargs"),
 )
-"""What a column of a dataset can be to ALTO: the names on the left of ``columns``."""
+"""Roles of a dataset's columns: the keys of ``columns``."""
 
 DEFAULT_METHOD = "sft"
 _MAX_NAME_CHARS = 100
@@ -57,7 +57,7 @@ class Job:
 
 
 class Task(SpecModel):
-    """One tuning task, checked whole when it is built: every job of its search space is known to be valid.
+    """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
     A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
     keys are fixed for every job.
@@ -70,49 +70,49 @@ class Task(SpecModel):
         dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
             preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
         dataset_format: The form of the rows; ``auto`` recognises it by their columns.
-        columns: Which column plays which role (``prompt``, ``completion``, ``messages``, …), where the names are
-            not the usual ones.
+        columns: The column of each role (``prompt``, ``completion``, ``messages``, …), where the names are not the
+            defaults.
         validation_dataset: Rows to validate on, named as ``dataset`` is.
-        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset with
-            validation rows of its own brings them, and any other gives a tenth of its rows.
+        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
+            validation rows are used, or else a tenth of its rows.
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
             register others (:class:`alto.spec.ObjectiveEntry`).
-        metric: What decides which checkpoint of a job is its best, who goes on at rungs, and who wins: the validation
-            loss, or something the method measures of which more is better; where that is equal, the loss. Divergence
-            and overfitting are judged by losses in any case.
-        data_seed: Decides the split and the sampled values of the search space.
+        metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
+            loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
+            overfitting are judged by losses in any case.
+        data_seed: Seed of the split and of the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
-        priority: Of tasks that wait, one of a lower priority never delays one of a higher.
+        priority: A task of a lower priority never delays a waiting one of a higher.
         tenant: Whose quota of GPUs the task counts against.
-        max_length: Tokens at which a row is cut; how many were is said before training starts. None takes what a
-            preset says of its rows, and 1024 for any other dataset. Never later than at the model's positions.
+        max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
+            the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
         select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
-            that end in ``#### N``, and most right answers win, ties by validation loss; on one GPU alone.
+            that end in ``#### N``, and the most right answers win, ties by validation loss; only on one GPU.
         num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
-        gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` leaves it to the engine, which
-            knows the memory.
+        gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` lets the engine decide by the
+            memory.
         load_in_4bit, load_in_8bit: Keep the base model's linear layers, but not its output head, in 4 bits (NF4 with
-            double quantisation) or in 8, as bitsandbytes does. A model that lies so on disk needs neither.
+            double quantisation) or in 8, as bitsandbytes does. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
             ``autocast_adapter_dtype=False`` on a base of that precision.
-        max_slots: Jobs resident at a time. None leaves it to the engine: as many as fit and make a step faster.
-        max_tokens_per_step: Tokens that a step of all residents has on average at most; one job alone may have more.
-            None leaves it to the engine.
-        max_tokens_per_pass: Tokens of one forward and backward pass; a step over it is split. None leaves it to the
-            engine, which knows the device.
-        checkpoint_interval_s: What a killed run loses at most; checkpoints come less often where writing them would
-            take more than a twentieth of the time.
+        max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster.
+        max_tokens_per_step: Largest average number of tokens of a step of all residents; a single job may have more.
+            None lets the engine decide.
+        max_tokens_per_pass: Largest number of tokens of a micro-batch (one forward and backward pass); a larger step is
+            split. None lets the engine decide by the device.
+        checkpoint_interval_s: Seconds of work that a killed run loses at most; checkpoints are less frequent where
+            writing them would take more than a twentieth of the time.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
             too many of them.
         UnknownKeyError, ConflictingKeysError: An unknown key, a field given twice.
-        UnsupportedError: A PEFT option this version cannot honour.
+        UnsupportedError: A PEFT option that this version does not support.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -124,7 +124,7 @@ class Task(SpecModel):
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
     dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
     dataset_format: RowFormName = Field(default="auto", description="form of the rows")
-    columns: Mapping[str, str] = Field(default={}, description="which column plays which role")
+    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
     validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
     validation_split: float | None = Field(
         default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
@@ -132,9 +132,9 @@ class Task(SpecModel):
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
-    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is chosen by")
+    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is selected by")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
-    priority: int = Field(default=0, ge=0, le=100, description="place among the tasks that wait")
+    priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
@@ -145,9 +145,7 @@ class Task(SpecModel):
     max_tokens_per_step: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
     )
-    max_tokens_per_pass: int | None = Field(
-        default=None, ge=1, le=2**24, description="tokens of one forward and backward"
-    )
+    max_tokens_per_pass: int | None = Field(default=None, ge=1, le=2**24, description="tokens of a micro-batch")
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
         default=False, description="recompute activations instead of keeping them"
     )
@@ -299,9 +297,9 @@ TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
 
 
 def _method_of(values: Mapping[str, Any]) -> Method:
-    """The method that ``values`` name in any spelling, which has to be known to know what else may stand there."""
+    """The method that ``values`` name in any spelling; it decides which other keys are allowed."""
     names = [value for key, value in values.items() if TASK_ALIASES.get(key, key) == "method"]
-    # What is no text is refused with the task's other values.
+    # A value that is not text is refused with the task's other values.
     method = find_method(names[-1] if names and isinstance(names[-1], str) else DEFAULT_METHOD)
     taken = {*TASK_FIELDS, *JobConfig.model_fields, *JOB_ALIASES, *TASK_ALIASES, "paired"}
     clashing = sorted(taken & {*method.fields, *method.entry.settings.aliases})
@@ -337,7 +335,7 @@ def _search_space(value: object, method: Method) -> SearchSpace:
 
 
 def _check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
-    """So that what is wrong with every job is not blamed on the first."""
+    """Check the fixed fields first, so that their errors are not attributed to the first job."""
     JobConfig(**{key: value for key, value in fixed.items() if key not in method.fields})
     if not method.fields.keys() & {*space.keys}:
         method.settings(fixed)
@@ -381,7 +379,7 @@ def _check_selection(task: Task) -> None:
 
 
 def _check_size(task: Task) -> None:
-    """What is written into a run's folder has to be read again when the run is resumed."""
+    """Check that the file written into a run's folder can be read again when the run is resumed."""
     found = num_values(task.to_dict())
     if found > MAX_VALUES:
         raise SpecError(
@@ -399,14 +397,14 @@ def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: Met
         try:
             config = JobConfig.of(method, {**fixed, **varied})
         except UnknownKeyError:
-            raise  # says itself what is wrong, and it is so with every job
+            raise  # the error is the same for every job
         except SpecError as error:
             raise SpecError(f"In {job_id} ({_shown(varied)}): {error}") from None
         other = first_with.setdefault(config, job_id)
         if other != job_id:
             raise SpecError(
                 f"search_space should make every job different, found {other} and {job_id} alike ({_shown(varied)}). "
-                f"Remove one of the values that come to the same."
+                f"Remove one of the equivalent values."
             )
         jobs.append(Job(id=job_id, config=config))
     return tuple(jobs)

@@ -1,4 +1,4 @@
-"""Tasks as they came to a cluster, from a file."""
+"""Recorded tasks of a cluster, from a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_S, MAX_S = 0.001, 1e9
 """Bounds of durations, a millisecond and thirty years: between them a clock in floats counts every second."""
 
 MAX_TASKS = 10**6
-"""Of a simulation; more take hours."""
+"""Largest number of tasks of a simulation; more take hours."""
 
 _MAX_BYTES = 512 * 1024**2
 
@@ -31,18 +31,18 @@ class ArrivingTask(SpecModel):
     """One task of a trace.
 
     Attributes:
-        arrival_s: When it comes, seconds from the start.
+        arrival_s: Arrival, seconds from the start.
         gpus: GPUs it runs on.
-        duration_s: What all of its work takes on them, with early exit off.
-        tenant: Whose GPUs it counts against.
-        priority: A task that waits never delays one of a higher priority.
+        duration_s: Seconds of all of its work on them, without early exit.
+        tenant: Whose quota it counts against.
+        priority: A task of a lower priority never delays a waiting one of a higher.
     """
 
     arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
     gpus: int = Field(default=1, ge=1, description="GPUs of the task")
     duration_s: float = Field(ge=MIN_S, le=MAX_S, description="duration without early exit")
     tenant: str = Field(default="", description="whose GPUs it counts against")
-    priority: int = Field(default=0, description="who goes first")
+    priority: int = Field(default=0, description="priority")
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the trace"))
@@ -52,8 +52,8 @@ def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
     """The tasks of a CSV file with a heading, or of JSON lines.
 
     Raises:
-        SpecError: No file, a line that is no task, no task at all or more than `MAX_TASKS`.
-        UnknownKeyError: A key or column that is none of a task's.
+        SpecError: No file, an invalid line, no task at all or more than `MAX_TASKS`.
+        UnknownKeyError: A key or column that a task does not have.
     """
     try:
         text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
@@ -86,7 +86,7 @@ def _csv_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def _cell(key: str, text: Any) -> Any:
-    """A cell as its field wants it; what is no number stays text, and is refused as such."""
+    """A cell converted to its field's type; text that is not a number is kept, and refused by the field."""
     kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int}
     try:
         return kinds[key](text) if key in kinds else text

@@ -1,4 +1,4 @@
-"""The base of every part of a task: frozen, strict, and refusing in ALTO's words instead of pydantic's."""
+"""The base of every part of a task: frozen, strict, with ALTO's errors instead of pydantic's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pydantic_core import ErrorDetails
 from alto.errors import SpecError
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_CHARS", "SpecModel", "check_path", "plain", "spec_error", "yaml_number"]
+__all__ = ["MAX_CHARS", "SpecModel", "check_defaults", "check_path", "plain", "spec_error", "yaml_number"]
 
 
 MAX_CHARS = 4095
-"""Characters of a text; no path is longer."""
+"""Largest number of characters of a text; no path is longer."""
 
 
 class SpecModel(BaseModel):
-    """A frozen, keyword-only part of a task in which nothing is coerced: text is no number, true is not 1."""
+    """A frozen, keyword-only part of a task without type coercion: text is not a number, true is not 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MAX_CHARS)
 
@@ -37,7 +37,7 @@ class SpecModel(BaseModel):
 
     @classmethod
     def error_of(cls, key: str, value: object) -> SpecError | None:
-        """What is wrong with ``value`` for the field ``key``, whatever the other fields are; None if nothing is."""
+        """The error of ``value`` for the field ``key``, independent of other fields; None without one."""
         try:
             BaseModel.__init__(cls.__new__(cls), **{key: value})
         except ValidationError as error:
@@ -58,12 +58,26 @@ class SpecModel(BaseModel):
         return type(self)(**(self.to_dict() | changes))
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
-        """As pydantic's, but changes are checked instead of trusted."""
+        """Like pydantic's, but changes are validated."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
 
+def check_defaults(model: type[SpecModel]) -> None:
+    """Make sure that the defaults of a package's settings are in the domains of their fields. Pydantic does not check.
+
+    Raises:
+        SpecError: One is not.
+    """
+    for key, field in model.model_fields.items():
+        if field.is_required() or field.default_factory is not None:
+            continue
+        error = model.error_of(key, field.default)
+        if error is not None:
+            raise SpecError(f"{model.__name__}: expected defaults that are allowed themselves, found that {error}")
+
+
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
-    """Say each of pydantic's complaints about ``model`` as: where, expected, found, remedy; one line each."""
+    """Translate pydantic's errors about ``model``: place, expected, found, remedy; one line each."""
     return _error_of_details(error.errors(), model)
 
 
@@ -84,9 +98,9 @@ def plain(value: Any) -> Any:
 
 
 def yaml_number(text: str) -> str | None:
-    """How to write the number that ``text`` spells so that YAML 1.1 reads a number; None if it spells none.
+    """The spelling of the number ``text`` that YAML 1.1 reads as a number; None if it is not a number.
 
-    YAML 1.1 wants both the point and the exponent's sign: ``1e-4`` and ``1.0e4`` are text, ``1.0e-4`` is a number.
+    YAML 1.1 needs both the point and the exponent's sign: ``1e-4`` and ``1.0e4`` are text, ``1.0e-4`` is a number.
     """
     match = re.fullmatch(r"([-+]?\d+)(?:\.(\d*))?(?:[eE]([-+]?)(\d+))?", text.strip())
     if match is None:
@@ -122,7 +136,7 @@ def _types(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _expected(field: FieldInfo) -> str:
-    """A field's domain in words, from its annotation and bounds: ``a whole number >= 1 and <= 1024``."""
+    """A field's domain as text, from its annotation and bounds: ``a whole number >= 1 and <= 1024``."""
     names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
     words = []
     for kind in _types(field):
@@ -178,7 +192,7 @@ def _remedy(value: object, field: FieldInfo) -> str:
 
 
 def check_path(text: str) -> None:
-    """Refuse a name that the operating system fails on, instead of saying that there is no such file."""
+    """Refuse a name that the operating system cannot look up, instead of reporting a missing file."""
     reason = "a NUL character" if "\0" in text else None
     try:
         Path(text).expanduser().exists()
@@ -188,5 +202,5 @@ def check_path(text: str) -> None:
         reason = error.strerror
     if reason is not None:
         raise ValueError(
-            f"should be a name or a path that can be looked for, found {quoted(text)}: {reason}. Correct it."
+            f"should be a name or a path that can be looked up, found {quoted(text)}: {reason}. Correct it."
         )

@@ -1,7 +1,7 @@
-"""What happens in a run, shown in the experiment trackers people use; no tracker can delay or break training.
+"""Reports a run to experiment trackers; no tracker can delay or break training.
 
-``base`` says what a tracker is, a module a tool implements it, ``feed`` tells it what the journal tells, and
-``background`` keeps it away from the training thread.
+``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it from journal entries,
+and ``background`` runs it outside of the training thread.
 """
 
 from alto.trackers.background import tracking

@@ -1,4 +1,4 @@
-"""Trackers on threads of their own: training hands events over and never waits, fails or grows because of them."""
+"""Trackers on threads of their own, so that they cannot delay, break or fill the memory of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ MAX_WAITING_EVENTS = 20_000
 
 
 class BackgroundTracker(BackgroundObserver):
-    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted."""
+    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted.
+
+    Args:
+        name: Name of the tracker, for warnings.
+        tracker: The tracker.
+        run_dir: Run directory.
+        max_waiting: Largest number of events kept for a slow tracker.
+    """
 
     def __init__(self, name: str, tracker: Tracker, run_dir: Path, *, max_waiting: int = MAX_WAITING_EVENTS) -> None:
         feed = Feed(tracker, run_dir)
@@ -28,7 +35,7 @@ class BackgroundTracker(BackgroundObserver):
 def tracking(
     trackers: Mapping[str, Tracker], run_dir: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S
 ) -> Iterator[tuple[Observer, ...]]:
-    """Observers for the journal of the run in ``run_dir``; leaving waits for the trackers, but not for ever.
+    """Observers for the journal of the run in ``run_dir``; leaving waits for the trackers, up to a timeout.
 
     Args:
         trackers: By the name that warnings use; each is used for this run alone.

@@ -1,4 +1,4 @@
-"""The seam: what every tracker is told, in the words of a run and not of any tool."""
+"""The interface of every tracker, in terms of a run and not of any tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["JobOutcome", "Point", "TrackedRun", "Tracker", "plain_value"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What was measured of a job after one of its steps.
+    """The measurements of a job after one of its steps.
 
     Attributes:
         step: Optimizer steps done, from 1.
@@ -48,13 +48,13 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run as it is known when it starts.
+    """The description of a run at its start.
 
     Attributes:
         name: Name of the run's folder.
         run_dir: The folder.
-        settings: What holds for the whole task (model, dataset, early exit, ...), nested settings joined by dots.
-        jobs: Configuration by job; a job that is added later appears here before anything is told of it.
+        settings: Settings of the whole task (model, dataset, early exit, ...); nested keys are joined by dots.
+        jobs: Configuration by job; a job that is added later appears here before anything else is reported of it.
     """
 
     name: str
@@ -69,33 +69,33 @@ class TrackedRun:
         return {key: value for key, value in first.items() if all(job.get(key) == value for job in others)}
 
     def varying(self, job: str) -> dict[str, Any]:
-        """What sets a job apart from the others."""
+        """The settings of a job that differ between jobs."""
         fixed = self.fixed
         return {key: value for key, value in self.jobs[job].items() if key not in fixed}
 
 
 class Tracker(Protocol):
-    """One tool. Called by one thread, in the order of the run; whatever it raises ends its part in the run.
+    """One tool. Called by one thread, in the order of the run; after an exception it is not called again.
 
-    The tool is imported by :meth:`start`. Where a run is resumed, everything since its beginning is told again: a
-    tracker starts its record anew, or goes on with it and leaves out what it holds already.
+    The tool is imported by :meth:`start`. Where a run is resumed, everything since its beginning is reported again: a
+    tracker starts a new record, or continues the old one and skips what it holds already.
     """
 
     def start(self, run: TrackedRun) -> None:
         """The task starts."""
 
     def log(self, job: str, points: Sequence[Point]) -> None:
-        """A job has gone on; ``points`` are in the order of their steps."""
+        """A job has advanced; ``points`` are in the order of their steps."""
 
     def end_job(self, job: str, outcome: JobOutcome) -> None:
         """A job has ended; it may be reopened, and then ends again."""
 
     def finish(self, best_job: str | None) -> None:
-        """Nothing more will come. ``best_job`` is None where the task was interrupted or has no result."""
+        """The run has ended. ``best_job`` is None where the task was interrupted or has no result."""
 
 
 def plain_value(value: Any) -> str | bool | int | float:
-    """A setting as every tool takes it: numbers and truth values as they are, all else as text."""
+    """A setting in a form that every tool accepts: numbers and booleans unchanged, all else as text."""
     if isinstance(value, str | bool | int | float):
         return value
     return json.dumps(value, sort_keys=True)

@@ -24,10 +24,10 @@ _TRACKERS: dict[str, type[Tracker]] = {
 
 
 def chosen_trackers(task: Task) -> dict[str, Tracker]:
-    """A new tracker for each tool that ``task.report_to`` asks for; no tool is imported yet.
+    """A new tracker for each tool that ``task.report_to`` names; no tool is imported yet.
 
     Raises:
-        UnsupportedError: A tool that is asked for by name is not installed.
+        UnsupportedError: A named tool is not installed.
     """
     return {name: _TRACKERS[name]() for name in _names(task.report_to)}
 

@@ -1,4 +1,4 @@
-"""From journal entries to the calls of a tracker."""
+"""Converts journal entries into the calls of a tracker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRL_NAMES = {
 
 
 class Feed:
-    """Calls a tracker with what the entries of a run hold; events that concern no tracker are passed over."""
+    """Calls a tracker for the entries of a run; events without a call are skipped."""
 
     def __init__(self, tracker: Tracker, run_dir: Path) -> None:
         self._tracker = tracker

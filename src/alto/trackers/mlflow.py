@@ -20,7 +20,7 @@ _MAX_VALUE_CHARS = 6000
 class MlflowTracker:
     """Reports to the server and experiment that MLflow's environment variables name.
 
-    Where a run is resumed it goes on with the same MLflow runs: the server is asked which steps it holds.
+    A resumed run continues the same MLflow runs; the steps that the server has are read from it and skipped.
     """
 
     def start(self, run: TrackedRun) -> None:

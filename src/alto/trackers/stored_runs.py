@@ -1,4 +1,4 @@
-"""What a tool calls the runs it keeps for us, in ``<run>/trackers/<tool>.json``, for when our run is resumed."""
+"""The ids of a tool's own runs, in ``<run>/trackers/<tool>.json``, for when the run is resumed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["StoredRuns"]
 
 
 class StoredRuns:
-    """Ids that one tool gave, and the jobs whose record with it is complete.
+    """Ids of one tool, and the jobs whose record there is complete.
 
     Args:
-        run_dir: Folder of our run.
+        run_dir: Run directory.
         tool: Name of the tool.
     """
 
@@ -33,7 +33,7 @@ class StoredRuns:
         return self._ids.get(what)
 
     def set_id(self, what: str, tool_id: str) -> None:
-        """Keep an id."""
+        """Save an id."""
         self._ids[what] = tool_id
         self._write()
 
@@ -42,7 +42,7 @@ class StoredRuns:
         return self._ended_at.get(job, 0)
 
     def set_ended(self, job: str, step: int) -> None:
-        """Keep that the record of a job is complete up to ``step``."""
+        """Save that the record of a job is complete up to ``step``."""
         self._ended_at[job] = step
         self._write()
 

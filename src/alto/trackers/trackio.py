@@ -16,15 +16,15 @@ __all__ = ["TrackioTracker"]
 class TrackioTracker:
     """Reports to the place that Trackio's environment variables name, by default this machine.
 
-    Trackio takes any step at any time and would hold steps twice, so a resumed run makes new runs, which are whole, in
-    a group of their own.
+    Trackio accepts any step at any time and would keep steps twice, so a resumed run makes new, complete runs in a
+    group of their own.
     """
 
     def start(self, run: TrackedRun) -> None:
         import trackio
         import trackio.run
 
-        # Trackio greets every run on standard output, where the command that trains may be printing JSON.
+        # Trackio prints a message for every run on standard output, where the command may print JSON.
         for module in (trackio, trackio.run, trackio.utils):
             vars(module)["print"] = _say_nothing
         self._trackio: Any = trackio
@@ -73,4 +73,4 @@ class TrackioTracker:
 
 
 def _say_nothing(*_: object, **__: object) -> None:
-    """Stands in for ``print``."""
+    """Replaces ``print``."""

@@ -13,10 +13,10 @@ from alto.trackers.stored_runs import StoredRuns
 __all__ = ["WandbTracker"]
 
 _SETTINGS: dict[str, Any] = {
-    # At the exit of the process W&B waits for what is under way, for ever if it is let.
+    # At the exit of the process W&B waits for pending uploads, without a limit by default.
     "init_timeout": 20.0,
     "finish_timeout": 10.0,
-    # The terminal belongs to the live table, and the machine's load to no job in particular.
+    # The terminal is used by the live table, and the machine's load belongs to no single job.
     "silent": True,
     "console": "off",
     "x_disable_stats": True,
@@ -26,8 +26,8 @@ _SETTINGS: dict[str, Any] = {
 class WandbTracker:
     """Reports to the project and in the mode that W&B's environment variables name.
 
-    Where a run is resumed it goes on with the same W&B runs, which know their next step and take none before it. An
-    offline run cannot be continued, so each start writes a new one that is whole.
+    A resumed run continues the same W&B runs, which accept only steps after their last one. An offline run cannot be
+    continued, so each start writes a new, complete one.
     """
 
     def start(self, run: TrackedRun) -> None:

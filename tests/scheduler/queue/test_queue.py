@@ -185,7 +185,7 @@ def test_a_moved_estimate_leads_to_a_plan_and_a_small_move_does_not():
     assert queue.apply(Progressed(time_s=10, task="a", attempt=1, remaining_s=100)) == []
     (planned,) = queue.apply(Progressed(time_s=20, task="a", attempt=1, remaining_s=200))
     assert isinstance(planned, Planned)
-    assert planned.reason == "a is now thought to take 220 s, not 100 s"
+    assert planned.reason == "a is now estimated to take 220 s, not 100 s"
     assert planned.schedule.placements[0].start_s == 200
     assert queue.plan is not None
     assert queue.plan.placements[0].start_s == 220

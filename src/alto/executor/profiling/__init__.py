@@ -1,4 +1,4 @@
-"""What a task takes of this device, measured before it is trained: memory, packing, time."""
+"""Measures the memory and time that a task takes on this device, and plans its packing, before it is trained."""
 
 from alto.executor.profiling.planning import USUAL_TOKENS_PER_PASS, pack, plan
 

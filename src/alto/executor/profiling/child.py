@@ -1,6 +1,6 @@
-"""``python -m alto.executor.profiling.child``: measures in a process whose memory is that of nobody else.
+"""``python -m alto.executor.profiling.child``: measures in a process of its own.
 
-A request on stdin, what was found on stdout, both JSON.
+Reads a request from stdin and writes the measurements to stdout, both as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["answer"]
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`measure` finds; ``no_memory`` and why where nothing fits."""
+    """The result of :func:`measure`; ``no_memory`` and the reason where nothing fits."""
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
     try:

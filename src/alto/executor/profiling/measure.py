@@ -1,7 +1,7 @@
-"""Single training steps of more and more tokens, each with its peak of memory and its duration.
+"""Measures training steps of increasing size: peak memory and duration of each.
 
-Of several ranks all take the same steps, each with as many jobs and tokens: a peak is that of one rank, and what counts
-is the largest; a duration is that of a step of all of them.
+With several ranks, all take the same steps with equal numbers of jobs and tokens: a peak is the largest of any rank; a
+duration is that of the step of all ranks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import Task
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 
 __all__ = ["MARGIN", "Measured", "Packing", "measure", "packings", "slot_bytes"]
 
 MARGIN = 0.9
-"""Share of the device's memory that is planned with; the rest is for what no profile sees."""
+"""Share of the device's memory that is planned; the rest is for allocations that no profile measures."""
 
 MAX_JOBS = 16
-"""Most jobs that are measured together: what more of them cost is told by those."""
+"""Largest number of jobs that are measured together; the cost of more is extrapolated."""
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 _LEAST_TIMES, _MOST_TIMES = 3, 16
 _LEAST_TIMED_S = 2.0
-"""What is short is timed more often, for so long: once alone says little."""
+"""Short steps are repeated for this long, for a stable duration."""
 _LEAST_BUDGET_S = 60.0
 _BUDGET_SHARE = 0.02
 
@@ -64,14 +64,14 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was found on a device.
+    """The measurements on a device.
 
     Attributes:
         memory: Peaks without the bank.
-        durations: Of steps, the first of a size left out.
+        durations: Durations of steps, without the first of each size.
         eval_token_s: Seconds per token of an evaluation.
         capacity_bytes: Memory of the device.
-        duration_s: What measuring took.
+        duration_s: Duration of the measurement.
     """
 
     memory: tuple[MemoryPoint, ...]
@@ -86,7 +86,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Raises KeyError or TypeError for what :meth:`to_dict` has not made."""
+        """Raises KeyError or TypeError for values that :meth:`to_dict` has not made."""
         return cls(
             memory=tuple(MemoryPoint(**point) for point in values["memory"]),
             durations=tuple(ThroughputPoint(**point) for point in values["durations"]),
@@ -105,7 +105,7 @@ def slot_bytes(task: Task, shapes: Sequence[AdapterShape], num_slots: int = 1) -
 
 
 def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
-    """What is measured: twice the rows each time, by turns of as few jobs as have them and of as many."""
+    """The sizes to measure: the number of rows doubles each time, with alternately the fewest and the most jobs."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
     by_rows: dict[int, list[Packing]] = {}
@@ -131,15 +131,15 @@ def measure(
 ) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
-    It ends where the next step would not fit, or has more than ``max_tokens``, or would take the whole beyond its
-    budget: a minute, or a fiftieth of what the task will take, whichever is more. The model is left as it was.
+    It ends where the next step would not fit, or has more than ``max_tokens``, or would exceed the time budget: the
+    larger of a minute and a fiftieth of the estimated duration of the task. The model is not changed.
 
     Args:
-        task: Whose jobs take steps.
+        task: Its jobs take the steps.
         backbone: The task's base model.
-        lengths: Of the task's rows.
-        num_rows: How many the task trains on.
-        max_tokens: Most tokens of a step.
+        lengths: Lengths of the task's rows.
+        num_rows: Number of rows of the training split.
+        max_tokens: Largest number of tokens of a step.
         ranks: This process among those that measure together.
 
     Raises:
@@ -202,7 +202,7 @@ def measure(
 
 
 class _Budget:
-    """How long measuring may take: a share of what the steps measured so far say of the whole task."""
+    """Time budget of the measurement: a share of the task's duration, as estimated from the steps so far."""
 
     def __init__(self, began: float, task: Task, lengths: Sequence[RowLength], num_rows: int) -> None:
         self._began = began
@@ -217,7 +217,7 @@ class _Budget:
 
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
-    """As many as a rank can have at a time, and as leave half of its memory to steps."""
+    """The number of jobs that a rank can hold at a time and that leaves half of its memory to steps."""
     fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, shapes))
     of_rank = math.ceil(min(len(shapes), task.max_slots or len(shapes)) / ranks.size)
     return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
@@ -229,7 +229,7 @@ def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
 
 
 def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[PlannedJob, ...], ranks: Ranks) -> TaskContext:
-    """The task on rows that stand for its own; its jobs are planned for those."""
+    """The task on random rows with the lengths of its own; its jobs are planned for those."""
     return TaskContext(
         task=task,
         base=task.base_model,
@@ -247,7 +247,7 @@ def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -
     micro_batches = MicroBatches(2**62, refused.append, can_retry=context.ranks.is_alone)
     size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=context.task.adapter_dtype)
     trainer = build_trainer(context.backbone, size, micro_batches, context.ranks)
-    # Memory that is zero has not been given by every operating system yet.
+    # An operating system may allocate pages of zeros only when they are written.
     for tensor in (
         trainer.bank.params_ZP,
         trainer.bank.grads_ZP,
@@ -299,7 +299,8 @@ def _timed(action: Callable[[], object], ranks: Ranks) -> list[float]:
 
 
 def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bool:
-    """Whether a step of ``num_tokens`` is expected to stay within ``room`` bytes; of one point nothing can be told."""
+    """Whether a step of ``num_tokens`` is expected to fit into ``room`` bytes; one measurement alone gives no
+    expectation."""
     if len({point.num_tokens for point in memory}) < 2:
         return True
     fit = fit_memory(memory)
@@ -310,5 +311,5 @@ def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
         f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
         f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
-        f"smaller base with {QUANTISATION_KEYS['4bit']}: true, or share it out over more GPUs with num_gpus"
+        f"smaller base with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
     )

@@ -1,4 +1,4 @@
-"""How much memory this process has taken at most, and how much there is."""
+"""Peak memory of this process, and the memory of the device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Memory of ``device``; of a CPU what the machine has, or a container or ``ulimit -v`` leaves of it, and of that
-    the share of one of so many ranks, which have a GPU each but one CPU.
+    """Memory of ``device`` for one rank. On a CPU: the memory of the machine, as limited by a container or ``ulimit
+    -v``, divided by the number of ranks.
 
     Raises:
-        UnsupportedError: The operating system does not say.
+        UnsupportedError: The operating system does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         raise UnsupportedError(
-            f"profile: expected an operating system that tells how much memory there is, found {sys.platform}; set "
-            "max_slots and max_tokens_per_pass, and nothing has to be profiled"
+            f"profile: expected an operating system that reports its memory, found {sys.platform}; set "
+            "max_slots and max_tokens_per_pass, so that no profile is needed"
         )
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_ranks]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -46,26 +46,27 @@ def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a new peak, where the operating system can; where not, it goes up only, so small steps come first."""
+    """Reset the peak, where the operating system can. Elsewhere the peak only grows, so small steps are measured
+    first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
-        # What the C library keeps of memory that was freed is in no way taken by what comes next.
+        # Freed memory that the C library keeps would count for the next step.
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """On CUDA what the allocator has held at most since :func:`reset_peak`; else the largest size of this process."""
+    """On CUDA the allocator's peak since :func:`reset_peak`; else the peak resident size of this process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device)
     if _STATUS.is_file():
-        # Not getrusage: there a process that was started by a larger one begins with the peak of that one.
+        # Not getrusage: its peak of a process starts with that of the parent process.
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(fields["VmHWM"].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

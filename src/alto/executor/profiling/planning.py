@@ -1,4 +1,4 @@
-"""What a task will take, before it is trained: its profile, how its jobs are packed, how long it lasts."""
+"""Plans a task before it is trained: its profile, the packing of its jobs, its expected duration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from alto.spec import Task
 __all__ = ["USUAL_TOKENS_PER_PASS", "pack", "plan"]
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
-"""Beyond which a pass gains nothing: what a CPU's caches hold; what keeps a GPU busy with a small base."""
+"""Tokens beyond which a larger micro-batch is not faster: they fill a CPU's caches, or a GPU with a small base."""
 
 USUAL_SLOTS = 16
 
@@ -35,18 +35,18 @@ _LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
 
 
 def _has_open_limits(task: Task) -> bool:
-    """Whether the task leaves to the engine how its jobs are packed."""
+    """Whether the engine has to choose the packing of the task's jobs."""
     return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
 
 
 def pack(context: TaskContext) -> tuple[Task, TaskPlan | None]:
-    """The task with every limit set, and the plan they come from.
+    """The task with every limit set, and the plan that set them.
 
-    On a GPU, and where a CPU's memory might become tight, the task is profiled first, if it was not before. Else a
-    profile that is there is used, and without one the limits are the usual ones: there the plan is None.
+    On a GPU, and where a CPU's memory may not be enough, the task is profiled first, unless a profile is cached.
+    Elsewhere a cached profile is used; without one, default limits apply and the plan is None.
 
     Raises:
-        DeviceMemoryError: The task cannot fit; says what does.
+        DeviceMemoryError: The task cannot fit; the message states what does.
     """
     task = context.task
     if not _has_open_limits(task):
@@ -67,7 +67,7 @@ def pack(context: TaskContext) -> tuple[Task, TaskPlan | None]:
 
 
 def _with_usual_limits(task: Task) -> Task:
-    """The task, packed as where memory is plenty and nothing was measured."""
+    """The task with default limits: memory is plenty and nothing was measured."""
     return task.replace(
         max_slots=task.max_slots or USUAL_SLOTS,
         max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"],
@@ -79,10 +79,10 @@ def plan(context: TaskContext, *, refresh: bool = False) -> TaskPlan:
     """What the task takes.
 
     Args:
-        refresh: Measure again, whatever was measured before.
+        refresh: Measure again, even where a measurement is cached.
 
     Raises:
-        DeviceMemoryError: The task cannot fit; says what does.
+        DeviceMemoryError: The task cannot fit; the message states what does.
         ProfileError: It could not be measured.
     """
     task = context.task
@@ -120,7 +120,7 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     rungs = context.policy.rungs
     references_s = 0.0
-    if context.objective.needs_reference:  # at most: an earlier task may have computed them
+    if context.objective.needs_reference:  # an upper bound: they may be cached
         references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
     expected_s = (
         expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
@@ -174,10 +174,10 @@ def _is_profiled(context: TaskContext) -> bool:
 
 
 def _is_roomy(context: TaskContext) -> bool:
-    """Whether even a coarse upper bound of what the task takes is a small part of the memory."""
+    """Whether a coarse upper bound of the task's memory is a small part of the device's memory."""
     config = context.backbone.model.config.get_text_config()
     shapes = [job.shape for job in context.jobs]
-    # Twice what a layer of a gated transformer keeps for its backward pass, and the adapters' narrow activations.
+    # Twice the activations of a gated transformer layer, and the adapters' narrow activations.
     width = 20 * config.hidden_size + 8 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     narrow = sum(2 * max(shape.rank for shape in shapes) for _ in shapes[0].targets)
     bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size

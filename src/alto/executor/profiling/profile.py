@@ -1,4 +1,4 @@
-"""The profile of a task: from the cache, or measured now; and the laws that it gives."""
+"""The profile of a task, cached or measured now: its memory model and its throughput model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
-from alto.spec.base_model import QUANTISATION_KEYS
+from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.outside import is_number
 
 __all__ = ["Profile", "find_profile", "profile_task"]
@@ -29,19 +29,21 @@ __all__ = ["Profile", "find_profile", "profile_task"]
 CHILD_TIMEOUT_S = 1800.0
 
 _MAX_MEASURED = 1e18
-"""Of bytes, tokens and seconds."""
+"""Units: bytes, tokens and seconds."""
 
 _KEYS = ("method", "adapter_dtype", "gradient_checkpointing", "max_slots")
-"""Of a task, what decides what its steps take, beside its base model, its jobs and the lengths of its rows."""
+"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What steps of a task take.
+    """Memory and duration of a task's steps.
 
     Attributes:
+        memory: Memory model of a step.
+        throughput: Throughput model of a step.
         is_cached: It was measured in an earlier run.
-        duration_s: What measuring took, whenever it was.
+        duration_s: Duration of the measurement.
     """
 
     memory: MemoryProfile
@@ -53,13 +55,13 @@ class Profile:
 def find_profile(
     task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
 ) -> Profile | None:
-    """The profile of such a task on such a device, if there is one in the cache.
+    """The cached profile of the task on the device; None if there is none.
 
     Args:
-        task: Its base model, its method and its jobs count.
-        lengths: Of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        device: On which it would be trained.
-        num_ranks: Processes that would train it.
+        task: Its base model, method and jobs are part of the cache key.
+        lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
+        device: Device that it would be trained on.
+        num_ranks: Number of processes that would train it.
     """
     key = _key(task, lengths, device, num_ranks)
     found = cache.load("profiles", key)
@@ -84,21 +86,21 @@ def profile_task(
     backbone: Backbone | None = None,
     ranks: Ranks | None = None,
 ) -> Profile:
-    """Measure now, and remember.
+    """Measure now, and write the profile to the cache.
 
     Args:
-        task: Whose steps are taken.
-        lengths: Of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        device: Where steps are taken.
-        num_rows: How many it trains on.
-        max_tokens: Tokens up to which steps are measured.
-        backbone: The base model on a CUDA device, or on one of several ranks. On a CPU the steps are else taken in a
-            process of their own, whose memory is that of nobody else, and this one is not used.
+        task: Its jobs take the steps.
+        lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
+        device: Device of the steps.
+        num_rows: Number of rows of the training split.
+        max_tokens: Largest number of tokens of a step.
+        backbone: The base model on a CUDA device, or on one of several ranks. A single rank on a CPU measures in a
+            separate process and does not use it.
         ranks: This process among those that measure together.
 
     Raises:
         DeviceMemoryError: Not even one row of one job fits.
-        ProfileError: The process that measures failed.
+        ProfileError: The measuring process failed.
     """
     ranks = ranks or Ranks()
     if device.type == "cpu" and ranks.is_alone:
@@ -122,12 +124,12 @@ def _check(measured: Measured) -> None:
 
 
 def _profile(measured: Measured, *, is_cached: bool) -> Profile:
-    # A law of tokens needs two sizes. Where one step alone fitted, all of it is called fixed.
+    # A linear model needs two sizes. Where only one step fitted, all its memory counts as fixed.
     sizes = {point.num_tokens for point in measured.memory}
     if len(sizes) < 2:
         raise ProfileError(
             f"memory profile: expected steps of two sizes or more to fit into memory, found one, of {min(sizes)} "
-            f"tokens; lower max_length or r, set gradient_checkpointing: true, or {QUANTISATION_KEYS['4bit']}: true"
+            f"tokens; lower max_length or r, set gradient_checkpointing: true, or {LOAD_IN_4BIT}"
         )
     fit, speed = fit_memory(measured.memory), fit_throughput(measured.durations)
     return Profile(
@@ -153,7 +155,7 @@ def _profile(measured: Measured, *, is_cached: bool) -> Profile:
 
 
 def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Everything that what is measured depends on."""
+    """Everything that the measurements depend on."""
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
@@ -205,6 +207,6 @@ def _measured_in_child(task: Task, lengths: Sequence[RowLength], *, num_rows: in
         told = child.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ProfileError(
             f"profile: expected measurements from a process of its own, found that it ended with code "
-            f"{child.returncode} and said {told[0]!r}; free memory on this machine, or set max_slots, "
-            "max_tokens_per_step and max_tokens_per_pass, and nothing has to be profiled"
+            f"{child.returncode} and printed {told[0]!r}; free memory on this machine, or set max_slots, "
+            "max_tokens_per_step and max_tokens_per_pass, so that no profile is needed"
         ) from error

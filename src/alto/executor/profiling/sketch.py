@@ -1,7 +1,7 @@
-"""The lengths of a task's rows in a few numbers, and rows of random tokens with these lengths.
+"""Samples the lengths of a task's rows, and makes rows of random tokens with these lengths.
 
-What a step takes depends on how long its rows are, how much of them is trained and what pairs share, not on what they
-say.
+Memory and time of a step depend on the lengths of its rows, their trained tokens and the shared tokens of pairs, not on
+their text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _EVALUATED = 32
 
 
 class SpanLength(NamedTuple):
-    """Tokens of a sequence, how many of them are trained, and how many of the sequence before it go before them."""
+    """Tokens of a sequence, how many of them are trained, and how many tokens of the sequence before it are its
+    prefix."""
 
     num_tokens: int
     num_trained: int
@@ -42,7 +43,7 @@ class RowLength:
 
 
 def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
-    """At most 64 lengths at equal distances in the order of all, so that their mean is about that of the rows."""
+    """At most 64 lengths at equal distances in the sorted list of all, so that their mean is about that of the rows."""
     rows = []
     for targets, spans in zip(dataset.targets, dataset.spans, strict=True):
         of_spans = zip(spans, targets.split([span.length for span in spans]), strict=True)
@@ -55,9 +56,10 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
 
 
 def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> TaskData:
-    """``count`` rows of random tokens to train on, and a few to evaluate; of pairs, what the base would give them is 0.
+    """``count`` rows of random tokens to train on, and a few to evaluate; reference log-probs of pairs are 0.
 
-    Token ids are below ``vocabulary``. Their lengths go around ``lengths`` in strides, so that short and long ones mix.
+    Token ids are below ``vocabulary``. Their lengths are taken from ``lengths`` in strides, so that short and long ones
+    mix.
     """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
@@ -74,7 +76,8 @@ def _dataset(rows: Sequence[RowLength], vocabulary: int, generator: torch.Genera
         end = 0
         for span in row.spans:
             start, end = end, end + span.num_tokens
-            # The last token predicts nothing; what is trained lies before it, as a reply lies at the end of its row.
+            # The last token predicts nothing; the trained tokens come just before it, like a reply at the end of its
+            # row.
             predicted[start : end - 1 - span.num_trained] = IGNORED
             predicted[end - 1] = IGNORED
         input_ids.append(ids)
@@ -91,7 +94,7 @@ def _dataset(rows: Sequence[RowLength], vocabulary: int, generator: torch.Genera
 
 
 def _coprime_to(count: int) -> int:
-    """A stride near the golden section of ``count`` that visits every index."""
+    """A stride near ``count`` times the golden ratio that visits every index."""
     stride = max(1, round(count * 0.618))
     while math.gcd(stride, count) != 1:
         stride += 1

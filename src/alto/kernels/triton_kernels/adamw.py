@@ -41,7 +41,7 @@ def adamw_kernel(
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
     grad_scale = tl.load(grad_scales_U + tl.program_id(1))
     settings = settings_U10 + 10 * tl.program_id(1)
-    # A block that is full needs no mask, whose end would keep the compiler from moving whole vectors.
+    # A full block needs no mask, which would keep the compiler from moving whole vectors.
     if start + BLOCK <= end:
         _update(
             params_ZP + base,

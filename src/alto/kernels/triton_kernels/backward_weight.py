@@ -1,9 +1,9 @@
 """``gradient_i += scale_i * wide[i]ᵀ @ narrow[i]``: the gradient of every slot's own matrix from its own tokens.
 
-One program owns its part of a gradient and takes the slot's tokens in their order: no atomics, the same bits every time
-and whatever other slots there are. A segment is one program's loop, whatever its length. Splitting long ones over
-programs would take a workspace and a second pass; with tiles of 64 columns one slot of an 8B model already makes 64 to
-224 programs, and every further slot as many again.
+One program owns its part of a gradient and reads the slot's tokens in order: no atomics, the same bits every time and
+for any other slots. A segment is one program's loop, at any length. Splitting long ones over programs would take
+a workspace and a second pass; with tiles of 64 columns one slot of an 8B model already makes 64 to 224 programs, and
+every further slot as many again.
 """
 
 from __future__ import annotations

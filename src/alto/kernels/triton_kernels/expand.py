@@ -1,4 +1,4 @@
-"""``wide[i] += scale_i * narrow[i] @ weight_i``: every slot's own ranks back up, added to what the base has left."""
+"""``wide[i] += scale_i * narrow[i] @ weight_i``: every slot's up-projection, added to the base output."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _expand(
     ranks = tl.arange(0, BLOCK_R)
     wide_TW += t * stride_wide_t + w * stride_wide_w
     mask = (t < num_tokens) & (w < num_wide)
-    # Asked for before the product is formed, so that it arrives meanwhile.
+    # Loaded before the product is formed, so that both overlap.
     wide = tl.load(wide_TW, mask=mask, other=0.0)
     total = tl.zeros((BLOCK_T, BLOCK_W), dtype=ACCUMULATOR)
     for first_rank in range(0, num_narrow, BLOCK_R):

@@ -36,7 +36,7 @@ def square_sums_kernel(
     if start >= size:
         return
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
-    # A span that is full needs no mask, whose end would keep the compiler from moving whole vectors.
+    # A full span needs no mask, which would keep the compiler from moving whole vectors.
     if start + BLOCK * TURNS <= size:
         squares = _squares(grads_ZP + base, start, size, True, BLOCK, TURNS, ACCUMULATOR)
     else:

@@ -1,7 +1,7 @@
-"""Typed events: what journals of runs and queues hold, one class each, and the codec between classes and lines.
+"""Typed events of the journals of runs and queues, one class each, and the codec between classes and lines.
 
-``run_events``, ``job_events`` and ``queue_events`` have the classes, ``facts`` what stands inside of them, ``names``
-what a journal calls them, ``codec`` reads and writes lines.
+``run_events``, ``job_events`` and ``queue_events`` have the classes, ``facts`` the parts of their fields, ``names``
+their names in a journal; ``codec`` reads and writes lines.
 """
 
 from alto.runs.events.codec import (

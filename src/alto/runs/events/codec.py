@@ -1,8 +1,8 @@
-"""Lines of a journal and the events that they stand for.
+"""Converts between the lines of a journal and typed events.
 
-Writing is strict: what is no event, or no value that strict JSON can hold, is refused. Reading is tolerant: an event
-that this version does not know is kept whole, a field that it does not know is kept beside the event, and both are
-written back unchanged; a field that version 0.1 did not write has a default, which the docstring of its class says.
+Writing is strict: only events, with values of strict JSON, are accepted. Reading is tolerant: an unknown event is kept
+    whole, an unknown field is kept beside the event, and both are written back unchanged; a field that version 0.1 did
+    not write has a default, which the docstring of its class states.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 NO_SEQ = -1
-"""The sequence number of an event that is in no journal."""
+"""The sequence number of an event that is not in a journal."""
 
 _ENVELOPE = ("seq", "time", "event", "replayed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownEvent:
-    """An event of a version that has more of them.
+    """An unknown event, of a later version.
 
     Attributes:
-        name: As the journal spells it.
-        fields: All its fields, as JSON has them.
+        name: Its name in the journal.
+        fields: All its fields, as JSON values.
     """
 
     name: str
@@ -53,7 +53,8 @@ class UnknownEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRelayed:
-    """An event of the run of a task, passed on by the queue. Observers see it; no journal of a queue holds it.
+    """An event of a task's run, relayed by the queue. Only observers receive it; the queue's journal does not contain
+    it.
 
     Attributes:
         task: Name of the task in the queue.
@@ -75,7 +76,7 @@ class JournalEntry:
         seq: Counts the lines from 0; ``NO_SEQ`` where the event is in no journal.
         time: When it was written, in unix seconds.
         event: What happened.
-        is_replayed: An observer is shown it again, because the run was resumed.
+        is_replayed: It is shown to an observer again, because the run was resumed.
         unknown: Fields of later versions: by name, or by JSON pointer where they are inside another field.
     """
 
@@ -87,16 +88,16 @@ class JournalEntry:
 
     @property
     def name(self) -> str:
-        """What the journal calls the event."""
+        """Name of the event in the journal."""
         return name_of(self.event)
 
     def to_dict(self) -> dict[str, Any]:
-        """The line in plain values, as a journal holds it; ``replayed`` is added where it is shown again."""
+        """The line of a journal, as plain values; ``replayed`` is added where it is shown again."""
         return encode(self) | ({"replayed": True} if self.is_replayed else {})
 
 
 def name_of(event: Event) -> str:
-    """What journals call the event."""
+    """Name of the event in journals."""
     match event:
         case UnknownEvent(name=name):
             return name
@@ -106,15 +107,15 @@ def name_of(event: Event) -> str:
 
 
 def is_line(line: Mapping[str, Any]) -> bool:
-    """Whether a JSON object has what every line of a journal has: a time, and the name of an event."""
+    """Whether a JSON object has the keys of every journal line: a time, and the name of an event."""
     return "time" in line and isinstance(line.get("event"), str)
 
 
 def encode(entry: JournalEntry) -> dict[str, Any]:
-    """The line of an entry, in values that strict JSON can hold.
+    """The line of an entry, as values of strict JSON.
 
     Raises:
-        TypeError: A field holds something that is none.
+        TypeError: A field holds another value.
     """
     line = {"seq": entry.seq, "time": to_wire(entry.time), "event": entry.name, **_facts(entry.event)}
     for path, value in entry.unknown.items():
@@ -123,11 +124,11 @@ def encode(entry: JournalEntry) -> dict[str, Any]:
 
 
 def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEntry:
-    """The entry that a line of a journal stands for.
+    """The entry of a journal line.
 
     Args:
-        line: As JSON has it; one of version 0.1, too.
-        source: The file that it is from, for the message.
+        line: The line as a JSON object; may be of version 0.1.
+        source: Its file, for the message.
 
     Raises:
         RunError: A known field of a known event is missing or holds another type.
@@ -149,7 +150,7 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
 
 
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """The event of that name with these fields, all of which it must know.
+    """The event of that name with these fields, all of which must be known.
 
     Raises:
         TypeError: It has no such field, or a field is missing or holds another type.
@@ -189,7 +190,7 @@ def _event(name: str, facts: Mapping[str, Any]) -> tuple[Any, dict[Path, Any]]:
 
 
 def settings_of(started: TaskStarted) -> dict[str, Any]:
-    """What holds for the whole task, in plain values by the journal's names; without jobs, notes and the format."""
+    """The settings of the whole task, as plain values by their journal names; without jobs, notes and the format."""
     return {key: value for key, value in _facts(started).items() if key not in ("jobs", "notes", "format")}
 
 
@@ -205,7 +206,7 @@ def _facts(event: Event) -> dict[str, Any]:
 
 
 def _put(line: dict[str, Any], path: str, value: Any) -> None:
-    """Put an unknown field back to where it was."""
+    """Put an unknown field back at its place."""
     if not path.startswith("/"):
         line[path] = value
         return

@@ -1,4 +1,4 @@
-"""Parts of events: what stands in a list or in an object of one."""
+"""Parts of events: the elements of their lists and objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDescription:
-    """A job as it is planned.
+    """A planned job.
 
     Attributes:
         job: Job id.
         config: Its resolved configuration, canonical keys.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
-        num_parameters: Trainable parameters of its adapter; None where the journal does not say.
+        num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
     """
 
     job: str
@@ -71,7 +71,7 @@ class ReferenceFact:
 
     Attributes:
         is_cached: They are from an earlier run.
-        duration_s: What that took, in seconds.
+        duration_s: Duration of their computation, in seconds.
     """
 
     is_cached: bool
@@ -80,12 +80,12 @@ class ReferenceFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMeasurement:
-    """What validation gives with the frozen base, for all jobs that have the same loss.
+    """The evaluation of the frozen base, for all jobs that have the same loss.
 
     Attributes:
         jobs: Job ids.
-        validation_loss: Nats per trained token; of pairs, what their loss gives.
-        metrics: What the method measures beside the loss, by name.
+        validation_loss: Nats per trained token; for pairs, in the unit of their loss.
+        metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
     """
 
@@ -97,7 +97,7 @@ class StartMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedJob:
-    """What a checkpoint holds of a job.
+    """A job's part of a checkpoint.
 
     Attributes:
         step: Steps done.
@@ -112,7 +112,7 @@ class SavedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedJob:
-    """A job whose score cannot be told from the winner's on so many validation rows.
+    """A job whose score is within noise of the winner's on so many validation rows.
 
     Attributes:
         job: Job id.
@@ -132,9 +132,9 @@ class QueuedTask:
     Attributes:
         task: Its name in the queue, unique there.
         num_gpus: GPUs that it runs on.
-        duration_s: What it is estimated to take in seconds, early exit counted.
+        duration_s: Estimated seconds, early exit included.
         priority: Higher goes first.
-        tenant: Whose task it is; empty where nobody was named.
+        tenant: Whose task it is; empty where no tenant was named.
     """
 
     task: str

@@ -1,4 +1,4 @@
-"""How a field of an event stands on the wire, where its name and its type do not say it: metadata for the codec."""
+"""Metadata for the codec: how a field is written in JSON, where its name and type do not define it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def wire(
     """Metadata of a dataclass field.
 
     Args:
-        if_absent: What a journal that lacks the field is read as, in JSON's types. A field that has neither this nor a
-            default must be there.
+        if_absent: JSON value for a journal without the field. A field with neither this nor a default is required.
         always: Write the field even if it has its default, which is left out otherwise.
         aliases: Names that the field had in earlier versions.
-        key_aliases: Of a mapping: earlier names of its keys, each with today's.
-        value_aliases: Of a text: earlier spellings, each with today's.
+        key_aliases: Of a mapping: earlier names of its keys, each with the current one.
+        value_aliases: Of a text: earlier spellings, each with the current one.
         damaged_is_none: A value of another type is read as None, not refused.
     """
     told = {

@@ -1,7 +1,7 @@
-"""What happens to one job of a run.
+"""The events of one job of a run.
 
-Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; of pairs, what their
-loss gives. Durations are seconds.
+Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; for pairs, in the unit
+of their loss. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
-"""Numbers of an exit that version 0.1 calls otherwise."""
+"""Version 0.1's names of an exit's numbers."""
 
 _REASONS = {"spreads": "data_parallel"}
-"""Reasons of an admission that version 0.1 calls otherwise."""
+"""Version 0.1's names of reasons of an admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class JobAdmitted:
         job: Job id.
         slot: Slots are counted through the ranks; the first of a job that trains on several.
         step: Steps done.
-        reason: Why this job was chosen; empty where the journal does not say.
+        reason: Why this job was chosen; empty where the journal does not have it.
         ranks: Ranks that train it; empty where there is one only.
     """
 
@@ -60,7 +60,7 @@ class JobResumed:
         job: Job id.
         slot: As of ``job_admitted``.
         step: Steps done.
-        reason: Why this job was chosen; empty where the journal does not say.
+        reason: Why this job was chosen; empty where the journal does not have it.
         ranks: Ranks that train it; empty where there is one only.
     """
 
@@ -93,11 +93,11 @@ class JobEvaluated:
     Attributes:
         job: Job id.
         step: Steps done.
-        total_steps: Steps of the job if nothing ends it early; None where the journal does not say.
+        total_steps: Steps of the job if nothing ends it early; None where the journal does not have it.
         train_ema: Exponentially smoothed training loss, nats per token.
         validation_loss: Loss on the validation rows, not smoothed, nats per token.
-        is_best: Whether it is the best of the job so far; None where the journal does not say.
-        metrics: What the method measured beside the loss, by name.
+        is_best: Whether it is the best of the job so far; None where the journal does not have it.
+        metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
     """
 
@@ -113,13 +113,13 @@ class JobEvaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobParked:
-    """A job leaves its slot with its state kept, and will come back.
+    """A job leaves its slot; its state is kept and it will be resumed.
 
     Attributes:
         job: Job id.
-        slot: Slot that it left; None where the journal does not say.
-        step: Steps done; None where the journal does not say.
-        reason: Why; empty where the journal does not say.
+        slot: Slot that it left; None where the journal does not have it.
+        step: Steps done; None where the journal does not have it.
+        reason: Why; empty where the journal does not have it.
     """
 
     job: str
@@ -136,13 +136,13 @@ class JobExited:
         job: Job id.
         reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``; or the reason of a
             rule that a package registers.
-        evidence: Numbers that the decision was based on, by name.
+        evidence: The numbers that the decision was based on, by name.
         slot: Slot that it left; None where it was in none.
-        step: Steps done; None where the journal does not say.
+        step: Steps done; None where the journal does not have it.
         best_step: Step of its best evaluation; 0 where there is none with a finite loss.
         best_validation_loss: The loss there, nats per token; None where there is none.
-        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not say.
-        command: Id of the user's command that asked for it; None where a rule ended the job.
+        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
+        command: Id of the user's command; None where a rule ended the job.
     """
 
     job: str
@@ -163,10 +163,10 @@ class JobCompleted:
     Attributes:
         job: Job id.
         slot: Slot that it left; None where it was in none.
-        step: Steps done; None where the journal does not say.
+        step: Steps done; None where the journal does not have it.
         best_step: Step of its best evaluation; 0 where there is none with a finite loss.
         best_validation_loss: The loss there, nats per token; None where there is none.
-        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not say.
+        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
     """
 
     job: str
@@ -184,12 +184,12 @@ class JobAdded:
     Attributes:
         origin: The job that it is a clone of.
         warm: Whether it starts with the weights of that job.
-        command: Id of the user's command; None where the journal does not say.
+        command: Id of the user's command; None where the journal does not have it.
         job: Its own id.
         config: Its resolved configuration, canonical keys.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
-        num_parameters: Trainable parameters of its adapter; None where the journal does not say.
+        num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
     """
 
     origin: str
@@ -215,12 +215,12 @@ class JobAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReopened:
-    """A job that was ended goes on (``alto job resume``).
+    """A job that was ended continues (``alto job resume``).
 
     Attributes:
         job: Job id.
-        step: Steps done; None where the journal does not say.
-        command: Id of the user's command; None where the journal does not say.
+        step: Steps done; None where the journal does not have it.
+        command: Id of the user's command; None where the journal does not have it.
     """
 
     job: str

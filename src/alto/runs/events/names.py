@@ -1,4 +1,4 @@
-"""What every event is called in a journal: the one place in ``alto`` that spells these names."""
+"""The name of every event in a journal: the only place in ``alto`` that spells these names."""
 
 from __future__ import annotations
 

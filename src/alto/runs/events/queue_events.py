@@ -34,7 +34,7 @@ class QueueStarted:
     """The first event: the cluster, and all tasks.
 
     Attributes:
-        method: Who makes the schedules: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
+        method: Method of scheduling: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
         devices: ``gpus``, or ``cpu slots`` where these stand for GPUs.
         nodes: The machines and the numbers of their GPUs.
         tasks: All tasks, in the order they were given.
@@ -54,7 +54,7 @@ class QueueResumed:
 
     Attributes:
         done: Tasks that had their result.
-        notes: What the journal has lost, in sentences.
+        notes: Losses of a damaged journal, as sentences.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -63,14 +63,14 @@ class QueueResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSubmitted:
-    """A task came after the queue had started.
+    """A task was submitted after the queue had started.
 
     Attributes:
         task: Name of the task in the queue.
         num_gpus: GPUs that it runs on.
-        duration_s: What it is estimated to take in seconds, early exit counted.
+        duration_s: Estimated seconds, early exit included.
         priority: Higher goes first.
-        tenant: Whose task it is; empty where nobody was named.
+        tenant: Whose task it is; empty where no tenant was named.
         command: Id of the command that submitted it; empty where the process that works on the queue did.
     """
 
@@ -84,7 +84,7 @@ class TaskSubmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCancelled:
-    """Nobody wants a task any more: it is not started, or its executor saves and ends.
+    """A task was cancelled: it is not started, or its executor saves and ends.
 
     Attributes:
         task: Name of the task in the queue.
@@ -101,11 +101,11 @@ class SchedulePlanned:
 
     Attributes:
         reason: Why it was made.
-        method: Who made it.
+        method: Method that made it.
         status: ``optimal``, ``feasible`` or ``heuristic``.
         makespan_s: Seconds to the end of the last task.
-        bound_s: No schedule of these tasks ends before, in seconds.
-        notice: Why it is not what was asked for; empty where it is.
+        bound_s: Lower bound of the makespan, in seconds.
+        notice: Why another method was used than the requested one; empty where it was used.
         placements: Where and when each task runs; starts are seconds since this event.
     """
 
@@ -207,11 +207,11 @@ class QueueCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMeasured:
-    """Before the queue begins: what a task is estimated to take. Observers see it; no journal holds it.
+    """Before the queue begins: the estimated duration of a task. Only observers receive it; it is not in a journal.
 
     Attributes:
         task: Name of the task.
-        duration_s: Seconds, early exit counted.
+        duration_s: Seconds, early exit included.
     """
 
     task: str

@@ -1,7 +1,7 @@
-"""What happens to a run as a whole, and the union of all events of a run.
+"""The events of a run as a whole, and the union of all events of a run.
 
-Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; of pairs, what their
-loss gives. Durations are seconds.
+Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; for pairs, in the unit
+of their loss. Durations are seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Version of the journal's format that is written; a journal that does not say has 1, that of ALTO 0.1."""
+"""Version of the journal's format that is written; a journal without it has 1, that of ALTO 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class TaskStarted:
         base_model: Folder or hub id that it was loaded from.
         dataset: Training rows as the task names them.
         method: ``sft``, ``dpo``, or another registered objective.
-        metric: What the task chooses by: ``loss``, or something its method measures of which more is better.
+        metric: The metric that the task selects by: ``loss``, or a metric of its method that is better when higher.
         num_train: Training rows.
         num_validation: Validation rows.
         data: Rows and tokens of both splits, what was cut or left out, and a ``fingerprint`` of every token.
@@ -67,11 +67,11 @@ class TaskStarted:
         num_ranks: Processes that train the task.
         versions: Versions of Python and of packages, by name; None of one that is not installed.
         jobs: All jobs, in the order of the task.
-        eval_steps: Share of a job's own steps between two evaluations; None where the journal does not say.
-        notes: What a user should know of the data, the model and the settings, in sentences.
-        packing: What decides which jobs share a forward pass, by key of the task file, and the ``device``; None where
-            the journal does not say.
-        base: What identifies the base model; None where the journal does not say.
+        eval_steps: Share of a job's own steps between two evaluations; None where the journal does not have it.
+        notes: Notices about the data, the model and the settings, as sentences.
+        packing: The settings that decide which jobs share a forward pass, by key of the task file, and the ``device``;
+            None where the journal does not have it.
+        base: Fingerprint and precision of the base model; None where the journal does not have it.
         references: Of a method that needs reference log-probs, how they were found; None elsewhere.
         format: Version of the journal's format.
     """
@@ -101,13 +101,13 @@ class TaskStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResumed:
-    """A process resumes the run; what came after the last checkpoint is cut.
+    """A process resumes the run; events after the last checkpoint are cut.
 
     Attributes:
-        notes: What was lost, and what a user should know, in sentences.
+        notes: What was lost, and other notices, as sentences.
         versions: As of ``task_started``.
-        max_slots: Slots of all ranks from now on; None where the journal does not say: as before.
-        num_ranks: Processes that train the task from now on; None where the journal does not say: as before.
+        max_slots: Slots of all ranks from now on; None where the journal does not have it: as before.
+        num_ranks: Processes that train the task from now on; None where the journal does not have it: as before.
         base: As of ``task_started``, only where the run began with a version that did not write it.
     """
 
@@ -120,11 +120,11 @@ class TaskResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMeasured:
-    """What was measured of the task, now or in an earlier run, how it is packed and how long it may take.
+    """The measurements of the task, of this or an earlier run, its packing and its expected duration.
 
     Attributes:
         is_cached: The profile is from an earlier run.
-        profile_s: What measuring took, in seconds, whenever that was.
+        profile_s: Duration of the measurement, in seconds.
         memory: Memory model, in bytes.
         throughput: Throughput model, in seconds.
         slot_bytes: Memory of one slot.
@@ -132,7 +132,7 @@ class ProfileMeasured:
         max_tokens_per_step: Tokens of a step of all residents, at most.
         max_tokens_per_pass: Tokens of a micro-batch, at most.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
-        peak_bytes: Memory that comes to.
+        peak_bytes: Expected peak of memory.
         duration_s: Seconds of training and evaluation if no job ends early.
         expected_duration_s: Seconds with the rungs of early exit.
     """
@@ -153,7 +153,7 @@ class ProfileMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseEvaluated:
-    """What validation gives with the frozen base, before the first step.
+    """The evaluation of the frozen base, before the first step.
 
     Attributes:
         values: One entry for all jobs that have the same loss.
@@ -164,7 +164,7 @@ class BaseEvaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupEnded:
-    """A rung was held.
+    """Jobs were ranked at a rung.
 
     Attributes:
         rung: Its position in the early-exit settings, from 0.
@@ -186,7 +186,7 @@ class CommandRefused:
     Attributes:
         command: Id of the command.
         job: The job that it names.
-        why: In a sentence.
+        why: The reason, as a sentence.
     """
 
     command: str
@@ -196,12 +196,12 @@ class CommandRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """Memory ran out; the limit is lowered and the step is tried again, nothing is lost.
+    """Memory ran out; the limit is lowered and the step is tried again. No work of earlier steps is lost.
 
     Attributes:
         phase: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
-        residents: Jobs that had a part in what did not fit.
-        num_tokens: Tokens of the micro-batch that did not fit; 0 where it was none.
+        residents: Jobs with rows in the micro-batch, or in the bank, that did not fit.
+        num_tokens: Tokens of the micro-batch that did not fit; 0 where it was other work.
         max_tokens_per_pass: Tokens of a micro-batch from now on, at most.
         num_slots: Slots of the bank from now on; None where it keeps those it has.
     """
@@ -215,7 +215,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusOffered:
-    """Fewer jobs are left than ranks: what they would still take.
+    """Fewer jobs are left than ranks: the expected durations of the rest with other numbers of GPUs.
 
     Attributes:
         num_gpus: As many as there are jobs.
@@ -233,7 +233,7 @@ class CheckpointSaved:
     """Everything up to here survives a kill.
 
     Attributes:
-        jobs: What is saved, by job id; jobs that have not begun are not in it.
+        jobs: The saved states, by job id, without jobs that have not begun.
     """
 
     jobs: Mapping[str, SavedJob]
@@ -255,7 +255,7 @@ class FinalistsJudged:
     """``select_by: eval_accuracy``: the finalists answered the validation questions.
 
     Attributes:
-        scores: How many each answered right; best by the metric first.
+        scores: Right answers of each finalist; best by the metric first.
     """
 
     scores: tuple[FinalistScore, ...]
@@ -268,7 +268,7 @@ class AdapterChecked:
     Attributes:
         job: Job of the adapter.
         status: ``equal``, ``different`` (PEFT gives other logits, or cannot load it) or ``unchecked``.
-        why: Of ``different`` and ``unchecked``, the reason; empty elsewhere.
+        why: The reason of ``different`` or ``unchecked``; empty elsewhere.
         difference: Between PEFT's and ALTO's logits of a few tokens, relative, in norm; None where PEFT gave none.
         peft: Version of PEFT; None where it is not installed.
     """
@@ -282,14 +282,14 @@ class AdapterChecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCompleted:
-    """The last event: the winner, and what the task took.
+    """The last event: the best job, and the cost of the task.
 
     Attributes:
         best_job: The job whose adapter was chosen.
         best_validation_loss: Its loss, nats per token.
         samples_trained: Training rows that all jobs saw.
         samples_budgeted: Rows that they would have seen without early exit.
-        within_noise: Jobs whose metric cannot be told from the winner's on so many validation rows.
+        within_noise: Jobs whose metric is within noise of the winner's on so many validation rows.
     """
 
     best_job: str

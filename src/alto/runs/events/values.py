@@ -1,7 +1,7 @@
-"""JSON values and the typed values that they stand for: strict in one direction, tolerant in the other.
+"""Converts between typed values and JSON: strict when writing, tolerant when reading.
 
-Strict JSON has no NaN and no infinity: such numbers are the strings ``nan``, ``inf`` and ``-inf``. This is the only
-place that knows it. Where a number is wanted, null and JSON's own ``NaN`` are read as NaN, as version 0.1 could write.
+Strict JSON has no NaN and no infinity: such numbers are the strings ``nan``, ``inf`` and ``-inf``. Only this module
+    encodes them. In place of a number, null and JSON's own ``NaN`` are read as NaN, as version 0.1 could write them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NON_FINITE = ("nan", "inf", "-inf")
 
 
 class WrongValueError(Exception):
-    """Signal inside this package: the value at ``path`` is not what its field holds, or is missing."""
+    """Signal inside this package: the value at ``path`` has the wrong type, or is missing."""
 
     def __init__(self, path: Path, expected: str, found: object, *, is_missing: bool = False) -> None:
         super().__init__(path, expected, found)
@@ -47,7 +47,7 @@ def pointer(path: Path) -> str:
 
 
 def to_wire(value: Any) -> Any:
-    """``value`` as strict JSON has it.
+    """``value`` as strict JSON.
 
     Raises:
         TypeError: It, or something in it, is none of the types that events hold.
@@ -177,7 +177,7 @@ _PLAIN: Mapping[Any, _Reader] = {
 
 
 def _union(kinds: tuple[Any, ...]) -> _Reader:
-    """``X | None``, or ``X | str``: text that is no ``X`` is what a later version writes."""
+    """``X | None``, or ``X | str``: text that is not an ``X`` comes from a later version."""
     if NoneType in kinds:
         (some,) = (_reader(kind) for kind in kinds if kind is not NoneType)
         return lambda value, path, unknown: None if value is None else some(value, path, unknown)

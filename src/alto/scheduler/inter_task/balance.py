@@ -1,4 +1,5 @@
-"""Local search for clusters too large to be solved whole: tasks move between nodes until all nodes end alike."""
+"""Local search for clusters too large to be solved whole: moves tasks between nodes until all nodes end at about the
+same time."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from alto.scheduler.inter_task.reservations import Reservation
 __all__ = ["balanced_reservations"]
 
 _TRIES = 30
-"""Of one cooling, for each task."""
+"""Tries of one cooling, for each task."""
 
 _MAX_COOLINGS = 60
-"""In vain, one after the other."""
+"""Coolings in a row without improvement after which the search ends."""
 
 _WARMTH = 0.001
-"""By how much of the makespan, about, a try may make things worse when a cooling begins."""
+"""Share of the makespan by which a try may be worse at the beginning of a cooling."""
 
 
 def balanced_reservations(
@@ -34,8 +35,9 @@ def balanced_reservations(
     sooner than before, or a little later: that little shrinks to nothing (annealing), and then starts over.
 
     Args:
+        problem: The scheduling problem.
         reservations: Each on one node, with no release, no quota and nothing of a higher priority in the way.
-        bound: It is enough if all ends by then.
+        bound: The search ends once all tasks end by then.
         deadline: When to stop at the latest, by ``time.monotonic``.
     """
     nodes = [_Stack(problem, node.name) for node in problem.nodes]
@@ -87,7 +89,7 @@ class _Stack:
         self.area = 0.0
 
     def put(self, tasks: list[TaskDemand]) -> None:
-        """Have ``tasks``, which are in the order of stacking, instead of those before."""
+        """Replace the node's tasks by ``tasks``, which are in the order of stacking."""
         self.tasks, self.height = tasks, self.height_of(tasks)
         self.area = sum(self.free_at) + sum(demand.num_gpus * demand.duration_s for demand in tasks)
 

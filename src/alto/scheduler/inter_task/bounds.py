@@ -1,4 +1,4 @@
-"""What no schedule can beat, by counting alone."""
+"""Lower bounds of the makespan, by counting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from alto.scheduler.inter_task.reservations import fewest_nodes, running_counts
 __all__ = ["makespan_bound"]
 
 _MAX_RELEASES = 20
-"""At how many releases the work that comes after is counted; more tighten little."""
+"""Number of releases at which the later work is counted; more hardly tighten the bound."""
 
 
 def makespan_bound(problem: SchedulingProblem) -> float:
-    """No schedule of the tasks that wait ends before, whatever their priorities.
+    """Lower bound of the end of every schedule of the waiting tasks, for any priorities.
 
     The largest of these, in the unit of the problem:
 

@@ -13,7 +13,7 @@ from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, ru
 __all__ = ["CpModel", "Solved"]
 
 NUM_WORKERS = 1
-"""One search alone: many in turns take ten times as long for a dozen tasks, and prove no more of a hundred."""
+"""A single search: many in turns take ten times as long for a dozen tasks, and prove no more for a hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

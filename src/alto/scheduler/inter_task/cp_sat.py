@@ -27,10 +27,10 @@ _MAX_WHOLE = 500
 """Tasks times nodes up to which one model holds all of them."""
 
 _TRIED_SEATS = 6_000
-"""Of list schedules in other orders, before the solver is asked; a fraction of a second."""
+"""Number of list schedules in other orders before the solver runs; a fraction of a second."""
 
 _FINISH_SHARE = 0.1
-"""Of the time left, for the sum of completion times, where the makespan need not be the least either."""
+"""Share of the remaining time for the sum of completion times, where the makespan is not proven optimal."""
 
 _RESERVE_S = 0.1
 _RESERVE_SHARE = 0.1
@@ -47,10 +47,13 @@ def cp_sat_schedule(
     their end. Times are whole ticks (see :func:`in_ticks`) until the schedule is found; where that rounds, it may end
     as many ticks late as there are tasks, and the bound is lower by as much.
 
-    The same problem, hint and unlimited time give the same schedule. Where the time ends the search, how far it came
+    The same problem, hint and unlimited time give the same schedule. Where the time limit ends the search, the result
     depends on the machine.
 
     Args:
+        problem: The scheduling problem.
+        time_limit_s: Time limit of the search, in seconds.
+        hint: An earlier schedule; None without one.
         gap: See :func:`schedule_tasks`.
 
     Raises:
@@ -60,7 +63,7 @@ def cp_sat_schedule(
     deadline = time.monotonic() + time_limit_s - min(_RESERVE_S, _RESERVE_SHARE * time_limit_s)
     ticks, tick_s, is_exact = in_ticks(problem)
     classes = priority_classes(ticks)
-    # Where ticks round, what lpt finds without them may be better after all.
+    # Where ticks round, the schedule of lpt, which does not use them, may be better.
     unrounded = place(problem, list_reservations(problem, "lpt")) if len(classes) == 1 and not is_exact else None
     reservations: list[Reservation] = []
     bound_s, is_proven = makespan_bound(problem), True
@@ -94,7 +97,7 @@ def _import_cp_model() -> ModuleType:
 
 
 class _Search:
-    """The search for reservations of one priority; ``best`` is what it has, ``bound`` what it cannot beat."""
+    """The search for reservations of one priority; ``best`` is the best so far, ``bound`` the lower bound."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class _Search:
             self._try_orders(deadline, times=sys.maxsize)
 
     def _hinted_start(self, demand: TaskDemand) -> tuple[float, float]:
-        """Tasks that the earlier schedule does not know come last, longest first."""
+        """Tasks that are not in the earlier schedule come last, longest first."""
         start_s = self._hinted[demand.task].start_s if demand.task in self._hinted else math.inf
         return start_s, -demand.duration_s
 
@@ -159,7 +162,7 @@ class _Search:
         if self._nodes_are_apart() and len(self._problem.nodes) > 1:
             now = time.monotonic()
             self._balance(now + 0.7 * (deadline - now))
-        # Wide tasks between narrow ones: what a solver finds late, other orders find soon.
+        # Wide tasks between narrow ones: other orders find these schedules sooner than a solver.
         now = time.monotonic()
         self._try_orders(now + 0.1 * (deadline - now), times=_TRIED_SEATS // len(self._problem.pending))
         if self._is_too_long():
@@ -236,7 +239,7 @@ class _Search:
         return self._makespan(self.best) > self.bound * (1.0 + self._gap)
 
     def _try_orders(self, deadline: float, *, times: int) -> None:
-        """Move tasks to other places in the order of a list schedule, so often, and keep what is better."""
+        """Move tasks to other places in the order of a list schedule, for a number of tries, and keep improvements."""
         generator = random.Random(0)
         order = sorted(self.best, key=lambda reservation: reservation.start)
         demands = [reservation.demand for reservation in order]

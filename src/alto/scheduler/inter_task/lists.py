@@ -17,7 +17,7 @@ LIST_ORDERS: Mapping[str, _SortKey] = {
     "sjf": lambda demand: (demand.duration_s, demand.num_gpus),
     "lpt": lambda demand: (-demand.duration_s, -demand.num_gpus),
 }
-"""Who comes first, by method; of equals, who was there first."""
+"""Sort key of tasks by method; equal tasks keep the order of submission."""
 
 LIST_METHODS = tuple(LIST_ORDERS)
 
@@ -52,7 +52,10 @@ def reservations_in_order(
     """Reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave.
 
     Args:
-        is_strict: Nobody starts before one who comes earlier in the order.
+        problem: The scheduling problem.
+        order: Tasks in the order of their starts.
+        taken: Reservations made before.
+        is_strict: No task starts before one that is earlier in the order.
     """
     return _Machine(problem, taken, is_strict=is_strict).run(order)
 
@@ -69,7 +72,7 @@ class _Room:
         self.advance(0.0)
 
     def advance(self, now: float) -> None:
-        """Give back what has ended, and take what was reserved from now on."""
+        """Release GPUs of ended tasks, and take those reserved from now on."""
         while self._ends and self._ends[0][0] <= now:
             self.free += heapq.heappop(self._ends)[1]
         while self._reserved and self._reserved[-1][0] <= now:
@@ -90,7 +93,7 @@ class _Room:
         changes = [(end, taken) for end, taken in self._ends]
         changes += [change for start, end, taken in self._reserved for change in ((start, -taken), (end, taken))]
         free = self.free
-        # At one time, what ends comes first.
+        # At equal times, ends come first.
         for time, change in sorted(changes, key=lambda change: (change[0], -change[1])):
             free += change
             if free < count:
@@ -157,7 +160,7 @@ class _Machine:
             heads.remove(head)
             _, index, counts, queue = head
             reservations.append(self._start(queue.pop(index)[1], counts))
-            # Room has become less: who could not start before cannot now, and who could may not any more.
+            # Fewer GPUs are free: tasks that could not start before still cannot, and others may not any more.
             queues = [queue, *(other for *_, other in heads)]
             heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
 

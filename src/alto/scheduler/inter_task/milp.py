@@ -1,4 +1,4 @@
-"""Schedules by the ALTO paper's own mixed-integer program, for a dozen tasks: the second opinion on CP-SAT."""
+"""Schedules by the ALTO paper's own mixed-integer program, for up to a dozen tasks: a cross-check of CP-SAT."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, pl
 __all__ = ["milp_schedule"]
 
 _TOLERANCE = 1e-6
-"""To which SCIP keeps constraints."""
+"""Tolerance of SCIP's constraints."""
 
 _BUILD_SHARE = 0.25
-"""Of its time, that making a program may take; one that takes longer would not be solved in the rest."""
+"""Share of the time limit for building a program; one that takes longer would not be solved in the rest."""
 
 _READ_SHARE = 1.5
-"""Of the time that making a program took: what SCIP takes to read and simplify it without looking at the clock."""
+"""As a multiple of the build time: the time in which SCIP reads and simplifies a program without checking its limit."""
 
 _Machine = tuple[str, str, int]
 """A GPU of a node, or a share of a tenant's quota: what it is, of whom, and its number."""
 
 
 def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedule:
-    """The least makespan, by SCIP; of priorities the highest first, those before held where they are.
+    """The least makespan, by SCIP; priorities are solved highest first, and earlier results are fixed.
 
     For every task a start, and for every task and GPU whether it runs there; for every two tasks which comes first,
     which binds where they share a GPU: ``start_j >= end_i - M (3 - before_ij - on_ig - on_jg)``. A task is on one node
     where any is large enough. A tenant's quota is that many GPUs more, which each of its tasks takes as many of as it
     has of the real ones.
 
-    Where the time ends before there is a better schedule, that of ``lpt``, with a notice. The time holds for making the
-    program, too: it has as many constraints as there are pairs of tasks times GPUs.
+    Where the time ends before there is a better schedule, that of ``lpt``, with a notice. The time limit includes
+    building the program, which has as many constraints as there are pairs of tasks times GPUs.
 
     Raises:
         UnsupportedError: OR-tools is not installed.

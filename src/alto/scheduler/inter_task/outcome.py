@@ -1,4 +1,4 @@
-"""From placements and a bound to a schedule that says of itself how good it is."""
+"""Makes a schedule with its status from placements and a bound."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def schedule_from(
     """A schedule that is ``optimal`` where it ends at the bound, else of ``status``.
 
     Bound and makespan are sums of the same times in another order, so they are equal where only rounding differs.
+
+    Args:
+        method: Method that made it.
+        placements: The placements.
+        bound_s: Lower bound of the makespan, in seconds.
+        status: Status where the makespan is above the bound.
     """
     makespan_s = makespan_of(placements)
     if math.isclose(makespan_s, bound_s, rel_tol=1e-9):

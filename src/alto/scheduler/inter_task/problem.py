@@ -1,4 +1,4 @@
-"""What an inter-task schedule has to place, and where it may."""
+"""The inter-task scheduling problem: waiting tasks, running tasks, GPUs and quotas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["RunningTask", "SchedulingProblem", "TaskDemand"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDemand:
-    """What the scheduler knows of a task that waits.
+    """A waiting task, for the scheduler.
 
     Attributes:
         task: Unique among all tasks of a problem.
         duration_s: Estimated, on ``num_gpus`` GPUs.
         release_s: It starts no earlier; seconds from now.
-        priority: Of tasks that wait, one of a lower priority never delays one of a higher.
-        tenant: Whose GPUs it counts against.
+        priority: A task of a lower priority never delays a waiting one of a higher.
+        tenant: Whose quota its GPUs count against.
     """
 
     task: str
@@ -36,7 +36,12 @@ class TaskDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningTask:
-    """A task that runs already: it stays where it is for ``remaining_s`` more seconds."""
+    """A task that runs already: it stays where it is for ``remaining_s`` more seconds.
+
+    Attributes:
+        gpus: Its GPUs.
+        tenant: Whose quota its GPUs count against.
+    """
 
     task: str
     gpus: tuple[Gpu, ...]
@@ -50,10 +55,12 @@ class SchedulingProblem:
 
     Attributes:
         nodes: Those that have GPUs; others that were given are left out.
+        pending: Waiting tasks.
+        running: Running tasks.
         quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
 
     Raises:
-        SpecError: A name or a GPU twice, a duration or a quota out of bounds, a task no placement can exist for.
+        SpecError: A name or a GPU is given twice, a duration or quota is out of bounds, or a task can never be placed.
     """
 
     nodes: tuple[Node, ...]

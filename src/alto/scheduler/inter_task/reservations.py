@@ -1,4 +1,4 @@
-"""From reservations, which say when and on which nodes, to placements, which say on which GPUs too."""
+"""Turns reservations (time and nodes) into placements (time and GPUs)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Reservation:
     in the order of their starts, each finds as many free ones as it needs.
 
     Attributes:
+        demand: The task.
         start: In the unit of the problem it was made for.
         counts: GPUs by the name of their node.
     """

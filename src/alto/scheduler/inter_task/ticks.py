@@ -12,7 +12,7 @@ __all__ = ["in_ticks"]
 
 _EXACT_S = (1.0, 0.1, 0.01, 0.001)
 _MAX_TICKS = 10**8
-"""Of the whole horizon; times the GPUs of a large cluster this is far from where 64 bits end."""
+"""Ticks of the whole horizon; multiplied by the GPUs of a large cluster this is far below the limit of 64 bits."""
 
 
 def in_ticks(problem: SchedulingProblem) -> tuple[SchedulingProblem, float, bool]:
@@ -25,7 +25,7 @@ def in_ticks(problem: SchedulingProblem) -> tuple[SchedulingProblem, float, bool
     """
     times = [demand.duration_s for demand in problem.pending] + [demand.release_s for demand in problem.pending]
     times += [task.remaining_s for task in problem.running]
-    # Nobody has to wait longer than for the last release, the tasks that run, and all others one after the other.
+    # No task waits longer than for the last release, the running tasks, and all others one after the other.
     horizon_s = max(times, default=0.0) + sum(demand.duration_s for demand in problem.pending)
     for unit_s in _EXACT_S:
         if horizon_s / unit_s < _MAX_TICKS and all(_is_whole(time / unit_s) for time in times):

@@ -1,4 +1,4 @@
-"""Whether a schedule may be run. Shares no code with those who make schedules."""
+"""Checks whether a schedule may be run. Shares no code with the schedulers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROUNDING = 1e-9
 def check_schedule(problem: SchedulingProblem, schedule: Schedule) -> None:
     """Check that ``schedule`` solves ``problem``.
 
-    Every task that waits is placed once, as it was asked for; no GPU is used twice at a time or by anybody before the
-    task that runs on it ends; tasks are on one node where any is large enough, else on as few as can be; no task
-    starts before it is released; no tenant has more GPUs than its quota while a task of its own is placed; and no
-    bound is above the makespan.
+    Every task that waits is placed once, as it was asked for; no GPU is used by two tasks at a time, or before the task
+    that runs on it ends; tasks are on one node where any is large enough, else on as few as can be; no task starts
+    before it is released; no tenant has more GPUs than its quota while a task of its own is placed; and no bound is
+    above the makespan.
 
     Raises:
-        ScheduleError: Something is not so.
+        ScheduleError: A condition does not hold.
     """
     _check_tasks(problem, schedule)
     for placement in schedule.placements:

@@ -1,4 +1,4 @@
-"""Which task starts when, as tasks come, go and move: a pure state machine driven by events."""
+"""Decides which task starts when: a pure state machine driven by events."""
 
 from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
 from alto.scheduler.queue.events import (

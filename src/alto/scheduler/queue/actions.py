@@ -1,4 +1,4 @@
-"""What a queue wants done, in the order it is to be done."""
+"""The actions of a queue, to be carried out in order."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class StartTask:
     """Launch the executor of a task, or resume it where an earlier attempt left a checkpoint.
 
     Attributes:
+        task: Name of the task.
+        gpus: Its GPUs.
         attempt: 1 for the first.
     """
 
@@ -24,7 +26,7 @@ class StartTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopTask:
-    """End the executor of a task; the queue counts its GPUs as taken until an event says that it has ended."""
+    """End the executor of a task; the queue counts its GPUs as taken until an event reports its end."""
 
     task: str
 

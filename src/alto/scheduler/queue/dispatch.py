@@ -1,4 +1,4 @@
-"""Who starts now: a small problem of its own, however many wait and run."""
+"""Finds the tasks that start now: a small problem, independent of how many tasks wait and run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def schedule_of_now(
 ) -> Schedule | None:
     """The tasks that start now in the list schedule of all that wait, none of which goes before another by priority.
 
-    A list schedule is greedy: who starts now hangs on the GPUs and quotas that are free now and on the order of the
-    tasks, not on who starts or ends later. So those GPUs, and the first tasks of each shape, are all there is to it.
+    A list schedule is greedy: the tasks that start now depend only on the free GPUs and quotas and on the order of the
+        tasks, not on later starts or ends. So only those GPUs and the first tasks of each shape are considered.
 
     Args:
+        waiting: Tasks that wait.
+        method: List method.
+        nodes: Nodes of the cluster.
         free: The free GPUs of ``nodes``.
+        quotas: The most GPUs of a tenant at a time.
         in_use: GPUs that each tenant has.
+        now_s: Time on the queue's clock.
 
     Returns:
         The schedule without what starts later; None where no task can start.
@@ -43,11 +48,11 @@ def schedule_of_now(
     def can_start(demand: TaskDemand) -> bool:
         count = demand.num_gpus
         if count not in fitting:
-            # On as many nodes as it takes of the whole cluster, not on more that have a few free GPUs each.
+            # On as few nodes as in the whole cluster, not on more nodes with a few free GPUs each.
             fitting[count] = sum(sizes[: fewest_nodes(nodes, count)]) >= count
         return fitting[count] and count <= left.get(demand.tenant, count)
 
-    # Who cannot start keeps those of its shape behind it from starting, too.
+    # A task that cannot start keeps later ones of its shape from starting, too.
     pending = [
         task.demand
         for tasks in waiting.first(sum(sizes), now_s)

@@ -1,6 +1,6 @@
-"""The events that drive a queue. ``time_s`` is on the clock of its driver: real or virtual, never running backwards.
+"""The events that drive a queue. ``time_s`` is on the clock of its driver: real or virtual, never decreasing.
 
-``attempt`` says which executor of a task an event is about; one that counted as lost may still send events.
+``attempt`` identifies the executor of a task; one that was reported as lost may still send events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A task came; ``demand.release_s`` is on the queue's clock."""
+    """A task was submitted; ``demand.release_s`` is on the queue's clock."""
 
     time_s: float
     demand: TaskDemand
@@ -36,7 +36,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """What a waiting task is now thought to take."""
+    """A new estimate of a waiting task's duration."""
 
     time_s: float
     task: str
@@ -54,7 +54,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """What a running task is now thought to take still."""
+    """A new estimate of a running task's remaining duration."""
 
     time_s: float
     task: str
@@ -64,12 +64,15 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A running task has come to where fewer GPUs may do; on those it has it goes on as fast as it can.
+    """A running task could continue on fewer GPUs; meanwhile it continues on all it has.
 
     Attributes:
-        num_gpus: As many as would do.
-        duration_s: What it would still take on so many, starting again on them included.
-        kept_duration_s: What it still takes on those it has.
+        time_s: Time on the queue's clock.
+        task: Name of the task.
+        attempt: Number of the attempt.
+        num_gpus: The smaller number of GPUs.
+        duration_s: Remaining seconds on ``num_gpus`` GPUs, including the restart.
+        kept_duration_s: Remaining seconds on the GPUs it has.
     """
 
     time_s: float
@@ -94,10 +97,13 @@ class Failed:
     """The executor of a task ended without a result.
 
     Attributes:
+        time_s: Time on the queue's clock.
+        task: Name of the task.
+        attempt: Number of the attempt.
+        reason: Why it ended.
         is_retryable: Whether another attempt may end otherwise.
-        remaining_s: What the next attempt is thought to take; None leaves the estimate.
-        came_further: Whether the attempt has saved more than the one before it had: then the count of failures begins
-            anew with the next one.
+        remaining_s: Estimated seconds of the next attempt; None leaves the estimate.
+        came_further: Whether the attempt has saved progress: then the count of failures in a row restarts with it.
     """
 
     time_s: float
@@ -111,7 +117,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """The user wants a task no more, whether it waits or runs."""
+    """The user cancelled a task, which may wait or run."""
 
     time_s: float
     task: str
@@ -127,7 +133,7 @@ class GpuLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuAdded:
-    """A GPU came, or came back."""
+    """A GPU joined, or came back."""
 
     time_s: float
     gpu: Gpu
@@ -135,7 +141,7 @@ class GpuAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Woken:
-    """The time has come that the queue asked to be woken at."""
+    """The requested wake-up time of the queue is reached."""
 
     time_s: float
 

@@ -1,4 +1,4 @@
-"""The GPUs of a cluster as they come, go and change hands."""
+"""The GPUs of a cluster: present, free and lost."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class GpuPool:
         self._taken: set[Gpu] = set()
         self.free = set(self._present)
         self.nodes = self.declared_nodes = _nodes(self._present)
-        """The nodes as they are, without those that have no GPU left; and with every GPU they have ever had."""
+        """The present nodes, without those that have no GPU left; and the nodes with every GPU they have ever had."""
 
     def __len__(self) -> int:
         return len(self._present)
 
     @property
     def free_nodes(self) -> tuple[Node, ...]:
-        """The nodes that have free GPUs, with those alone."""
+        """The nodes that have free GPUs, with only those."""
         return _nodes(self.free)
 
     def __contains__(self, gpu: Gpu) -> bool:
@@ -66,7 +66,7 @@ class GpuPool:
         self._taken |= gpus
 
     def give_back(self, gpus: Iterable[Gpu]) -> None:
-        """What was lost meanwhile does not come back with it."""
+        """Release GPUs; one that was lost meanwhile does not become free."""
         gpus = set(gpus)
         self._taken -= gpus
         self.free |= gpus & self._present

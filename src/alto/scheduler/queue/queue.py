@@ -37,26 +37,25 @@ from alto.scheduler.queue.waiting import Waiting
 __all__ = ["Queue", "Solve"]
 
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
-"""Makes a schedule of what waits. It is given what is left of the plan before, on the same clock, to begin from; a
-task that it does not place waits for the next plan."""
+"""Makes a schedule of the waiting tasks. Its hint is the rest of the previous plan, on the same clock; a task that it
+does not place waits for the next plan."""
 
 _OVERRUN = 0.1
-"""Share of its time so far that a task is thought to take still when it takes longer than it was estimated to."""
+"""Estimated remaining time of a task that exceeds its estimate, as a share of its time so far."""
 
 _LEAST_S = 1e-3
-"""No attempt is thought to take less."""
+"""Smallest estimate of an attempt, in seconds."""
 
 
 class Queue:
-    """Which task starts when and where, as tasks and GPUs come, go and turn out otherwise than thought.
+    """Decides which task starts when and where, while tasks and GPUs come and go and estimates change.
 
     A plan is made whenever a task comes, ends or fails, when GPUs come or go, and when an estimate moves; tasks that
     run stay where they are. A task is started when its planned start has come and its GPUs are free, never on GPUs
-    that the plan holds for one before it, and never beyond the quota of its tenant. One that runs on more GPUs than it
-    has use for gives some back, where another waits and both together gain: it ends, and goes on with fewer.
+    that the plan holds for one before it, and never beyond the quota of its tenant. A task that can continue on fewer
+    GPUs is restarted on fewer where others wait and the total time is reduced.
 
-    Nothing here knows the time or does anything: events say when they happened, and actions are carried out by whatever
-    drives the queue.
+    The queue has no clock and no side effects: events carry their time, and its driver carries out the actions.
     """
 
     def __init__(self, nodes: Sequence[Node], settings: QueueSettings, solve: Solve) -> None:
@@ -93,16 +92,15 @@ class Queue:
         return min(wakes, default=None)
 
     def apply(self, *events: QueueEvent) -> list[Action]:
-        """Take in what has happened, and say what is to be done. Events that come together lead to one plan.
+        """Handle events and return the actions to carry out. Events of one call lead to one plan.
 
-        What comes too late is ignored: news of an attempt that is not the latest, or of a task that has ended, and a
-        new estimate of a task that no longer waits (`Profiled`) or no longer runs (`Progressed`). A task that is to
-        stop has stopped when its executor has failed; one that finishes first is finished.
+        Late events are ignored: events of an attempt that is not the latest, or of a task that has ended, and a new
+        estimate of a task that no longer waits (`Profiled`) or no longer runs (`Progressed`). A task that is to stop
+        has stopped when its executor has failed; one that finishes first is finished.
 
         Raises:
-            SpecError: A task of a name that was there before, or that no GPUs can ever be given to: more than were
-                declared, or than the quota of its tenant. Or a task that the queue does not know, or an estimate that
-                is no duration. Nothing has been taken in then.
+            SpecError: A new task's name is taken, or its GPUs exceed those ever declared or its tenant's quota. Or a
+                task is unknown to the queue, or an estimate is not a duration. Then no event is handled.
         """
         self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
@@ -123,7 +121,7 @@ class Queue:
     # Events.
 
     def check(self, *events: QueueEvent) -> None:
-        """Whether :meth:`apply` would take in ``events``; raises what it would."""
+        """Check that :meth:`apply` would accept ``events``; raises the same errors."""
         known = set()
         for event in events:
             match event:
@@ -132,7 +130,7 @@ class Queue:
                         raise SpecError(
                             f"task: expected a name that is new to the queue, found {demand.task!r} again; rename it"
                         )
-                    # The problem of this task alone on all that was ever declared says what is wrong with it.
+                    # Building the problem of this task alone, on all GPUs ever declared, raises its errors.
                     SchedulingProblem(nodes=self._pool.declared_nodes, pending=(demand,), quotas=self._settings.quotas)
                     known.add(demand.task)
                 case GpuLost() | GpuAdded() | Woken():
@@ -152,7 +150,7 @@ class Queue:
                     _check_estimate(event.task, estimate_s)
 
     def _take_in(self, event: QueueEvent, actions: list[Action]) -> str:
-        """Why ``event`` asks for a new plan; nothing where it does not."""
+        """Why ``event`` needs a new plan; empty where it does not."""
         match event:
             case Submitted():
                 return self._submit(event)
@@ -220,12 +218,12 @@ class Queue:
         return ""
 
     def _take_offers(self, actions: list[Action]) -> None:
-        """Have tasks end that can go on with fewer GPUs, as long as others wait."""
+        """End tasks that can continue on fewer GPUs, as long as others wait."""
         for task in self._with_gpus.values() if self._waiting else ():
             offer = task.offer
             if task.state is not TaskState.RUNNING or offer is None or offer.num_gpus >= len(task.gpus):
                 continue
-            # What is spared counts for those that wait: seconds of a GPU, not of the task.
+            # Saved GPU seconds count, not seconds of the task: other tasks wait for the GPUs.
             if offer.num_gpus * offer.duration_s < len(task.gpus) * offer.kept_duration_s:
                 task.state = TaskState.SHRINKING
                 actions.append(StopTask(task=task.name))
@@ -235,7 +233,7 @@ class Queue:
         task.planned_s, task.ready_s = task.demand.duration_s, self._now_s
         task.state = TaskState.WAITING
         self._wait(task)
-        return f"{task.name} goes on with {offer.num_gpus} of its {len(task.gpus)} GPUs"
+        return f"{task.name} continues with {offer.num_gpus} of its {len(task.gpus)} GPUs"
 
     def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
         was_stopping, is_shrinking = task.state is TaskState.STOPPING, task.state is TaskState.SHRINKING
@@ -253,7 +251,7 @@ class Queue:
         if event.remaining_s is not None:
             task.demand = replace(task.demand, duration_s=max(event.remaining_s, _LEAST_S))
         task.planned_s = task.demand.duration_s
-        # The fault of a GPU is no reason to rest.
+        # After the loss of a GPU no pause is needed.
         task.ready_s = self._now_s + (0.0 if task.has_lost_gpu else self._settings.pause_s(task.num_failures))
         if self._is_spent(task) and task.ready_s <= self._now_s:
             return self._give_up_spent(task, actions)
@@ -262,7 +260,7 @@ class Queue:
         return f"{task.name} {'lost a GPU' if task.has_lost_gpu else 'failed'}"
 
     def _verdict(self, task: QueuedTask, event: Failed) -> str:
-        """Why the task is not tried again; nothing where it is. An executor whose GPU is gone cannot report it."""
+        """Why the task is not tried again; empty where it is. An executor whose GPU is lost cannot report it."""
         if not event.is_retryable and not task.has_lost_gpu:
             return f"{event.reason} (another attempt would end the same)"
         if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
@@ -270,7 +268,7 @@ class Queue:
         return ""
 
     def _is_spent(self, task: QueuedTask) -> bool:
-        """Whether it is given up unless its last failure turns out to be that of a GPU before its pause is over."""
+        """Whether it is given up after its pause, unless its last failure is attributed to a lost GPU before that."""
         return task.num_failures >= self._settings.max_attempts
 
     def _give_up_spent(self, task: QueuedTask, actions: list[Action]) -> str:
@@ -284,7 +282,8 @@ class Queue:
         return f"{task.name} was given up"
 
     def _forgive(self, gpu: Gpu) -> None:
-        """Who failed on a GPU that is now known to be lost, and rests since, is not to blame and need not rest."""
+        """A task that failed on a GPU which is now reported as lost, and pauses since, does not count the failure or
+        pause."""
         for task in self._waiting:
             if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
                 task.has_lost_gpu = True
@@ -295,9 +294,9 @@ class Queue:
         if abs(estimate_s - task.planned_s) <= self._settings.estimate_change * task.planned_s:
             return ""
         before, task.planned_s = task.planned_s, max(estimate_s, _LEAST_S)
-        return f"{task.name} is now thought to take {estimate_s:.4g} s, not {before:.4g} s"
+        return f"{task.name} is now estimated to take {estimate_s:.4g} s, not {before:.4g} s"
 
-    # Who waits, who has GPUs.
+    # Waiting tasks and owners of GPUs.
 
     def _wait(self, task: QueuedTask) -> None:
         self._waiting.add(task)
@@ -315,7 +314,7 @@ class Queue:
         task.ended_s = self._now_s
 
     def _came_due(self, actions: list[Action]) -> list[str]:
-        """Take in that tasks have rested, or waited for their release, long enough."""
+        """Handle tasks whose pause or release time is over."""
         due = []
         while self._to_come and self._to_come[0][0] <= self._now_s:
             wake = heapq.heappop(self._to_come)
@@ -420,7 +419,7 @@ class Queue:
         return started
 
     def _may_start(self, task: QueuedTask, gpus: Sequence[Gpu]) -> bool:
-        # What the plan expected to end before may take longer.
+        # Tasks that the plan expected to end earlier may take longer.
         quota = self._settings.quotas.get(task.demand.tenant, math.inf)
         return self._are_free(gpus) and self._in_use[task.demand.tenant] + len(gpus) <= quota
 

@@ -26,13 +26,13 @@ class QueueSettings:
             attempt one of whose GPUs was lost is not counted, even where the loss is reported as late as in that
             pause; but no task is tried more than `MAX_ATTEMPTS_IN_ALL` times as often.
         backoff_s: Pause after the first failure of a task; doubled after each further one.
-        max_backoff_s: It grows no longer than that.
+        max_backoff_s: Largest pause.
         max_planned: Where more tasks than this wait and run, a plan is of those alone that start now, by
             ``list_method``; unless some have priority, whose later starts others must not delay. None: never.
         list_method: One of :data:`LIST_METHODS`.
 
     Raises:
-        SpecError: A value out of its bounds.
+        SpecError: A value is out of its bounds.
     """
 
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class QueueSettings:
             _check(f"quota of tenant {tenant!r}", quota, least=1)
 
     def pause_s(self, num_failures: int) -> float:
-        """How long a task rests after that many failures."""
+        """Pause of a task after that many failures, in seconds."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(num_failures - 1, 60))
 
 

@@ -1,4 +1,4 @@
-"""What a queue knows of one task."""
+"""The state of one task in a queue."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["QueuedTask", "TaskState"]
 
 
 class TaskState(StrEnum):
-    """Where a task stands; the last three are for good."""
+    """State of a task; the last three are final."""
 
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     SHRINKING = "shrinking"
-    """Asked to end, to go on with fewer GPUs; until it has, these are still its own."""
+    """Is being ended, to continue with fewer GPUs; until its end it keeps its GPUs."""
     STOPPING = "stopping"
-    """Asked to end, and its end is not reported yet; its GPUs are still its own."""
+    """Is being ended; until its end is reported it keeps its GPUs."""
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -29,23 +29,24 @@ class TaskState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class QueuedTask:
-    """One task of a queue. The queue alone changes it; times are on the queue's clock.
+    """One task of a queue. Only the queue changes it; times are on the queue's clock.
 
     Attributes:
         number: In the order of submission.
-        demand: What it asks for, with the latest estimate of the attempt that comes or runs; its release is
-            ``ready_s``.
+        demand: Its demand, with the latest estimate of the next or running attempt; its release is ``ready_s``.
+        submitted_s: When it was submitted.
         ready_s: It starts no earlier: its release, or the end of its pause after a failure.
+        planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
+        state: Its state.
         attempt: The latest one; 0 before the first.
         num_failures: Attempts that count against the cap.
         gpus: Of the latest attempt.
         started_s, expected_end_s: Of the latest attempt.
         ended_s: When it finished, failed for good or was stopped.
-        offer: What the latest attempt would still take on fewer GPUs; None where it has not said.
+        offer: Remaining seconds of the latest attempt on fewer GPUs; None where it was not reported.
         has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
-        planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
         reason: Why it failed last, or was given up.
-        waits_for: What must come before it can be planned; empty where all is there.
+        waits_for: What is missing before it can be planned; empty where nothing is.
     """
 
     number: int
@@ -71,7 +72,7 @@ class QueuedTask:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether its GPUs are its own at this moment."""
+        """Whether it holds its GPUs."""
         return self.state in (TaskState.STARTING, TaskState.RUNNING, TaskState.SHRINKING, TaskState.STOPPING)
 
     @property

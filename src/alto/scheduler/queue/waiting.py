@@ -20,7 +20,7 @@ class Waiting:
     """Tasks that wait, kept in both orders as they come and go, so that a plan does not sort thousands.
 
     Args:
-        list_method: Whose order the second is.
+        list_method: Method of the second order.
     """
 
     def __init__(self, list_method: str) -> None:
@@ -38,7 +38,7 @@ class Waiting:
 
     @property
     def has_priorities(self) -> bool:
-        """Whether some go before others, whatever their order."""
+        """Whether priorities differ."""
         return len(self._priorities) > 1
 
     def add(self, task: QueuedTask) -> None:
@@ -58,8 +58,8 @@ class Waiting:
     def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
         """For every shape, in the method's order, as many tasks as ``num_free`` GPUs hold.
 
-        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Where none
-        overtakes, all are of one shape. Left out are those that rest, or are larger than the cluster.
+        Tasks of one shape (GPUs and tenant) differ in their durations alone: no others of it can start. Under fifo, all
+        are of one shape. Tasks that pause, or are larger than the cluster, are left out.
         """
         for entries in self._shapes.values():
             yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)

@@ -1,4 +1,4 @@
-"""The queue under a virtual clock: what methods would make of a set of tasks, and how many GPUs are enough. Pure."""
+"""The queue under a virtual clock: how methods schedule a set of tasks, and how many GPUs are enough. Pure."""
 
 from alto.scheduler.simulate.capacity import Capacity, smallest_cluster
 from alto.scheduler.simulate.run import MAX_SOLVED, nodes_of, simulate

@@ -21,6 +21,8 @@ class Capacity:
     """The smallest cluster found.
 
     Attributes:
+        nodes: Number of nodes.
+        num_gpus: GPUs of all nodes.
         makespan_s: 95th percentile over the simulations.
         num_simulations: Of each cluster that was tried.
     """
@@ -42,7 +44,11 @@ def smallest_cluster(
     """The fewest nodes with which 95 % of the simulations end within ``within_s`` seconds, found by bisection.
 
     Args:
-        on_progress: Called with a number of nodes, how many of its simulations have ended, and how many there are.
+        simulation: Tasks and cluster.
+        within_s: Largest makespan in seconds.
+        method: Scheduling method.
+        early_exit: Whether tasks have early exit.
+        on_progress: Called with the number of nodes, its finished simulations, and all its simulations.
 
     Raises:
         SpecError: No number of nodes is enough, or the method is unknown.

@@ -1,4 +1,4 @@
-"""One simulation: the same tasks, the same bad luck, one method."""
+"""One simulation: tasks and failures from the seed, scheduled by one method."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_LISTED = 200
 """Where more tasks wait and run, a list method places only those that start now, which starts the same tasks."""
 
 MAX_SOLVED = 100
-"""Where more tasks wait and run, ``lpt`` stands in for a solver."""
+"""Where more tasks wait and run, ``lpt`` replaces a solver."""
 
 _LEAST_PLAN_S, _MOST_PLAN_S = 0.02, 1.0
-"""What a solver may take for one plan; a cluster gives it a second at most, too."""
+"""Time limit of a solver for one plan; on a cluster it is at most a second too."""
 
 _GAP = 0.01
 """Share of the bound by which a schedule may be longer that a solver looks no further, as on a cluster."""
@@ -41,12 +41,15 @@ def simulate(
     early_exit: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> SimulationOutcome:
-    """How ``method`` fares with the tasks of ``simulation``.
+    """Simulate ``method`` on the tasks of ``simulation``.
 
-    What a solver finds in its time depends on the machine, and with it the outcome; list methods always give the same.
+    The result of a solver within its time limit depends on the machine; list methods are deterministic.
 
     Args:
-        on_progress: Called now and then with the number of tasks that have ended, and of all.
+        simulation: Tasks and cluster.
+        method: Scheduling method.
+        early_exit: Whether tasks have early exit.
+        on_progress: Called regularly with the number of ended tasks and of all tasks.
 
     Raises:
         SpecError: The method is unknown, or a task asks for more GPUs than there are, or than its tenant's quota.

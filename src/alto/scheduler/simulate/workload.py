@@ -17,13 +17,13 @@ _Z99 = 2.3263478740408408
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTask:
-    """What is true of a task, whether or not the queue knows it.
+    """The true properties of a task, some of which the queue cannot observe.
 
     Attributes:
         name: Unique; in the order of arrival.
-        task: What arrives.
+        task: The task as it is submitted.
         exit_share: Share of its work that it does with early exit.
-        estimate_factor: Its first estimate over the truth that could be known.
+        estimate_factor: Its first estimate divided by its true expected duration.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The world a simulated queue lives in: a clock, executors that work, and what goes wrong."""
+"""The environment of a simulated queue: a clock, executors, and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from alto.spec.trace import MIN_S
 __all__ = ["World"]
 
 _TOLD_AT = 0.5
-"""Share of an attempt after which its executor knows what is left."""
+"""Share of an attempt after which its executor reports its own pace."""
 
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
@@ -43,7 +43,7 @@ times then, and never were there as many as a task needs."""
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """What is true of a task while it is worked on."""
+    """The true state of a running task."""
 
     task: SimulatedTask
     left_s: float
@@ -56,8 +56,13 @@ class _Work:
 class World:
     """Drives ``queue`` until every task has finished or was given up.
 
-    A task is given up as the queue gives it up, or when GPUs come and go for so long without ever being enough for it
-    that no end is in sight.
+    A task is given up as the queue does, or when GPUs have come and gone for long without ever being enough for it.
+
+    Args:
+        simulation: Tasks and failures.
+        queue: The queue.
+        nodes: Nodes of the cluster.
+        early_exit: Whether tasks have early exit.
 
     Attributes:
         planned: Where every task was to run when it was first planned.
@@ -91,7 +96,8 @@ class World:
         self.now_s = 0.0
 
     def run(self, tasks: Sequence[SimulatedTask], observe: Callable[[int], None]) -> None:
-        """Until all ``tasks`` have ended; ``observe`` is called after every event with how many have."""
+        """Run until all ``tasks`` have ended; ``observe`` is called after every event with the number of ended
+        tasks."""
         shares = self._simulation.early_exit_shares if self._early_exit else (1.0,)
         expected_share = sum(shares) / len(shares)
         for task in tasks:
@@ -121,7 +127,7 @@ class World:
         return len(self._gpu_luck) * max(0.0, self.now_s - since_s) - lost_s
 
     def _step(self) -> None:
-        """Let the clock go on to what comes next."""
+        """Advance the clock to the next event."""
         wake_s = self._queue.next_wake_s
         if wake_s is not None and (not self._to_come or wake_s < self._to_come[0][0]):
             self._at(wake_s, Woken(time_s=wake_s))
@@ -190,7 +196,7 @@ class World:
         match event:
             case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
                 work = self._works[task]
-                # An executor that went with its GPU does nothing any more.
+                # An executor that was lost with its GPU has no more events.
                 if work.attempt != event.attempt or not work.gpus:
                     return []
                 if isinstance(event, Failed):

@@ -1,0 +1,111 @@
+"""``alto submit``, ``cancel`` and ``drain`` beside a process that works on the queue, is about to end, or is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from tiny import make_task
+from typer.testing import CliRunner
+
+from alto.cli import app
+from alto.errors import QueueCommandError
+from alto.runs import Answer, QueueCommand, QueueDir, QueueMailbox, RunDir
+
+SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}}
+PATIENCE_S = "20"
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> QueueDir:
+    return QueueDir.create(tmp_path / "runs", [], [], SETTINGS)
+
+
+@contextmanager
+def worked_on(queue: QueueDir, answer: Callable[[QueueCommand], Answer | None]) -> Iterator[None]:
+    """By a process that answers commands until ``answer`` has none: then it ends."""
+    box, has_begun, is_over = QueueMailbox(queue.run), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with queue.run.locked():
+            has_begun.set()
+            while not is_over.wait(0.01):
+                for command in box.pending():
+                    found = answer(command)
+                    if found is None:
+                        return
+                    box.answer(command.id, found)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    has_begun.wait(10)
+    yield
+    is_over.set()
+    worker.join()
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, words), "--wait", PATIENCE_S])
+
+
+def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir, tmp_path: Path) -> None:
+    files = []
+    for name in ("bad", "good", "worse"):
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(make_task(tmp_path, name=name).to_yaml(), encoding="utf-8")
+
+    def answer(command: QueueCommand) -> Answer:
+        name = command.values["name"]
+        return Answer(done=name == "good", message=f"{name} it is")
+
+    with worked_on(queue, answer):
+        said = invoke("submit", queue.root, *files)
+    assert said.stdout == "good it is\n"
+    assert isinstance(said.exception, QueueCommandError)
+    assert str(said.exception) == "bad it is\nworse it is"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["cancel", "t"], "No process works on this queue; the command takes effect with: alto resume"),
+        (["drain"], "No process works on this queue.\n"),
+        (["drain", "--when-done"], "No process works on this queue.\n"),
+    ],
+)
+def test_a_queue_that_ends_meanwhile_is_not_waited_for(words: list[str], what: str, queue: QueueDir) -> None:
+    command, *rest = words
+    with worked_on(queue, lambda _: None):
+        said = invoke(command, queue.root, *rest)
+    assert said.exit_code == 0
+    assert said.stdout.startswith(what)
+
+
+def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = QueueMailbox(queue.run)
+    looks = iter([True, False])
+
+    def is_locked(run: RunDir) -> bool:
+        """At the second look the process has answered, and ended."""
+        found = next(looks)
+        for command in [] if found else box.pending():
+            box.answer(command.id, Answer(done=True, message="t is cancelled."))
+        return found
+
+    monkeypatch.setattr("alto.cli.queue._LOOK_S", 0.0)
+    monkeypatch.setattr(RunDir, "is_locked", is_locked)
+    assert invoke("cancel", queue.root, "t").stdout == "t is cancelled.\n"
+
+
+def test_commands_that_nobody_has_carried_out_are_listed(queue: QueueDir) -> None:
+    queue.run.journal_file.write_text('{"seq": 0, "time": 0.0, "event": "queue_completed"}\n', encoding="utf-8")
+    assert "commands" not in CliRunner().invoke(app, ["list", str(queue.root)]).stdout
+    QueueMailbox(queue.run).submit({})
+    listed = CliRunner().invoke(app, ["list", str(queue.root)]).stdout
+    assert "commands that wait for the next process: 1; alto resume" in listed
+    assert json.loads(CliRunner().invoke(app, ["list", str(queue.root), "--json"]).stdout)["commands"] == 1

@@ -1,0 +1,92 @@
+"""What executors do in the tests of kills: train, and die or wait at the instant that a test has chosen."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import alto
+from alto.backbone import Backbone
+from alto.engine import work
+from alto.executor import Trainer, executor
+from alto.executor.checkpoint import StateStore
+
+__all__ = ["HOLD", "TRAIN", "Death", "plan_deaths", "train"]
+
+TRAIN = "deaths:train"
+"""What executors are to call."""
+
+HOLD = 0
+"""Instead of a signal: wait there until the executor is asked to stop, or is killed. Nothing has to be done in time."""
+
+Death = tuple[int, str, int, int]
+"""``rank, instant, signal, which``: at the which-th time, from 1, that this rank comes to the instant."""
+
+_FILE = "deaths.json"
+
+_INSTANTS: Mapping[str, tuple[type, str, bool]] = {
+    "forward": (Backbone, "hidden_states", False),
+    "backward": (Tensor, "backward", False),
+    "update": (Trainer, "update", False),
+    "saved": (StateStore, "save", True),  # and another rank perhaps not
+}
+"""A method, and whether the instant is after it instead of before it."""
+
+
+def plan_deaths(folder: Path, deaths: Mapping[str, Sequence[Death]]) -> None:
+    """For each task that runs below ``folder``, the deaths of its first attempts; all other attempts live."""
+    (folder / _FILE).write_text(json.dumps(deaths), encoding="utf-8")
+
+
+def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
+    """The real thing, with a checkpoint at every turn, until this rank's death."""
+    executor.MAX_SAVING_SHARE = 1e9
+    death = _death_of(Path(run_dir))
+    if death is not None and death[0] == int(os.environ["RANK"]):
+        _, instant, number, which = death
+        _die_at(instant, which, functools.partial(_hold, is_interrupted) if number == HOLD else _kill(number))
+    return work.train(run_dir, is_interrupted)
+
+
+def _death_of(run_dir: Path) -> Death | None:
+    """Of the attempt that begins now."""
+    file = next(folder / _FILE for folder in run_dir.parents if (folder / _FILE).exists())
+    deaths = json.loads(file.read_text("utf-8")).get(alto.load_task(run_dir / "task.yaml").name, [])
+    attempt = len(list((run_dir / "logs").iterdir()))
+    return deaths[attempt - 1] if attempt <= len(deaths) else None
+
+
+def _kill(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signal.Signals(number))
+
+
+def _hold(is_interrupted: Callable[[], bool]) -> None:
+    while not is_interrupted():
+        time.sleep(0.01)
+
+
+def _die_at(instant: str, which: int, die: Callable[[], None]) -> None:
+    owner, name, is_after = _INSTANTS[instant]
+    method = getattr(owner, name)
+    num_calls = 0
+
+    @functools.wraps(method)
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == which and not is_after:
+            die()
+        result = method(*args, **kwargs)
+        if num_calls == which and is_after:
+            die()
+        return result
+
+    setattr(owner, name, dies)
