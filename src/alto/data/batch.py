@@ -94,7 +94,7 @@ class TokenBatch:
     references_Q2: Tensor | None = None
 
     def part(self, first: int, last: int) -> TokenBatch:
-        """Jobs ``first`` to ``last - 1`` as a batch of their own; its tensors are views, except ``loss_positions_S``."""
+        """Jobs ``first`` to ``last - 1`` as a batch of their own; tensors are views, except ``loss_positions_S``."""
         tokens, sequences = _range(self.job_tokens, first, last), _range(self.job_sequences, first, last)
         targets, references = _range(self.job_targets, first, last), _range(self.job_references, first, last)
         return TokenBatch(
