@@ -21,9 +21,20 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir) -> None:
     attempt.rank_log(1).mkdir()  # where a file has to be
-    command = [sys.executable, "-m", "alto.cluster.worker", str(attempt.root), "--entry", "none:none"]
+    code = "from alto.cluster.worker import main; main()"
     done = subprocess.run(
-        [*command, "--controller", str(os.getpid()), "--grace-s", "60"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(attempt.root),
+            "--entry",
+            "none:none",
+            "--parent",
+            str(os.getpid()),
+            "--grace-s",
+            "60",
+        ],
         env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},
         start_new_session=True,
         check=False,

@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from alto.scheduler.rank_assignment import assign_slots
 from alto.scheduler.residents import (
@@ -50,7 +50,7 @@ def plan_residents(demands: Iterable[JobDemand], limits: ResidentLimits) -> Resi
     usual = _usual_batch_size(training)
     preference = _preference(usual)
     residents = _Residents(limits, training, waiting)
-    for demand in sorted(training, key=preference):
+    for demand in residents.within_share(sorted(training, key=preference)):
         residents.keep_or_park(demand)
     # With all slots full of jobs that train, which is so at most steps, nothing is sorted.
     if residents.has_slot:
@@ -67,8 +67,10 @@ class _Residents:
         self._max_tokens = limits.max_tokens
         # Jobs that may not run ahead are parked first.
         self._leavers = sorted(waiting, key=lambda demand: (demand.may_run_ahead, demand.job))
-        occupied = {demand.slot for demand in (*training, *self._leavers)}
+        occupied = limits.taken.union(demand.slot for demand in (*training, *self._leavers) if demand.slot is not None)
         self._free = [slot for slot in range(limits.num_slots) if slot not in occupied]
+        self._num_residents = len(occupied) - len(limits.taken)
+        self._share = limits.num_slots if limits.share is None else limits.share
         self._num_training = 0
         self._num_tokens = 0
         self.parked: list[Parking] = []
@@ -77,7 +79,22 @@ class _Residents:
 
     @property
     def has_slot(self) -> bool:
-        return bool(self._free or self._leavers)
+        """Whether another job can be admitted."""
+        return self._has_free_slot or bool(self._leavers)
+
+    @property
+    def _has_free_slot(self) -> bool:
+        return bool(self._free) and self._num_residents < self._share
+
+    def within_share(self, training: Sequence[JobDemand]) -> Sequence[JobDemand]:
+        """The jobs of ``training`` that keep their slots within the share: waiting jobs lose theirs first, then the
+        last ones of ``training``."""
+        while self._leavers and self._num_residents > self._share:
+            self._park(self._leavers.pop(0), ParkReason.OVER_SHARE)
+        num_kept = min(len(training), self._share)
+        for resident in training[num_kept:]:
+            self._park(resident, ParkReason.OVER_SHARE)
+        return training[:num_kept]
 
     def keep_or_park(self, resident: JobDemand) -> None:
         """A resident that can train does, unless a limit that was lowered is too low for it."""
@@ -130,14 +147,16 @@ class _Residents:
         self._num_tokens += demand.num_tokens
 
     def _admit(self, demand: JobDemand, reason: AdmitReason) -> None:
-        if not self._free:
+        if not self._has_free_slot:
             self._park(self._leavers.pop(0), ParkReason.SLOT_WANTED)
         self._count(demand)
+        self._num_residents += 1
         self.admitted.append(Admission(job=demand.job, slot=self._free.pop(0), reason=reason))
 
     def _park(self, resident: JobDemand, reason: ParkReason) -> None:
         assert resident.slot is not None
         self.parked.append(Parking(job=resident.job, reason=reason))
+        self._num_residents -= 1
         self._free.append(resident.slot)
 
 

@@ -39,11 +39,13 @@ class ParkReason(StrEnum):
     """Why a job loses its slot.
 
     ``slot_wanted``: it waits at its rung, and another can train. ``over_limit``: the residents have more tokens than
-    the limit, which was lowered. ``rebalanced``: it is put at once into a slot of another rank, or of all.
+    the limit, which was lowered. ``over_share``: the slots of its task have become fewer. ``rebalanced``: it is
+    put at once into a slot of another rank, or of all.
     """
 
     SLOT_WANTED = "slot_wanted"
     OVER_LIMIT = "over_limit"
+    OVER_SHARE = "over_share"
     REBALANCED = "rebalanced"
 
 
@@ -78,12 +80,16 @@ class ResidentLimits:
 
     Attributes:
         num_slots: Slots of the bank.
+        taken: Slots that jobs of other tasks in the same bank have.
+        share: Most slots that this task may have at a time; None sets no limit.
         max_tokens: Tokens that a step of all jobs together may have in expectation; None sets no limit.
         num_ranks: Ranks that the slots are divided among, equally; see `RankSlots`.
         may_data_parallel: Whether jobs that are fewer than the ranks may train data parallel on all of them.
     """
 
     num_slots: int
+    taken: frozenset[int] = frozenset()
+    share: int | None = None
     max_tokens: int | None = None
     num_ranks: int = 1
     may_data_parallel: bool = True
