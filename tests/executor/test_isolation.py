@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from alto.backbone import Backbone
-from alto.executor import Executor, JobState, RunStart, TaskContext
+from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
@@ -142,7 +142,7 @@ def run_executor(task: Task, model: PreTrainedModel, output_dir: Path) -> RunDir
     backbone = Backbone(model, None, "unused")
     run_dir = RunDir.create(output_dir, task)
     with Journal(run_dir.journal_file) as journal:
-        Executor.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)).run()
+        run_alone(TaskSession.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
     return run_dir
 
 

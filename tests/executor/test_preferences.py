@@ -19,7 +19,7 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, Span, TaskData
 from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
-from alto.executor import Executor, Hooks, RunStart, TaskContext, recover
+from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_result
@@ -79,7 +79,7 @@ def train(
     with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:
         context = TaskContext.of(task, backbone, DATA)
         hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
-        Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
+        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
     return task_result(read_history(run_dir.root), run_dir)
 
 

@@ -14,8 +14,8 @@ from ranks import failures_on_ranks
 
 from alto.errors import RankConnectionError
 from alto.executor import Ranks, ResumeState
-from alto.executor.executor import ControlInputs
 from alto.executor.ranks import _codec, _decoded, _encoded, prove_connections
+from alto.executor.session import ControlInputs
 from alto.records import ExitReason, JobResult, TaskResult
 from alto.runs import Action, Command
 

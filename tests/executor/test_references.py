@@ -20,7 +20,7 @@ from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
-from alto.executor import Executor, Hooks, RunStart, TaskContext, recover, references
+from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, references, run_alone
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.references import References, find_references
@@ -189,7 +189,7 @@ def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[],
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
-        Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
+        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
     return list(read_events(run_dir.journal_file))
 
 

@@ -19,7 +19,7 @@ from tiny import curves_of, load_tiny, make_task, read_journal
 from alto.data import TokenBatch
 from alto.early_exit import audit
 from alto.errors import DeviceMemoryError, NoResultError
-from alto.executor import Executor, RunStart, TaskContext, Trainer, assembly, executor, recover, trainer
+from alto.executor import RunStart, TaskContext, TaskSession, Trainer, assembly, recover, run_alone, session, trainer
 from alto.lora import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
 from alto.records import ExitReason
@@ -56,7 +56,7 @@ def finish(run: RunDir) -> list[dict[str, Any]]:
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:
-        Executor.build(context, journal, RunStart(run_dir=run, resume_state=resume_state)).run()
+        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run, resume_state=resume_state)))
     return read_journal(run.root)
 
 
@@ -107,7 +107,7 @@ def test_a_task_on_a_small_device_ends_as_on_a_large_one(
 def test_the_limit_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 50)
     run = run_in(tmp_path, checkpoint_interval_s=0)
-    monkeypatch.setattr(executor, "MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr(session, "MAX_SAVING_SHARE", 1e9)
     update = Trainer.update
 
     def dies(self: Trainer, jobs: Any) -> torch.Tensor:

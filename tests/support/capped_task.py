@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiny import load_tiny, make_task
 
-from alto.executor import Executor, RunStart, TaskContext
+from alto.executor import RunStart, TaskContext, TaskSession, run_alone
 from alto.runs import Journal, RunDir
 
 
@@ -23,10 +23,10 @@ def main(folder: Path, mebibytes: int) -> None:
     backbone, data = load_tiny(task)
     run = RunDir.create(folder / "runs", task)
     with Journal(run.journal_file) as journal:
-        executor = Executor.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run))
+        session = TaskSession.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run))
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + mebibytes * 2**20,) * 2)
-        executor.run()
+        run_alone(session)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from alto.backbone.sharding import find_roots, shard
 from alto.data import TaskData
 from alto.errors import TaskInterruptedError
 from alto.executor import (
-    Executor,
     Hooks,
     JobState,
     MicroBatches,
@@ -28,8 +27,10 @@ from alto.executor import (
     ResumeState,
     RunStart,
     TaskContext,
+    TaskSession,
     initial_states,
     recover,
+    run_alone,
     with_references,
 )
 from alto.runs import Journal, RunDir, SilentJournal
@@ -215,4 +216,4 @@ def train(
         hooks = Hooks(
             is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after)
         )
-        Executor.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks).run()
+        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))

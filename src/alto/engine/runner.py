@@ -19,18 +19,19 @@ from alto.data import read_task_rows
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck
 from alto.executor import (
-    Executor,
     Hooks,
     Ranks,
     ResumeState,
     RunStart,
     TaskContext,
+    TaskSession,
     check_base,
     check_precision,
     load_base,
     model_notes,
     recover,
     resolve_rungs,
+    run_alone,
 )
 from alto.executor.profiling import pack, plan
 from alto.export import export_best, write_report
@@ -162,7 +163,7 @@ class TaskRunner:
                         forecast=prepared.forecast,
                         base=prepared.base,
                     )
-                    Executor.build(context, journal, start, self._hooks(prepared)).run()
+                    run_alone(TaskSession.build(context, journal, start, self._hooks(prepared)))
             except BaseException:
                 # The error that ended the run is raised, not one of writing its report.
                 with contextlib.suppress(AltoError, OSError):

@@ -1,16 +1,18 @@
-"""Runs one task on its device: trains, evaluates and saves its jobs."""
+"""Runs tasks on a device: trains, evaluates and saves their jobs."""
 
 from alto.executor.assembly import BankSize, build_trainer
 from alto.executor.beginning import RunStart
 from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
-from alto.executor.executor import Executor
+from alto.executor.executor import Executor, run_alone
 from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.model_notes import model_notes
 from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
+from alto.executor.session import TaskSession
+from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import load_base, with_references
 from alto.executor.trainer import Trainer
 
@@ -24,7 +26,9 @@ __all__ = [
     "Ranks",
     "ResumeState",
     "RunStart",
+    "SharedBank",
     "TaskContext",
+    "TaskSession",
     "Trainer",
     "build_trainer",
     "check_base",
@@ -36,5 +40,6 @@ __all__ = [
     "read_refusal",
     "recover",
     "resolve_rungs",
+    "run_alone",
     "with_references",
 ]

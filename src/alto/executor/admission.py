@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.recorder import JournalRecorder
@@ -22,7 +22,7 @@ class Admission:
         self._lifecycle = lifecycle
         self._planned_for: tuple[int, ResidentLimits] | None = None
 
-    def admit_jobs(self) -> bool:
+    def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> bool:
         """Carry out the scheduler's plan, where it may have changed.
 
         Returns:
@@ -31,6 +31,8 @@ class Admission:
         state, ranks = self._state, self._state.context.ranks
         limits = ResidentLimits(
             num_slots=state.slot_manager.num_slots,
+            share=share,
+            taken=frozenset(taken),
             max_tokens=state.context.task.max_tokens_per_step,
             num_ranks=ranks.size,
         )

@@ -1,299 +1,211 @@
-"""Runs one task: admits jobs, trains and evaluates them, ends those that the selection drops, and keeps the best
-adapter of each."""
+"""Trains the tasks that share a base model: steps the jobs of all together, each task as if it were alone."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
 
-from alto.backbone import is_out_of_memory
-from alto.errors import DeviceMemoryError, TaskInterruptedError
-from alto.executor.admission import Admission, GpuOffers
-from alto.executor.base_evaluation import evaluate_base
-from alto.executor.beginning import RunStart, begin_events, resume_event
-from alto.executor.conclusion import Hooks, conclude
-from alto.executor.context import TaskContext
-from alto.executor.control import Control
+import torch
+
+from alto.errors import DeviceMemoryError
 from alto.executor.job_state import JobState
-from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.recorder import JournalRecorder
-from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
-from alto.executor.tally import Evaluated
-from alto.executor.task_state import TaskState
-from alto.runs import Command, Journal, Mailbox
-from alto.spec.metric import score_of
+from alto.executor.session import TaskSession
+from alto.executor.shared_bank import SharedBank
+from alto.scheduler import TokenShares, slot_shares
 
-__all__ = ["Executor"]
-
-# Saving takes at most this share of the time, for adapters of any size.
-MAX_SAVING_SHARE = 0.05
-
-FROM_CHECKPOINT = "from_checkpoint"
-"""Journal reason of an admission that the scheduler did not plan."""
+__all__ = ["Executor", "run_alone"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlInputs:
-    """Inputs of the next turn that only the first rank can read.
+def run_alone(session: TaskSession) -> None:
+    """Train one task by itself until no job is left; the result is in the journal.
 
-    Attributes:
-        commands: Commands in the mailbox.
-        is_interrupted: Whether the task has to stop.
-        is_saving_due: Whether a checkpoint has to be saved.
+    Args:
+        session: Built with a bank that no other task has.
+
+    Raises:
+        NoResultError: No job was ever evaluated with a finite loss.
+        TaskInterruptedError: The run was stopped, and everything is on disk.
+        RunBusyError: Its lock was removed, so another process may work on the run.
+        DeviceMemoryError: There is no memory to continue; the run can be resumed from its last checkpoint.
+        RunWriteError: The run directory cannot be written any more.
     """
-
-    commands: Sequence[Command] = ()
-    is_interrupted: bool = False
-    is_saving_due: bool = False
+    executor = Executor(session.bank)
+    try:
+        executor.attach("", session)
+        while executor.sessions:
+            for error in executor.turn().values():
+                if error is not None:
+                    raise error
+    except Exception as error:
+        explained = session.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 class Executor:
-    """One task on one device, or on one of several ranks: the stage that trains. Made by :meth:`build`.
+    """Runs task sessions whose jobs share a bank.
+
+    An error in the work of one session ends that session alone. On several ranks there is one session.
 
     Args:
-        state: Of the task, with its bank.
-        recorder: Writes the run's journal.
-        lifecycle: Changes the state of jobs.
-        control: Carries out user commands.
-        start: What the run begins with or is resumed from.
-        hooks: Functions that the caller provides.
+        bank: That the sessions were built with.
+
+    Attributes:
+        sessions: By name, in the order in which they were attached.
     """
 
-    def __init__(
-        self,
-        state: TaskState,
-        recorder: JournalRecorder,
-        lifecycle: JobLifecycle,
-        control: Control,
-        start: RunStart,
-        hooks: Hooks,
-    ) -> None:
-        assert hooks.judge is None or state.context.ranks.is_alone, "finalists are judged by one process"
-        self._state = state
-        self._recorder = recorder
-        self._lifecycle = lifecycle
-        self._control = control
-        self._start = start
-        self._hooks = hooks
-        self._ranks = state.context.ranks
-        self._admission = Admission(state, lifecycle)
-        self._save_interval_s = state.context.task.checkpoint_interval_s
-        self._next_save_at = time.monotonic() + self._save_interval_s
-        self._stuck: DeviceMemoryError | None = None
+    def __init__(self, bank: SharedBank) -> None:
+        self.bank = bank
+        self.sessions: dict[str, TaskSession] = {}
+        self._weights: dict[str, float] = {}
+        self._shares = TokenShares()
+        self._ended: dict[str, Exception | None] = {}
 
-    @classmethod
-    def build(cls, context: TaskContext, journal: Journal, start: RunStart, hooks: Hooks | None = None) -> Self:
-        """Run the stages before training: reference log-probs, then the bank.
+    def attach(self, name: str, session: TaskSession, *, weight: float = 1.0) -> None:
+        """Let the jobs of another task train from the next turn on.
 
         Args:
-            context: The task, its base loaded and its jobs planned.
-            journal: Of the run; a silent one on all ranks but the first.
-            start: What the run begins with or is resumed from.
-            hooks: Functions that the caller provides; None provides none.
+            name: Of the task here, unique.
+            session: Built with this executor's bank.
+            weight: Its share of slots and tokens, relative to those of the others; positive.
 
         Raises:
-            RunChangedError: The run is another one than the task; see :func:`alto.executor.stages.check_resumable`.
-            TaskInterruptedError: The run was stopped.
-            DeviceMemoryError: There is no memory for the bank, or for the base alone on the longest pair.
-            ModelError: The base model gives a reply a log-prob that is not finite.
+            Exception: What the beginning of the session raises; it is not attached then.
         """
-        hooks = hooks or Hooks()
-        ranks, resume_state = context.ranks, start.resume_state
-        recorder = JournalRecorder(journal, start.run_dir, ranks)
-
-        def stop_if_asked() -> None:
-            if ranks.broadcast(hooks.is_interrupted(), bool):
-                raise TaskInterruptedError(
-                    "stopped as asked while reference log-probs were precomputed; those computed so far are on disk; "
-                    f"continue with: alto resume {start.run_dir.root}"
-                )
-
-        check_resumable(context, resume_state)
-        micro_batches = MicroBatches(
-            max_tokens_per_pass(context, resume_state), recorder.memory_ran_out, can_retry=ranks.is_alone
-        )
-        context = with_references(context, micro_batches, stop_if_asked)
-        state = build_state(
-            context,
-            resume_state,
-            start.run_dir,
-            max_tokens_per_pass=micro_batches.max_tokens,
-            on_memory_event=recorder.memory_ran_out,
-        )
-        lifecycle = JobLifecycle(state, recorder, start.run_dir)
-        control = Control.build(state, lifecycle, recorder, Mailbox(start.run_dir), resume_state)
-        return cls(state, recorder, lifecycle, control, start, hooks)
-
-    def run(self) -> None:
-        """Train until no job is left; the result is in the journal.
-
-        Raises:
-            NoResultError: No job was ever evaluated with a finite loss.
-            TaskInterruptedError: The run was stopped, and everything is on disk.
-            RunBusyError: Its lock was removed, so another process may work on the run.
-            DeviceMemoryError: There is no memory to continue; the run can be resumed from its last checkpoint.
-            RunWriteError: The run directory cannot be written any more.
-        """
+        assert name not in self.sessions, f"{name!r} is attached"
         try:
-            self._run()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DeviceMemoryError(
-                f"task {self._state.context.task.name!r}: {error}. With more memory, or a lower max_tokens_per_pass in "
-                "its task.yaml, the run continues from its last checkpoint with: "
-                f"alto resume {self._start.run_dir.root}"
-            ) from error
+            session.begin()
+        except Exception:
+            session.detach()
+            raise
+        self.sessions[name] = session
+        self._weights[name] = weight
 
-    def _run(self) -> None:
-        state = self._state
-        if self._start.is_resumed:
-            self._resume()
-        else:
-            self._begin()
-        gpu_offers = GpuOffers(state, self._recorder, self._start.throughput(self._ranks.size))
-        while True:
-            inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
-            self._control.apply(inputs.commands)
-            while state.selection.rung_ready():
-                self._hold_rung()
-            if not state.selection.training:
-                break
-            if inputs.is_interrupted:
-                self._interrupt()
-            if self._admission.admit_jobs():
-                gpu_offers.offer()
-            stepped = self._train_one_step(state.active())
-            self._evaluate([job for job in stepped if job.is_due and state.is_competing(job)])
-            if self._stuck is not None:
-                self._save()
-                raise self._stuck
-            if self._control.has_answers or inputs.is_saving_due:
-                self._save()
-        self._save()
-        conclude(state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
-        self._control.close()
+    def turn(self) -> dict[str, Exception | None]:
+        """One step of the sessions whose turn it is, and what comes before and after it.
 
-    # -- the beginning -------------------------------------------------------------------------------------------
+        Returns:
+            The sessions that have ended, with the error that ended them; None where the task has its result.
 
-    def _begin(self) -> None:
-        self._recorder.begin(begin_events(self._state, self._start), self._start.resume_state.refusal)
-        evaluate_base(self._state, self._recorder)
-
-    def _resume(self) -> None:
-        """Restore every job as the checkpoint recorded it."""
-        state, resume_state = self._state, self._start.resume_state
-        self._recorder.begin([resume_event(state, self._start)], resume_state.refusal)
-        assert resume_state.checkpoint is not None
-        for job_id, saved in resume_state.checkpoint.jobs.items():
-            job = state.jobs[job_id]
-            job.step = job.saved_step = saved.step
-            job.saved_best_step = saved.best_step
-            # A task may be resumed with fewer slots than it began with; a job whose slot is gone is parked.
-            if saved.slot is not None and saved.slot < state.slot_manager.num_slots:
-                self._lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
-
-    # -- one turn of the loop ------------------------------------------------------------------------------------
-
-    def _control_inputs(self) -> ControlInputs:
-        """The external inputs since the last turn that this process can read.
-
-        Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
-        first has found that it still does.
+        Raises:
+            DeviceMemoryError: There is no memory to continue; every session is saved.
+            Exception: An error that is no session's own. All can be resumed from their last checkpoints.
         """
-        if not self._ranks.is_first:
-            return ControlInputs()
-        self._start.run_dir.check_lock()
-        return ControlInputs(
-            commands=self._control.pending(),
-            is_interrupted=self._hooks.is_interrupted(),
-            is_saving_due=time.monotonic() >= self._next_save_at,
-        )
+        self._ended = {}
+        for name, session in list(self.sessions.items()):
+            self._within(name, lambda session=session, name=name: self._prepare(name, session))
+        if self.sessions:
+            self._admit()
+            self._step(self._choose())
+        for name, session in list(self.sessions.items()):
+            self._within(name, session.save_if_due)
+        return self._ended
 
-    def _hold_rung(self) -> None:
-        state, selection = self._state, self._state.selection
-        rung, index = selection.next_rung, selection.rungs_held
-        assert rung is not None
-        # The selection counts the steps of a job that ran ahead, so the journal records them too.
-        for job in state.jobs.values():
-            self._recorder.losses(job)
-        result = selection.select()
-        self._recorder.rung_held(index, rung, result)
-        for decision in result.dropped:
-            self._lifecycle.end(state.jobs[decision.job], decision)
+    # -- one turn ------------------------------------------------------------------------------------------------
 
-    def _train_one_step(self, jobs: Sequence[JobState]) -> Sequence[JobState]:
-        """Train one step; returns the jobs that took it: none where one of them fails and ends."""
-        trainer = self._state.trainer
+    def _prepare(self, name: str, session: TaskSession) -> None:
+        if session.prepare():
+            return
+        try:
+            session.conclude()
+        finally:
+            if len(self.sessions) > 1:
+                self.bank.reinject()  # finished adapters were served, or checked, on the same base
+        self._end(name, None)
+
+    def _admit(self) -> None:
+        """Divide the slots; sessions that have too many give theirs up before others take them."""
+        shares: Mapping[str, int | None] = dict.fromkeys(self.sessions)
+        if len(self.sessions) > 1:
+            wanted = {name: len(session.state.selection.training) for name, session in self.sessions.items()}
+            shares = slot_shares(wanted, self._weights, self.bank.num_slots)
+        slots = {name: session.state.slots() for name, session in self.sessions.items()}
+        for name in sorted(self.sessions, key=lambda name: len(slots[name]) <= (shares[name] or 0)):
+            session = self.sessions[name]
+            taken = frozenset(
+                slot for other, mine in self.sessions.items() if other != name for slot in mine.state.slots()
+            )
+            self._within(name, lambda session=session, name=name, taken=taken: session.admit_jobs(shares[name], taken))
+
+    def _choose(self) -> dict[str, Sequence[JobState]]:
+        """The jobs of the next step, by session."""
+        jobs = {name: session.state.active() for name, session in self.sessions.items()}
+        jobs = {name: active for name, active in jobs.items() if active}
+        if len(jobs) < 2:
+            return jobs
+        costs = {name: sum(job.step_tokens for job in active) for name, active in jobs.items()}
+        return {name: jobs[name] for name in self._shares.choose(costs, self._weights)}
+
+    def _step(self, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
+        jobs = [job for active in jobs_of.values() for job in active]
+        if not jobs:
+            return
+        trainer = self.bank.trainer
         try:
             losses = trainer.backward(jobs)
-        except RowTooLargeError as error:
-            self._lifecycle.fail(error)
-            return ()
+        except Exception as error:
+            self._handle(error, jobs_of)
+            return
+        no_memory: DeviceMemoryError | None = None
         try:
             trainer.update(jobs)
         except DeviceMemoryError as error:
-            if not self._ranks.is_alone:
+            if not trainer.is_alone:
                 raise
-            self._stuck = error
-        found = trainer.read(losses)
-        stepped = [(job, loss) for job, loss in zip(jobs, found, strict=True) if trainer.has_stepped(job)]
-        for job, loss in stepped:
-            job.step += 1
-            job.unsaved_losses.append(loss)
-            decision = self._state.selection.observe_losses(job.id, job.step, [loss])
-            if decision is not None:
-                self._lifecycle.end(job, decision)
-        return [job for job, _ in stepped]
+            no_memory = error
+        loss_of = dict(zip(map(id, jobs), trainer.read(losses), strict=True))
+        for name, active in jobs_of.items():
+            stepped = [job for job in active if trainer.has_stepped(job)]
+            session = self.sessions[name]
+            self._within(
+                name,
+                lambda session=session, stepped=stepped: session.stepped([(job, loss_of[id(job)]) for job in stepped]),
+            )
+        if no_memory is not None:
+            for name, session in list(self.sessions.items()):
+                self._within(name, session.save)
+            raise no_memory
 
-    def _evaluate(self, jobs: Sequence[JobState]) -> None:
-        selection = self._state.selection
-        jobs, found = self._evaluated(jobs)
-        for job, value in zip(jobs, found, strict=True):
-            score = score_of(job.context.task.metric, value.metrics)
-            decision = selection.observe(job.id, job.step, value.loss, score, value.metric_rows)
-            best = selection.best(job.id)
-            is_best = best is not None and best.step == job.step
-            if is_best:
-                self._state.slot_manager.keep_best(job)
-            self._recorder.losses(job)
-            train_ema = selection.history(job.id)[-1].train_ema
-            self._recorder.job_evaluated(job, value, train_ema, is_best=is_best)
-            if not selection.is_training(job.id):
-                self._lifecycle.end(job, decision)
+    def _handle(self, error: Exception, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
+        """Find the session that an error of the step belongs to; the others are as they were before the step.
 
-    def _evaluated(self, jobs: Sequence[JobState]) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
-        """Evaluate ``jobs``; jobs that cannot be evaluated end."""
-        while jobs:
+        Raises:
+            Exception: ``error``, where there is no such session.
+        """
+        if isinstance(error, RowTooLargeError):
+            owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
+            self._within(owner, lambda: self.sessions[owner].row_too_large(error))
+            return
+        if len(jobs_of) == 1 or isinstance(error, torch.AcceleratorError):  # after that the device is of no more use
+            raise error
+        trainer = self.bank.trainer
+        trainer.forget()
+        for name, active in jobs_of.items():
             try:
-                return jobs, self._state.trainer.evaluate(jobs)
-            except RowTooLargeError as error:
-                self._lifecycle.fail(error)
-            jobs = [job for job in jobs if self._state.is_competing(job)]
-        return (), ()
+                trainer.backward(active)
+            except RowTooLargeError:
+                pass  # found again in the next step
+            except Exception as own:
+                self._end(name, own)
+            trainer.forget()
+        if not self._ended.keys() & jobs_of.keys():
+            raise error
 
-    # -- saving and stopping -------------------------------------------------------------------------------------
+    # -- the ends of sessions ------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        began = time.monotonic()
-        self._lifecycle.save()
-        self._control.send_answers()
-        now = time.monotonic()
-        self._next_save_at = now + max(self._save_interval_s, (now - began) / MAX_SAVING_SHARE)
+    def _within(self, name: str, work: Callable[[], None]) -> None:
+        """Do the work of one session, which its errors end."""
+        if name not in self.sessions:
+            return
+        try:
+            work()
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            self._end(name, error)
 
-    def _stop_if_asked(self) -> None:
-        if self._hooks.is_interrupted():
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        self._save()
-        training = self._state.selection.training
-        self._recorder.task_interrupted(training)
-        raise TaskInterruptedError(
-            f"stopped as asked, with {len(training)} of {len(self._state.jobs)} jobs still to train and everything on "
-            f"disk; continue with: alto resume {self._start.run_dir.root}"
-        )
+    def _end(self, name: str, error: Exception | None) -> None:
+        self._ended[name] = error
+        self.sessions.pop(name).detach()
+        del self._weights[name]

@@ -26,6 +26,7 @@ class JobLifecycle:
         self._state = state
         self._recorder = recorder
         self._run_dir = run_dir
+        state.slot_manager.on_lost_slot = self._note_lost_slot
 
     def admit(self, job: JobState, slot: int, reason: str, *, is_data_parallel: bool = False) -> None:
         """Admit a job into a slot.
@@ -90,14 +91,14 @@ class JobLifecycle:
             DeviceMemoryError: Its adapter does not fit; nothing is changed.
         """
         state = self._state
-        slots = {job.id: job.slot for job in state.jobs.values()}
-        without_slot = state.slot_manager.fit([*state.jobs.values(), clone])
-        for job in without_slot:
-            self._recorder.losses(job)
-            self._recorder.job_parked(job, slots[job.id], "fewer_slots")
+        state.slot_manager.fit([*state.jobs.values(), clone])
         state.jobs[clone.id] = clone
         state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
         self._recorder.job_added(clone, origin, command)
+
+    def _note_lost_slot(self, job: JobState, slot: int) -> None:
+        self._recorder.losses(job)
+        self._recorder.job_parked(job, slot, "fewer_slots")
 
     def save(self) -> None:
         """Commit a checkpoint: all states, and the journal up to here, are durable.

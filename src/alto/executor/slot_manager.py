@@ -1,86 +1,81 @@
-"""Moves the jobs of a task between the banks of the ranks and the disk."""
+"""Moves the jobs of a task between the bank of the executor and the disk."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Self
 
-from alto.backbone import release_memory
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
-from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
+from alto.executor.micro_batches import OnMemoryEvent
+from alto.executor.shared_bank import SharedBank
 from alto.executor.trainer import Trainer
-from alto.lora import AdapterWeights, ModuleNames, eject, read_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
 from alto.runs import RunDir
 
 __all__ = ["SlotManager"]
 
 
 class SlotManager:
-    """Moves jobs between the slots of the banks and their folders.
+    """Moves the jobs of one task between the slots of the bank and their folders.
 
-    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a slot manager and
-    makes the same calls; jobs that are resident on another rank are only noted. Made by :meth:`build`.
+    Every rank has a slot manager and makes the same calls; jobs that are resident on another rank are only noted.
 
     Args:
-        context: Base model, limits and ranks; jobs that are admitted may have contexts of their own.
+        bank: Shared with the other tasks of the executor.
+        context: The task.
         run_dir: Holds the states of jobs.
-        names: Of the base model's modules, for adapters on disk.
-        on_memory_event: Called each time memory ran out, with the jobs involved.
+        on_memory_event: Called each time memory ran out, with the jobs of this task that are involved.
 
     Attributes:
-        trainer: Trains the resident jobs; replaced by :meth:`fit`.
+        bank: Shared with the other tasks of the executor.
+        context: The task.
+        jobs: Every job that may be admitted before the next :meth:`fit`.
+        on_lost_slot: Called with a job whose slot another task's arrival has cost, and the slot.
     """
 
-    trainer: Trainer
-
-    def __init__(
-        self, context: TaskContext, run_dir: RunDir, names: ModuleNames, on_memory_event: OnMemoryEvent
-    ) -> None:
-        self._context = context
+    def __init__(self, bank: SharedBank, context: TaskContext, run_dir: RunDir, on_memory_event: OnMemoryEvent) -> None:
+        self.bank = bank
+        self.context = context
+        self.jobs: tuple[JobState, ...] = ()
+        self.on_lost_slot: Callable[[JobState, int], None] = lambda job, slot: None
         self._ranks = context.ranks
-        self._backbone = context.backbone
-        self._names = names
+        self._names = ModuleNames.of(context.backbone.model)
         self._run_dir = run_dir
         self._store = StateStore(run_dir)
-        self._on_memory_event = on_memory_event
-        self._residents: dict[int, JobState] = {}
+        self.memory_ran_out = on_memory_event
 
-    @classmethod
-    def build(
-        cls,
-        context: TaskContext,
-        jobs: Sequence[JobState],
-        run_dir: RunDir,
-        *,
-        max_tokens_per_pass: int,
-        on_memory_event: OnMemoryEvent,
-    ) -> Self:
-        """With a bank for ``jobs``, none of which is resident yet.
+    def attach(self, jobs: Iterable[JobState], *, max_tokens_per_pass: int) -> None:
+        """Get slots for ``jobs``, none of which is resident yet.
 
         Args:
-            context, run_dir, on_memory_event: As of the constructor.
             jobs: Every job that may be admitted before the next :meth:`fit`.
-            max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
+            max_tokens_per_pass: Largest number of tokens of a micro-batch that the task allows.
 
         Raises:
             DeviceMemoryError: Not even one slot fits.
         """
-        manager = cls(context, run_dir, ModuleNames.of(context.backbone.model), on_memory_event)
-        manager._build(manager._size_for(jobs), max_tokens_per_pass)
-        return manager
+        self.jobs = tuple(jobs)
+        self.bank.attach(self, max_tokens=max_tokens_per_pass)
+
+    def detach(self) -> None:
+        """Free the slots of all jobs, and leave the bank; what is not saved is lost."""
+        for job in self.jobs:
+            if job.slot is not None:
+                self._free(job)
+        self.bank.detach(self)
+
+    @property
+    def trainer(self) -> Trainer:
+        """Trains the resident jobs; replaced where the bank is fitted."""
+        return self.bank.trainer
 
     @property
     def num_slots(self) -> int:
         """Number of slots of all ranks together."""
-        return self.trainer.slots.num_slots
+        return self.bank.num_slots
 
     @property
     def largest_micro_batch(self) -> int:
@@ -102,7 +97,6 @@ class SlotManager:
             is_data_parallel: Put it into the same local slot of every rank's bank.
         """
         job.slot, job.is_data_parallel = slot, is_data_parallel
-        self._residents[slot] = job
         local_slot = self.trainer.local_slot(job)
         if local_slot is None:
             return
@@ -115,14 +109,8 @@ class SlotManager:
 
     def evict(self, job: JobState) -> int:
         """Save the job's state, then free its slot and return the slot's number."""
-        assert job.slot is not None
         self.save(job)
-        local_slot = self.trainer.local_slot(job)
-        if local_slot is not None:
-            self.trainer.release(local_slot)
-        del self._residents[job.slot]
-        slot, job.slot, job.is_data_parallel = job.slot, None, False
-        return slot
+        return self._free(job)
 
     def keep_best(self, job: JobState) -> None:
         """Note that the adapter in the job's slot is its best so far."""
@@ -165,35 +153,31 @@ class SlotManager:
         self._ranks.barrier()
         clone.starts_warm = True
 
-    def fit(self, jobs: Iterable[JobState]) -> tuple[JobState, ...]:
-        """Make the bank large enough for ``jobs``, those that are resident included.
-
-        Returns:
-            Jobs that have lost their slot, as the new bank has fewer; their states are on disk.
+    def fit(self, jobs: Iterable[JobState]) -> None:
+        """Make the bank large enough for ``jobs``, those that are resident included. A job that loses its slot, as the
+        new bank has fewer, is reported to ``on_lost_slot``; its state is on disk.
 
         Raises:
             DeviceMemoryError: Not even one slot of that size fits; the bank is as large as before.
         """
-        jobs = list(jobs)
-        before, wanted = self._size, self._size_for(jobs)
-        if wanted == self._wanted:
-            return ()
-        # A job that was data-parallel goes where the first of its copies was, until the next plan.
-        residents = [(job, job.slot) for job in jobs if job.slot is not None]
-        for job, _ in residents:
-            self.evict(job)
-        self._ranks.barrier()
-        max_tokens = self.trainer.micro_batches.max_tokens
-        del self.trainer
-        eject(self._backbone.model)  # which holds the bank too
+        before, self.jobs = self.jobs, tuple(jobs)
         try:
-            self._build(wanted, max_tokens)
+            self.bank.fit()
         except DeviceMemoryError:
-            self._build(before, max_tokens)
-            self._readmit(residents)
+            self.jobs = before
             raise
-        self._readmit(residents)
-        return tuple(job for job, _ in residents if job.slot is None)
+
+    def lose_slot(self, job: JobState, slot: int) -> None:
+        """Report that the bank has no longer a slot for ``job``."""
+        self.on_lost_slot(job, slot)
+
+    def _free(self, job: JobState) -> int:
+        assert job.slot is not None, f"{job.id} has no slot"
+        local_slot = self.trainer.local_slot(job)
+        if local_slot is not None:
+            self.trainer.release(local_slot)
+        slot, job.slot, job.is_data_parallel = job.slot, None, False
+        return slot
 
     def _rank_of(self, job: JobState) -> int:
         assert job.slot is not None, f"{job.id} has no slot"
@@ -208,59 +192,5 @@ class SlotManager:
         assert job.slot is not None
         return self.trainer.slots.local_slot_of(job.slot)
 
-    def _readmit(self, residents: Iterable[tuple[JobState, int]]) -> None:
-        for job, slot in residents:
-            if slot < self.num_slots:
-                self.admit(job, slot)
-
-    def _size_for(self, jobs: Sequence[JobState]) -> BankSize:
-        task = self._context.task
-        return BankSize.of(
-            [job.planned for job in jobs],
-            self._backbone,
-            num_slots=math.ceil(min(task.max_slots or len(jobs), len(jobs)) / self._ranks.size),
-            adapter_dtype=task.adapter_dtype,
-        )
-
-    def _build(self, size: BankSize, max_tokens: int) -> None:
-        """Make a bank of ``size``, or with as many of its slots as fit."""
-        self._wanted = size
-        while True:
-            trainer = self._try_build_trainer(size, max_tokens)
-            if not self._ranks.any(trainer is None):
-                assert trainer is not None
-                self.trainer, self._size = trainer, size
-                return
-            del trainer
-            eject(self._backbone.model)  # which holds the bank too
-            release_memory()
-            if size.num_slots == 1:
-                raise DeviceMemoryError(self._no_bank(size))
-            size = replace(size, num_slots=size.num_slots // 2)
-            num_slots = size.num_slots * self._ranks.size
-            self._on_memory_event(
-                MemoryEvent(phase="bank", slots=(), num_tokens=0, max_tokens_per_pass=max_tokens, num_slots=num_slots)
-            )
-
-    def _try_build_trainer(self, size: BankSize, max_tokens: int) -> Trainer | None:
-        """None where it does not fit."""
-        micro_batches = MicroBatches(max_tokens, self._memory_ran_out, can_retry=self._ranks.is_alone)
-        try:
-            with watching("bank"):
-                return build_trainer(self._backbone, size, micro_batches, self._ranks)
-        except NoMemoryError:
-            return None
-
-    def _memory_ran_out(self, event: MemoryEvent) -> None:
-        here = (job for job in self._residents.values() if self.trainer.local_slot(job) in event.slots)
-        self._on_memory_event(replace(event, jobs=tuple(sorted(job.id for job in here))))
-
-    def _no_bank(self, size: BankSize) -> str:
-        return (
-            f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
-            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less left on {self._backbone.device} "
-            "beside the base model; lower r, target fewer modules, or free memory on the device"
-        )
-
     def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
-        write_adapter(folder, weights, job.config, self._backbone.path, self._names)
+        write_adapter(folder, weights, job.config, self.context.backbone.path, self._names)

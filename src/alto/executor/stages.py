@@ -21,6 +21,7 @@ from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_data, check_jobs
 from alto.executor.references import find_references
+from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager
 from alto.executor.task_state import TaskState
 from alto.runs import RunDir
@@ -103,6 +104,7 @@ def build_state(
     context: TaskContext,
     resume_state: ResumeState,
     run_dir: RunDir,
+    bank: SharedBank | None = None,
     *,
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
@@ -113,6 +115,7 @@ def build_state(
         context: With references, where its objective needs them.
         resume_state: Of an interrupted run; an empty one begins the task.
         run_dir: Holds the states of jobs.
+        bank: Of the executor; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
         on_memory_event: Called each time memory ran out.
 
@@ -122,9 +125,9 @@ def build_state(
     jobs = initial_states(context)
     for clone, is_warm in _clones(context, resume_state):
         jobs.append(JobState(planned=clone, context=context, starts_warm=is_warm))
-    slot_manager = SlotManager.build(
-        context, jobs, run_dir, max_tokens_per_pass=max_tokens_per_pass, on_memory_event=on_memory_event
-    )
+    bank = bank or SharedBank(context.backbone, context.ranks, context.task.adapter_dtype)
+    slot_manager = SlotManager(bank, context, run_dir, on_memory_event)
+    slot_manager.attach(jobs, max_tokens_per_pass=max_tokens_per_pass)
     return TaskState(
         context=context,
         jobs={job.id: job for job in jobs},

@@ -45,6 +45,10 @@ class TaskState:
         """The jobs that take the next step."""
         return [job for job in self.jobs.values() if job.slot is not None and self._trains(job)]
 
+    def slots(self) -> frozenset[int]:
+        """The slots of the resident jobs."""
+        return frozenset(job.slot for job in self.jobs.values() if job.slot is not None)
+
     def in_slot(self, slot: int) -> JobState:
         """The job that is resident in ``slot``."""
         return next(job for job in self.jobs.values() if job.slot == slot)

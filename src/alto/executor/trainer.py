@@ -67,6 +67,19 @@ class Trainer:
         self._ranks = ranks
         self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
 
+    def use(self, forward_context: ForwardContext) -> None:
+        """Use another context, after the modules of the base model were wrapped again."""
+        self._forward_context = forward_context
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank."""
+        return self._ranks.is_alone
+
+    def forget(self) -> None:
+        """Forget all gradients, after an error in :meth:`backward`."""
+        self.bank.grads_ZP.zero_()
+
     def local_slot(self, job: JobState) -> int | None:
         """Local slot of a resident job in this rank's bank; None where it is on another rank."""
         assert job.slot is not None, f"{job.id} has no slot"
@@ -240,7 +253,6 @@ class Trainer:
     @torch.no_grad()
     def evaluate_base(self, context: TaskContext, configs: Sequence[JobConfig]) -> list[Evaluated]:
         """Evaluate the frozen base on a task's validation split, with its objective as each of ``configs`` sets it.
-        Called before a job is in the first slot: a slot without an adapter adds nothing to the base.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
@@ -255,9 +267,7 @@ class Trainer:
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(parts)
-                schedule = TokenSchedule.build(batch.slots, batch.job_tokens, scales=[1.0] * len(parts))
-                with self._forward_context.use(schedule):
-                    losses_S = token_losses(self._backbone, batch)
+                losses_S = token_losses(self._backbone, batch)
                 for config, tally in zip(configs, tallies, strict=True) if parts else ():
                     terms = terms_of(context.objective, losses_S, batch, [config])
                     Tally.add_micro_batch([tally], [part.rows for part in parts], terms)

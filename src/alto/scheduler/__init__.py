@@ -1,6 +1,7 @@
 """Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
 from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
+from alto.scheduler.fair_shares import TokenShares, jain_index, slot_shares
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
     LIST_METHODS,
@@ -37,6 +38,7 @@ __all__ = [
     "SchedulingProblem",
     "TaskDemand",
     "ThroughputFit",
+    "TokenShares",
     "assign_ranks",
     "check_schedule",
     "choose_packing",
@@ -46,9 +48,11 @@ __all__ = [
     "fit_throughput",
     "forecast_last_jobs",
     "imbalance",
+    "jain_index",
     "max_tokens",
     "plan_residents",
     "remaining_duration_s",
     "saturation",
     "schedule_tasks",
+    "slot_shares",
 ]

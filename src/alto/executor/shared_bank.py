@@ -1,0 +1,201 @@
+"""The bank of an executor, which the jobs of all its tasks share."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from alto.backbone import Backbone, release_memory
+from alto.errors import DeviceMemoryError
+from alto.executor.assembly import BankSize, build_trainer
+from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
+from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
+from alto.executor.micro_batches import MicroBatches
+from alto.executor.ranks import Ranks
+from alto.executor.trainer import Trainer
+from alto.lora import eject, inject
+from alto.spec import AdapterDtype
+
+__all__ = ["BankMember", "SharedBank"]
+
+
+class BankMember(Protocol):
+    """A task that has jobs in the bank."""
+
+    @property
+    def context(self) -> TaskContext:
+        """The task."""
+
+    @property
+    def jobs(self) -> Collection[JobState]:
+        """Every job that may be admitted before the bank is fitted again."""
+
+    def admit(self, job: JobState, slot: int) -> None:
+        """Put a job into a slot."""
+
+    def evict(self, job: JobState) -> int:
+        """Save a job, then free its slot; returns the slot."""
+
+    def lose_slot(self, job: JobState, slot: int) -> None:
+        """Record that the bank has no longer a slot for a job, whose state is on disk."""
+
+    def memory_ran_out(self, event: MemoryEvent) -> None:
+        """Record that memory ran out, with this task's jobs involved."""
+
+
+class SharedBank:
+    """Owns the trainer, whose bank has slots for the jobs of all members.
+
+    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a bank, and makes the
+    same calls.
+
+    Args:
+        backbone: The base model of all members.
+        ranks: This process among those that train together; members other than the first need a single rank.
+        adapter_dtype: Of all adapters.
+
+    Attributes:
+        trainer: Trains the jobs in the slots; replaced when the bank is fitted. There is one from the first member on.
+    """
+
+    trainer: Trainer
+
+    def __init__(self, backbone: Backbone, ranks: Ranks, adapter_dtype: AdapterDtype) -> None:
+        self._backbone = backbone
+        self._ranks = ranks
+        self._adapter_dtype = adapter_dtype
+        self._max_tokens = sys.maxsize
+        self._members: list[BankMember] = []
+        self._wanted: BankSize | None = None
+        self._size: BankSize | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of all ranks together."""
+        return self.trainer.slots.num_slots
+
+    def attach(self, member: BankMember, *, max_tokens: int) -> None:
+        """Make room for the jobs of another task.
+
+        Args:
+            member: The task.
+            max_tokens: Largest number of tokens of a micro-batch that it allows.
+
+        Raises:
+            DeviceMemoryError: Not even one slot fits; the bank is as before.
+        """
+        before, self._max_tokens = self._max_tokens, min(self._max_tokens, max_tokens)
+        self._members.append(member)
+        try:
+            self.fit()
+        except DeviceMemoryError:
+            self._members.remove(member)
+            self._max_tokens = before
+            raise
+        micro_batches = self.trainer.micro_batches
+        micro_batches.max_tokens = min(micro_batches.max_tokens, self._max_tokens)
+
+    def detach(self, member: BankMember) -> None:
+        """Forget a task, none of whose jobs has a slot; the bank stays as large as it is."""
+        self._members.remove(member)
+
+    def fit(self) -> None:
+        """Make the bank large enough for the jobs of all members; resident jobs stay, as far as there are slots.
+
+        Raises:
+            DeviceMemoryError: Not even one slot of that size fits; the bank is as before.
+        """
+        wanted, before = self._size_for_all(), self._size
+        if wanted == self._wanted:
+            return
+        residents = [(member, job, job.slot) for member in self._members for job in member.jobs if job.slot is not None]
+        # A job that was data-parallel goes where the first of its copies was, until the next plan.
+        for member, job, _ in residents:
+            member.evict(job)
+        self._ranks.barrier()
+        if before is not None:
+            self._max_tokens = min(self._max_tokens, self.trainer.micro_batches.max_tokens)
+            del self.trainer
+            eject(self._backbone.model)  # which holds the bank too
+        try:
+            self._build(wanted)
+        except DeviceMemoryError:
+            if before is not None:
+                self._build(before)
+                self._readmit(residents)
+            raise
+        self._readmit(residents)
+
+    def reinject(self) -> None:
+        """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
+        self.trainer.use(inject(self._backbone.model, self.trainer.bank))
+
+    def _readmit(self, residents: Iterable[tuple[BankMember, JobState, int]]) -> None:
+        for member, job, slot in residents:
+            if slot < self.num_slots:
+                member.admit(job, slot)
+            else:
+                member.lose_slot(job, slot)
+
+    def _size_for_all(self) -> BankSize:
+        num_slots = sum(
+            min(member.context.task.max_slots or len(member.jobs), len(member.jobs)) for member in self._members
+        )
+        return BankSize.of(
+            [job.planned for member in self._members for job in member.jobs],
+            self._backbone,
+            num_slots=math.ceil(num_slots / self._ranks.size),
+            adapter_dtype=self._adapter_dtype,
+        )
+
+    def _build(self, size: BankSize) -> None:
+        """Make a bank of ``size``, or with as many of its slots as fit."""
+        self._wanted = size
+        while True:
+            trainer = self._try_build_trainer(size)
+            if not self._ranks.any(trainer is None):
+                assert trainer is not None
+                self.trainer, self._size = trainer, size
+                return
+            del trainer
+            eject(self._backbone.model)  # which holds the bank too
+            release_memory()
+            if size.num_slots == 1:
+                raise DeviceMemoryError(self._no_bank(size))
+            size = replace(size, num_slots=size.num_slots // 2)
+            self._members[-1].memory_ran_out(
+                MemoryEvent(
+                    phase="bank",
+                    slots=(),
+                    num_tokens=0,
+                    max_tokens_per_pass=self._max_tokens,
+                    num_slots=size.num_slots * self._ranks.size,
+                )
+            )
+
+    def _try_build_trainer(self, size: BankSize) -> Trainer | None:
+        """None where it does not fit."""
+        micro_batches = MicroBatches(self._max_tokens, self._memory_ran_out, can_retry=self._ranks.is_alone)
+        try:
+            with watching("bank"):
+                return build_trainer(self._backbone, size, micro_batches, self._ranks)
+        except NoMemoryError:
+            return None
+
+    def _memory_ran_out(self, event: MemoryEvent) -> None:
+        """Report it to every member with jobs in the slots of ``event``."""
+        for member in self._members:
+            here = [job for job in member.jobs if job.slot is not None and self.trainer.local_slot(job) in event.slots]
+            if here or len(self._members) == 1:
+                member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in here))))
+
+    def _no_bank(self, size: BankSize) -> str:
+        return (
+            f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
+            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less left on {self._backbone.device} "
+            "beside the base model; lower r, target fewer modules, or free memory on the device"
+        )
