@@ -4,11 +4,11 @@ Three checks, on rows longer than every window (windows are made small meanwhile
 
 - The tokens that each attention module sees are read from the model's own masks (:mod:`alto.backbone.windows`).
 - The losses are the model's own, up to its rounding: its forward pass is run a second time with every module's output
-    rounded again, and the losses may differ by twice as much as those of the two runs. A model of half precision is
-    checked in float32 too.
+  rounded again, and the losses may differ by twice as much as those of the two runs. A model of half precision is
+  checked in float32 too.
 - Every row is independent: another row's tokens must not change it by a bit; where the order of sums depends on all
-    tokens, as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be
-    exactly zero.
+  tokens, as in a mixture of experts, not by more than rounding, and the gradient towards the other row must be
+  exactly zero.
 
 Shapes: ``T`` tokens of all rows, ``C`` targets whose losses are compared for each token.
 """

@@ -27,8 +27,8 @@ def bank_bytes(
     Args:
         layout: Layout of a row.
         num_slots: Number of slots.
-        dtype: Precision of adapters, gradients and moments.
         optims: Optimizers of the task's jobs.
+        adapter_dtype: Precision of adapters, gradients and moments.
     """
     rows = 2 + 2 * ("adamw_torch" in optims)  # weights and gradients, two moments
     own = 0

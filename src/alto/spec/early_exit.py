@@ -92,8 +92,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             given. ``cautious`` keeps more jobs for longer, ``greedy`` fewer.
         warmup_ratio: Share of its steps every job trains before it is ranked. Given alone or with ``select_ratio``
             it makes one rung; the default is the paper's 0.05 if only ``select_ratio`` is given.
-            select_ratio: Share of the ranked jobs that continue; the default is the paper's 0.25 if only
-                ``warmup_ratio`` is given.
+        select_ratio: Share of the ranked jobs that continue; the default is the paper's 0.25 if only ``warmup_ratio``
+            is given.
         rungs: ``(progress, keep)`` pairs, progress rising: at ``progress`` of its steps every job is ranked and
             ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
             ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.

@@ -34,8 +34,8 @@ class Simulation(SpecModel):
         nodes, gpus_per_node: The cluster.
         trace: Recorded tasks: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
             and optionally ``tenant`` and ``priority``. None generates tasks.
-            num_tasks: Number of generated tasks.
-            arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
+        num_tasks: Number of generated tasks.
+        arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
         arrivals_per_hour: Tasks that arrive in an hour on average.
         gpus: Numbers of GPUs they run on: a share for each number.
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
