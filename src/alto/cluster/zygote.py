@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
@@ -367,6 +368,7 @@ class _Server:
         os.environ.clear()
         os.environ.update(request["env"])
         for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper)
             stream.reconfigure(write_through=True)  # the log of a killed process is whole
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))  # read on import else
         sys.argv = [request["module"], *request["args"], "--parent", str(parent)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec
 
 import torch
 
@@ -14,6 +15,8 @@ from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares
 
 __all__ = ["Executor", "run_alone"]
+
+P = ParamSpec("P")
 
 
 def run_alone(session: TaskSession) -> None:
@@ -94,7 +97,7 @@ class Executor:
         """
         self._ended = {}
         for name, session in list(self.sessions.items()):
-            self._within(name, lambda session=session, name=name: self._prepare(name, session))
+            self._within(name, self._prepare, name, session)
         if self.sessions:
             self._admit()
             self._step(self._choose())
@@ -126,12 +129,13 @@ class Executor:
             taken = frozenset(
                 slot for other, mine in self.sessions.items() if other != name for slot in mine.state.slots()
             )
-            self._within(name, lambda session=session, name=name, taken=taken: session.admit_jobs(shares[name], taken))
+            self._within(name, session.admit_jobs, shares[name], taken)
 
     def _choose(self) -> dict[str, Sequence[JobState]]:
         """The jobs of the next step, by session."""
-        jobs = {name: session.state.active() for name, session in self.sessions.items()}
-        jobs = {name: active for name, active in jobs.items() if active}
+        jobs: dict[str, Sequence[JobState]] = {
+            name: active for name, session in self.sessions.items() if (active := session.state.active())
+        }
         if len(jobs) < 2:
             return jobs
         costs = {name: sum(job.step_tokens for job in active) for name, active in jobs.items()}
@@ -157,11 +161,7 @@ class Executor:
         loss_of = dict(zip(map(id, jobs), trainer.read(losses), strict=True))
         for name, active in jobs_of.items():
             stepped = [job for job in active if trainer.has_stepped(job)]
-            session = self.sessions[name]
-            self._within(
-                name,
-                lambda session=session, stepped=stepped: session.stepped([(job, loss_of[id(job)]) for job in stepped]),
-            )
+            self._within(name, self.sessions[name].stepped, [(job, loss_of[id(job)]) for job in stepped])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
                 self._within(name, session.save)
@@ -175,7 +175,7 @@ class Executor:
         """
         if isinstance(error, RowTooLargeError):
             owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
-            self._within(owner, lambda: self.sessions[owner].row_too_large(error))
+            self._within(owner, self.sessions[owner].row_too_large, error)
             return
         if len(jobs_of) == 1 or isinstance(error, torch.AcceleratorError):  # after that the device is of no more use
             raise error
@@ -194,12 +194,12 @@ class Executor:
 
     # -- the ends of sessions ------------------------------------------------------------------------------------
 
-    def _within(self, name: str, work: Callable[[], None]) -> None:
+    def _within(self, name: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do the work of one session, which its errors end."""
         if name not in self.sessions:
             return
         try:
-            work()
+            work(*args, **kwargs)
         except Exception as error:
             if isinstance(error, torch.AcceleratorError):
                 raise
