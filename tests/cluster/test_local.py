@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Outcome, process_group, worker
+from alto.cluster import Outcome, worker
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.local import LocalCluster
 from alto.errors import RunBusyError, SpecError
@@ -289,24 +287,3 @@ def test_its_executors_end_where_the_kernel_reaps_them(start_local: StartLocal) 
         assert started.until_ended().outcome is Outcome.FINISHED
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-def test_on_another_thread_signal_handlers_are_left_alone() -> None:
-    has_entered, has_changed = threading.Event(), threading.Event()
-
-    def start_processes() -> None:
-        with process_group._own_signal_handlers():
-            has_entered.set()
-            has_changed.wait(10)
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with ThreadPoolExecutor(1) as threads:
-            started = threads.submit(start_processes)
-            has_entered.wait(10)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meanwhile, by the main thread
-            has_changed.set()
-            started.result()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)

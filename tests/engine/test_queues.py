@@ -23,7 +23,8 @@ from alto.cli import app
 from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, dispatcher
 from alto.early_exit import audit
 from alto.engine.measuring import Measurement
-from alto.engine.queues import _saving, unique_names
+from alto.engine.queue_setup import unique_names
+from alto.engine.queues import _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,
@@ -63,6 +64,7 @@ def test_results_are_in_the_order_of_the_tasks_and_their_runs_in_the_queues_fold
     assert [Path(result.run_dir).name for result in results] == ["a", "b", "a-2"]
     assert {path.name for path in queue.root.iterdir()} == {
         "queue.yaml",
+        "control",
         "journal.jsonl",
         "tasks",
         "report.html",

@@ -203,7 +203,7 @@ def test_the_cluster_that_the_caller_names_is_taken(
     def opened(name: str, **_: object) -> None:
         raise OpenedError(name)
 
-    monkeypatch.setattr("alto.engine.queues.open_cluster", opened)
+    monkeypatch.setattr("alto.engine.queue_setup.open_cluster", opened)
     plain = task.replace(model="alto-tiny", trust_remote_code=False)
     for began_on, named, taken in (
         ("ray://192.0.2.66:10001", "ray://head:10001", "ray://head:10001"),

@@ -23,7 +23,7 @@ import alto
 from alto.early_exit import audit
 from alto.engine.runner import TaskRunner
 from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError, TaskInterruptedError
-from alto.executor import executor
+from alto.executor import session
 from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
 from alto.runs.events import CheckpointSaved, JobEvaluated
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def checkpoint_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr(session, "MAX_SAVING_SHARE", 1e9)
 
 
 def task_in(folder: Path, model: Path, **changes: Any) -> alto.Task:
@@ -299,8 +299,8 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
 FILL_THE_DISK = """
     import sys
     import alto
-    from alto.executor import executor
-    executor.MAX_SAVING_SHARE = 1e9
+    from alto.executor import session
+    session.MAX_SAVING_SHARE = 1e9
     {before}
     engine = alto.Engine(output_dir={runs!r})
     try:

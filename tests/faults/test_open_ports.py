@@ -67,7 +67,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 def is_executor(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"alto.cluster.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_bytes().startswith(b"alto-executor")
     return False
 
 

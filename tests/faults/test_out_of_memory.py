@@ -83,10 +83,10 @@ def small_device(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TokenBatch], b
     for name in ("job_losses", "micro_batch_terms"):
         op = getattr(trainer, name)
 
-        def limited(objective: Any, backbone: Any, batch: TokenBatch, configs: Any, op: Any = op) -> Any:
+        def limited(backbone: Any, batch: TokenBatch, learners: Any, op: Any = op) -> Any:
             if not fits(batch):
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
-            return op(objective, backbone, batch, configs)
+            return op(backbone, batch, learners)
 
         monkeypatch.setattr(trainer, name, limited)
 

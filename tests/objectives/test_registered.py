@@ -253,7 +253,7 @@ def test_memory_that_runs_out_in_terms_is_dealt_with_as_elsewhere(install: Insta
         "        pairs = Pairs", "        raise MemoryError('no room')\n        pairs = Pairs"
     )
     install(terms=("", source))
-    batch = collate(PAIRS.train, [JobRows(0, (3, 1))])
+    batch = collate([JobRows(PAIRS.train, 0, (3, 1))])
     losses_S = torch.ones(sum(batch.job_targets))
     with pytest.raises(MemoryError, match=r"^no room$"):
         find_objective("simpo").terms(losses_S, batch, [])
@@ -300,7 +300,7 @@ def test_the_one_on_conversations_is_the_focal_loss(tmp_path: Path, monkeypatch:
     packages.install(tmp_path, FOCAL, monkeypatch)
     task = make_task([{"gamma": 0.0}, {"gamma": 2.0}], method="focal")
     objective = find_objective("focal")
-    batch = collate(DATA.train, [JobRows(0, (3, 1)), JobRows(1, (2, 0, 4))])
+    batch = collate([JobRows(DATA.train, 0, (3, 1)), JobRows(DATA.train, 1, (2, 0, 4))])
     losses_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 3
     losses_S[0] = 0.0
     losses_S.requires_grad_()

@@ -138,6 +138,50 @@ def test_planning_again_changes_nothing(situation: Situation) -> None:
     assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
 
 
+@st.composite
+def shared_situations(draw: st.DrawFn) -> Situation:
+    """The same in a bank that other tasks share: some slots are theirs, and the task may have but so many."""
+    demands, limits = draw(situations())
+    free = sorted(set(range(limits.num_slots)) - {demand.slot for demand in demands})
+    taken = frozenset(draw(st.lists(st.sampled_from(free)))) if free else frozenset()
+    return demands, replace(limits, taken=taken, share=draw(st.none() | st.integers(0, limits.num_slots)))
+
+
+@given(shared_situations())
+def test_slots_of_other_tasks_and_those_beyond_the_share_are_left_alone(situation: Situation) -> None:
+    demands, limits = situation
+    plan = plan_residents(demands, limits)
+    seats = seats_after(demands, plan)
+    assert limits.taken.isdisjoint(seats.values())
+    assert limits.share is None or len(seats) <= limits.share
+    settled = [replace(d, slot=seats.get(d.job), has_started=d.has_started or d.job in seats) for d in demands]
+    again = plan_residents(settled, limits)
+    assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
+
+
+@given(shared_situations())
+def test_a_smaller_share_costs_waiting_jobs_their_slots_first_and_no_more_than_needed(situation: Situation) -> None:
+    demands, limits = situation
+    limits = replace(limits, max_tokens=None)
+    plan = plan_residents(demands, limits)
+    residents = [demand for demand in demands if demand.slot is not None]
+    over = {parking.job for parking in plan.park if parking.reason == "over_share"}
+    share = limits.num_slots if limits.share is None else limits.share
+    assert len(over) == max(0, len(residents) - share)
+    waiting = {demand.job for demand in residents if demand.is_waiting}
+    assert not over - waiting or waiting <= over
+
+
+@given(shared_situations())
+def test_nothing_of_a_share_is_idle_while_a_job_that_could_train_fits(situation: Situation) -> None:
+    demands, limits = situation
+    limits = replace(limits, max_tokens=None)
+    train = train_after(demands, plan_residents(demands, limits))
+    could = sum(not demand.is_waiting or demand.may_run_ahead for demand in demands)
+    share = limits.num_slots if limits.share is None else limits.share
+    assert len(train) == min(could, share, limits.num_slots - len(limits.taken))
+
+
 @given(situations())
 def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situation) -> None:
     demands, limits = situation

@@ -16,7 +16,7 @@ from torch import Tensor
 import alto
 from alto.backbone import Backbone
 from alto.engine import work
-from alto.executor import Trainer, executor
+from alto.executor import Trainer, session
 from alto.executor.checkpoint import StateStore
 
 __all__ = ["HOLD", "TRAIN", "Death", "plan_deaths", "train"]
@@ -48,7 +48,7 @@ def plan_deaths(folder: Path, deaths: Mapping[str, Sequence[Death]]) -> None:
 
 def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
     """The real thing, with a checkpoint at every turn, until this rank's death."""
-    executor.MAX_SAVING_SHARE = 1e9
+    session.MAX_SAVING_SHARE = 1e9
     death = _death_of(Path(run_dir))
     if death is not None and death[0] == int(os.environ["RANK"]):
         _, instant, number, which = death

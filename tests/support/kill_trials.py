@@ -31,7 +31,7 @@ from tiny import make_task, save_model
 
 import alto
 from alto.early_exit import audit
-from alto.executor import JobState, checkpoint, executor
+from alto.executor import JobState, checkpoint, session
 from alto.executor.task_state import TaskState
 from alto.runs import Action, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
@@ -115,7 +115,7 @@ def die() -> None:
 
 def live(folder: Path, model: Path, instants: Instants, report: Path | None = None) -> None:
     """One life: begin the run in ``folder``, or go on with it."""
-    executor.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
+    session.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
     transformers.logging.set_verbosity_error()
     runs = folder / "runs"
     instants.watch(runs)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import NoReturn
 
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
@@ -124,6 +125,7 @@ def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -
         first: The process of the first rank.
         log: Descriptor of the file that it prints into.
     """
+    Path("/proc/self/comm").write_text(f"alto-rank-{rank}")
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

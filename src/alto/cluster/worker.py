@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--grace-s", type=float, required=True, help="for saving, once the controller has died")
     parser.add_argument("--parent", type=int, required=True, help="the zygote's process")
     arguments = parser.parse_args()
+    Path("/proc/self/comm").write_text("alto-executor")  # for ps and top
     attempt = AttemptDir(arguments.attempt_dir)
     heartbeat = Heartbeat(attempt)
     has_ended = threading.Lock()

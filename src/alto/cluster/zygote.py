@@ -27,6 +27,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +46,6 @@ READ_BY_IMPORTS = (
     "TORCH",
     "PYTORCH_",
     "TRITON_",
-    "ALTO_",
     "LD_",
     "OPENBLAS_",
     "MKL_",
@@ -291,6 +291,7 @@ def main() -> None:
     """Import, then fork what is asked for until nobody is left to ask."""
     parent = os.getppid()
     requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     for module in IMPORTED:

@@ -15,7 +15,8 @@ from alto.data import preview_rows, read_heldout_rows, read_task_rows
 from alto.engine.gpus import STRATEGIES, check_num_gpus
 from alto.engine.launched import LaunchedRunner
 from alto.engine.packing import packed_as
-from alto.engine.queues import QueueRunner, QueueSetup
+from alto.engine.queue_setup import QueueSetup
+from alto.engine.queues import QueueRunner
 from alto.engine.runner import TaskRunner, portable
 from alto.engine.task_queue import TaskQueue
 from alto.errors import RunNotFoundError, SpecError

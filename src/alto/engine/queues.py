@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,25 @@ from alto.cluster import (
     LiveQueue,
     QueueIntake,
     answer_past_ends,
-    open_cluster,
     past_ends,
-    unique_name,
 )
 from alto.data import read_task_rows
-from alto.engine.durations import known_duration_s
-from alto.engine.gpus import STRATEGIES, check_num_gpus
+from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.queue_results import write_report_of
+from alto.engine.queue_setup import QueueSetup, unique_names
 from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
 from alto.engine.work import TRAIN
 from alto.errors import RunError, SpecError, TaskInterruptedError, UntrustedCodeError
-from alto.records import Node, Schedule, TaskResult
+from alto.records import Schedule, TaskResult
 from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
 from alto.runs.events import NO_SEQ, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
-from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
+from alto.scheduler import METHODS, SchedulingProblem
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
-__all__ = ["QueueRunner", "QueueSetup", "unique_names"]
+__all__ = ["QueueRunner"]
 
 LOCAL = "local"
 
@@ -51,72 +49,6 @@ SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
 UNKNOWN_DURATION_S = 3600.0
 """Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
 the task's own pace once it trains."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueSetup:
-    """Where and how queues run; values as :class:`alto.Engine` takes them.
-
-    Attributes:
-        strategy: How a task uses several GPUs.
-        cluster: Address of the cluster.
-        total_gpus: GPUs to use at most; None for all.
-        quotas: The most GPUs of a tenant at a time.
-    """
-
-    strategy: str
-    cluster: str
-    total_gpus: int | None
-    quotas: Mapping[str, int]
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether a task on several GPUs is a process on each."""
-        return self.strategy == "adapter_parallel"
-
-    def settings(self, method: str) -> dict[str, Any]:
-        """The settings as a queue's folder stores them."""
-        return {
-            "method": method,
-            "strategy": self.strategy,
-            "cluster": self.cluster,
-            "total_gpus": self.total_gpus,
-            "quotas": dict(self.quotas),
-        }
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Cluster]:
-        """The cluster, until the block is left."""
-        with contextlib.closing(open_cluster(self.cluster, total_gpus=self.total_gpus)) as cluster:
-            yield cluster
-
-    def check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
-        """Check that every task can be placed, before anything is measured or written."""
-        self.problem(tasks, [1.0] * len(tasks), cluster.nodes)
-        most = max(len(node.gpus) for node in cluster.nodes)
-        for task in tasks:
-            check_num_gpus(task, self.strategy, most=most, has_gpus=cluster.has_gpus)
-
-    def problem(self, tasks: Sequence[Task], durations: Sequence[float], nodes: Sequence[Node]) -> SchedulingProblem:
-        """The scheduling of ``tasks``, which take ``durations`` seconds."""
-        return SchedulingProblem(
-            nodes=tuple(nodes),
-            pending=tuple(
-                TaskDemand(
-                    task=name,
-                    num_gpus=task.num_gpus,
-                    duration_s=duration_s,
-                    priority=task.priority,
-                    tenant=task.tenant,
-                )
-                for name, task, duration_s in zip(unique_names(tasks), tasks, durations, strict=True)
-            ),
-            quotas=self.quotas,
-        )
-
-    def known_duration_s(self, task: Task, cluster: Cluster) -> float | None:
-        """Cached duration of such a task on such a cluster; None where none was measured."""
-        return known_duration_s(task, cluster, task.num_gpus if self.is_parallel else 1)
 
 
 class QueueRunner:
@@ -341,14 +273,6 @@ def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
             else:
                 live.wait()
         raise
-
-
-def unique_names(tasks: Sequence[Task]) -> list[str]:
-    """A name for each task: its own, with a number where one before it has the same."""
-    own, names = {task.name for task in tasks}, list[str]()
-    for task in tasks:
-        names.append(task.name if task.name not in names else unique_name(task.name, own.union(names)))
-    return names
 
 
 def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], trusts_commands: bool) -> QueueIntake:

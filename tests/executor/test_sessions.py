@@ -1,0 +1,291 @@
+"""Several tasks in one executor: each trains, exits and ends as if it were alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task
+from resident_jobs import with_references as referenced
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.errors import RunWriteError, TaskInterruptedError
+from alto.executor import (
+    Executor,
+    Hooks,
+    Ranks,
+    RunStart,
+    SharedBank,
+    TaskContext,
+    TaskSession,
+    recover,
+    run_alone,
+)
+from alto.objectives import Terms
+from alto.runs import Journal, RunDir, read_events
+from alto.spec import Task
+
+OTHER = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
+SETTINGS: dict[str, Any] = {"eval_steps": 0.25, "max_tokens_per_pass": 200, "early_exit": {"enabled": False}}
+
+
+def tasks() -> dict[str, tuple[Task, TaskData]]:
+    """On one base: two data sets and three methods, mixed ranks, batch sizes and lengths."""
+    plain = [{"lr": 2e-4, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 1e-4, "r": 8, "batch_size": 2, "seed": 2}]
+    wide = [{"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 3, "lora_dropout": 0.2}]
+    some = [{"lr": 1e-4, "r": 2, "batch_size": 5, "seed": 4, "target_modules": ["q_proj", "v_proj"]}]
+    found = {
+        "ash": (make_task(plain, **SETTINGS), DATA),
+        "birch": (make_task(wide, num_train_epochs=1, **SETTINGS), OTHER),
+        "cedar": (make_task(wide, method="dpo", beta=0.3, **SETTINGS), PAIRS),
+        "dogwood": (make_task(plain, method="orpo", **SETTINGS), PAIRS),
+        "elm": (make_task(some, **SETTINGS), DATA),
+    }
+    return {name: (task.replace(name=name), data) for name, (task, data) in found.items()}
+
+
+class Company:
+    """An executor, and the tasks that come to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.backbone = Backbone(make_model("llama"), None, "unused")
+        self.executor = Executor(SharedBank(self.backbone, Ranks(), "float32"))
+        self.ended: dict[str, Exception | None] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Company:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def attach(self, name: str, task: Task, data: TaskData, *, hooks: Hooks | None = None, weight: float = 1.0) -> None:
+        session = self._stack.enter_context(
+            built(self.folder / name, task, data, self.backbone, hooks=hooks, bank=self.executor.bank)
+        )
+        self.executor.attach(name, session, weight=weight)
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.ended |= self.executor.turn()
+
+    def finish(self) -> None:
+        while self.executor.sessions:
+            self.turn()
+
+
+@contextlib.contextmanager
+def built(
+    folder: Path,
+    task: Task,
+    data: TaskData,
+    backbone: Backbone,
+    *,
+    hooks: Hooks | None = None,
+    bank: SharedBank | None = None,
+) -> Iterator[TaskSession]:
+    run_dir = RunDir(next(iter(folder.iterdir()))) if folder.exists() else RunDir.create(folder, task)
+    context = TaskContext.of(task, backbone, data)
+    if context.objective.needs_reference:
+        context = replace(context, data=referenced(backbone, data))
+    resume_state = recover(run_dir)
+    with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
+        start = RunStart(run_dir=run_dir, resume_state=resume_state)
+        yield TaskSession.build(context, journal, start, hooks, bank)
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    (run,) = folder.iterdir()
+    return list(read_events(run / "journal.jsonl"))
+
+
+def curves(folder: Path) -> dict[str, list[float]]:
+    """Every training and validation loss of every job, in order."""
+    found: dict[str, list[float]] = {}
+    for event in events_of(folder):
+        if event["event"] == "train":
+            found.setdefault(event["job"], []).extend(event["losses"])
+        elif event["event"] == "eval":
+            found.setdefault(event["job"] + " validation", []).append(event["validation_loss"])
+    return found
+
+
+def exits(folder: Path) -> list[tuple[str, str | None]]:
+    return sorted(
+        (event["job"], event.get("reason"))
+        for event in events_of(folder)
+        if event["event"] in ("job_exited", "job_completed")
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, list[float]]]:
+    """The curves of every task by itself."""
+    found = {}
+    for name, (task, data) in tasks().items():
+        folder = tmp_path_factory.mktemp("alone") / name
+        with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
+            run_alone(session)
+        found[name] = curves(folder)
+    return found
+
+
+def assert_as_alone(folder: Path, names: Sequence[str], alone: Mapping[str, dict[str, list[float]]]) -> None:
+    for name in names:
+        found = curves(folder / name)
+        assert found.keys() == alone[name].keys()
+        for job, losses in alone[name].items():
+            assert found[job] == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, job)
+        assert events_of(folder / name)[-1]["event"] == "task_completed"
+
+
+ARRIVALS = ("ash", "cedar", "birch", "dogwood", "elm")
+
+
+def test_tasks_that_come_at_any_time_train_as_each_alone(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
+) -> None:
+    with Company(tmp_path) as company:
+        for name in ARRIVALS:
+            company.attach(name, *tasks()[name])
+            company.turn(3)
+        assert len(company.executor.sessions) > 2
+        company.finish()
+    assert company.ended == dict.fromkeys(ARRIVALS)
+    assert_as_alone(tmp_path, ARRIVALS, alone)
+    for name in ARRIVALS:
+        text = "".join(path.read_text("utf-8", "replace") for path in (tmp_path / name).rglob("*.json*"))
+        assert f'"{name}"' in text
+        assert not any(other in text for other in ARRIVALS if other != name)
+
+
+def test_the_same_arrivals_give_the_same_bits(tmp_path: Path) -> None:
+    def journals(folder: Path) -> list[str]:
+        with Company(folder) as company:
+            for name in ARRIVALS[:3]:
+                company.attach(name, *tasks()[name])
+                company.turn(2)
+            company.finish()
+        return [json.dumps(curves(folder / name)) for name in ARRIVALS[:3]]
+
+    assert journals(tmp_path / "first") == journals(tmp_path / "second")
+
+
+def test_a_task_whose_loss_is_not_finite_changes_no_bit_of_the_others(tmp_path: Path) -> None:
+    def losses(rate: float, folder: Path) -> list[dict[str, list[float]]]:
+        broken = make_task([{"lr": rate, "r": 4, "batch_size": 4, "seed": 1}], max_grad_norm=None, **SETTINGS)
+        with Company(folder) as company:
+            company.attach("broken", broken, DATA)
+            company.attach("cedar", *tasks()["cedar"])
+            company.attach("birch", *tasks()["birch"])
+            company.turn(2)
+            return [bits(company, name) for name in ("cedar", "birch")]
+
+    for sane, broken in zip(losses(1e-4, tmp_path / "sane"), losses(1e38, tmp_path / "broken"), strict=True):
+        assert all(torch.equal(sane[key], broken[key]) for key in sane)
+
+
+def bits(company: Company, name: str) -> dict[str, torch.Tensor]:
+    bank = company.executor.bank.trainer.bank
+    jobs = company.executor.sessions[name].state.jobs.values()
+    return {job.id: bank.params_ZP[job.slot].clone() for job in jobs if job.slot is not None}
+
+
+class Raises:
+    """An objective that cannot go on."""
+
+    def __init__(self, implementation: Any, is_due: Callable[[], bool]) -> None:
+        self._implementation, self._is_due = implementation, is_due
+
+    def check(self, *args: Any) -> None:
+        self._implementation.check(*args)
+
+    def terms(self, *args: Any) -> Terms:
+        if self._is_due():
+            raise ZeroDivisionError("as the test wants it")
+        return self._implementation.terms(*args)
+
+
+def raise_in(company: Company, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the objective of a task raise from now on."""
+    context = company.executor.sessions[name].state.context
+    objective = replace(context.objective, implementation=Raises(context.objective.implementation, lambda: True))
+    for job in company.executor.sessions[name].state.jobs.values():
+        job.context = replace(context, objective=objective)
+
+
+def test_an_objective_that_raises_ends_its_task_alone(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Company(tmp_path) as company:
+        for name in ("ash", "cedar", "dogwood"):
+            company.attach(name, *tasks()[name])
+        company.turn(3)
+        raise_in(company, "cedar", monkeypatch)
+        company.finish()
+    assert "ZeroDivisionError: as the test wants it" in str(company.ended["cedar"])
+    assert_as_alone(tmp_path, ("ash", "dogwood"), alone)
+    assert "task_completed" not in [event["event"] for event in events_of(tmp_path / "cedar")]
+
+
+def test_a_folder_that_cannot_be_written_ends_its_task_alone(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RunWriteError("the disk is full, as the test wants it")
+
+    with Company(tmp_path) as company:
+        for name in ("ash", "cedar", "birch"):
+            company.attach(name, *tasks()[name])
+        company.turn(2)
+        monkeypatch.setattr(company.executor.sessions["birch"]._recorder, "losses", full)
+        company.finish()
+    assert isinstance(company.ended["birch"], RunWriteError)
+    assert_as_alone(tmp_path, ("ash", "cedar"), alone)
+
+
+def test_a_task_that_is_stopped_saves_and_is_resumed_beside_others(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
+) -> None:
+    asked: list[bool] = []
+    with Company(tmp_path) as company:
+        company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        company.attach("cedar", *tasks()["cedar"])
+        company.turn(4)
+        asked.append(True)
+        company.turn(2)
+        assert isinstance(company.ended["ash"], TaskInterruptedError)
+        asked.clear()
+        company.attach("ash", *tasks()["ash"])
+        company.attach("birch", *tasks()["birch"])
+        company.finish()
+    assert_as_alone(tmp_path, ("ash", "cedar", "birch"), alone)
+
+
+def test_slots_are_shared_by_weight_and_come_back(tmp_path: Path) -> None:
+    many = [{"lr": 1e-4, "r": 4, "batch_size": 4, "seed": seed} for seed in range(6)]
+    with Company(tmp_path) as company:
+        for name, weight in (("heavy", 2.0), ("light", 1.0)):
+            company.attach(name, make_task(many, max_slots=3, **SETTINGS), DATA, weight=weight)
+        company.turn()
+        assert company.executor.bank.num_slots == 6
+        sessions = company.executor.sessions
+        assert [len(session.state.slots()) for session in sessions.values()] == [4, 2]
+        slots = [slot for session in sessions.values() for slot in session.state.slots()]
+        assert len(set(slots)) == 6
+        company.attach("third", make_task(many[:1], max_slots=1, **SETTINGS), DATA, weight=3.0)
+        company.turn()
+        assert sum(len(session.state.slots()) for session in sessions.values()) == 7
+        company.finish()
+    assert company.ended == dict.fromkeys(("heavy", "light", "third"))
+    parked = [event["reason"] for event in events_of(tmp_path / "heavy") if event["event"] == "job_parked"]
+    assert set(parked) <= {"over_share"}
+    assert all(len(exits(tmp_path / name)) == 6 for name in ("heavy", "light"))

@@ -1,0 +1,93 @@
+"""Shares of tasks in one executor: by weight, nothing idle that is wanted, no task starved by another's long rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.scheduler import TokenShares, jain_index, slot_shares
+
+names = st.sampled_from(["a", "b", "c", "d", "e"])
+weights = st.floats(0.1, 10.0)
+
+
+@given(st.dictionaries(names, st.integers(0, 20), min_size=1), st.data(), st.integers(0, 30))
+def test_slots_are_all_given_and_none_beyond_what_is_wanted(
+    wanted: dict[str, int], data: st.DataObject, num_slots: int
+) -> None:
+    weight_of = {task: data.draw(weights) for task in wanted}
+    shares = slot_shares(wanted, weight_of, num_slots)
+    assert list(shares) == list(wanted)
+    assert sum(shares.values()) == min(num_slots, sum(wanted.values()))
+    for task, share in shares.items():
+        assert 0 <= share <= wanted[task]
+    if num_slots >= len(wanted):
+        assert all(share or not wanted[task] for task, share in shares.items())
+    for poor in wanted:
+        for rich in wanted:
+            if shares[poor] < wanted[poor] and shares[rich] > 1:  # a slot less for the one is not fairer
+                assert (shares[poor] + 1) / weight_of[poor] >= (shares[rich] / weight_of[rich]) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "weight_of", "num_slots", "shares"),
+    [
+        ({"a": 9, "b": 9}, {"a": 1.0, "b": 1.0}, 8, {"a": 4, "b": 4}),
+        ({"a": 9, "b": 9}, {"a": 3.0, "b": 1.0}, 8, {"a": 6, "b": 2}),
+        ({"a": 9, "b": 1}, {"a": 1.0, "b": 1.0}, 8, {"a": 7, "b": 1}),
+        ({"a": 9, "b": 9, "c": 9}, {"a": 1.0, "b": 1.0, "c": 2.0}, 2, {"a": 1, "b": 0, "c": 1}),
+        ({"a": 2, "b": 0}, {"a": 1.0, "b": 9.0}, 8, {"a": 2, "b": 0}),
+    ],
+)
+def test_slots_by_weight(
+    wanted: dict[str, int], weight_of: dict[str, float], num_slots: int, shares: dict[str, int]
+) -> None:
+    assert slot_shares(wanted, weight_of, num_slots) == shares
+
+
+@given(st.dictionaries(names, st.tuples(st.integers(1, 5000), weights), min_size=1))
+def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, float]]) -> None:
+    """Whatever their steps cost: no task is ever ahead of another by more than two of the largest steps."""
+    costs = {task: cost for task, (cost, _) in tasks.items()}
+    weight_of = {task: weight for task, (_, weight) in tasks.items()}
+    shares = TokenShares()
+    largest = max(cost / weight_of[task] for task, cost in costs.items())
+    for _ in range(200):
+        chosen = shares.choose(costs, weight_of)
+        assert chosen
+        assert list(chosen) == [task for task in costs if task in chosen]
+        clocks = [shares.trained.get(task, 0) / weight_of[task] for task in costs]
+        assert max(clocks) - min(clocks) <= 2 * largest * (1 + 1e-9)
+
+
+def test_rows_of_20_times_the_length_starve_nobody() -> None:
+    shares, costs = TokenShares(), {"short": 50, "long": 1000, "middle": 300}
+    weight_of = dict.fromkeys(costs, 1.0)
+    steps = [shares.choose(costs, weight_of) for _ in range(1000)]
+    assert jain_index(shares.trained) > 0.99
+    assert sum("short" in chosen for chosen in steps) == 1000
+
+
+def test_who_comes_late_is_owed_nothing_and_owes_nothing() -> None:
+    shares, weight_of = TokenShares(), {"a": 1.0, "b": 1.0}
+    for _ in range(10):
+        shares.choose({"a": 100}, weight_of)
+    for _ in range(10):
+        assert shares.choose({"a": 100, "b": 100}, weight_of) == ("a", "b")
+    shares.choose({"a": 100}, weight_of)
+    assert shares.choose({"a": 100, "b": 100}, weight_of) == ("a", "b")
+
+
+def test_the_same_arrivals_give_the_same_steps() -> None:
+    def steps() -> list[tuple[str, ...]]:
+        shares, weight_of = TokenShares(), {"a": 1.0, "b": 2.0, "c": 1.0}
+        costs = [{"a": 30, "b": 70}, {"a": 30, "b": 70, "c": 500}, {"b": 70, "c": 500}]
+        return [shares.choose(costs[index // 20], weight_of) for index in range(60)]
+
+    assert steps() == steps()
+
+
+@pytest.mark.parametrize(("shares", "index"), [([1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([2, 1], 0.9), ([0, 0], 1.0)])
+def test_jains_index(shares: list[float], index: float) -> None:
+    assert jain_index(dict(enumerate(shares))) == pytest.approx(index)

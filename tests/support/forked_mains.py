@@ -1,0 +1,38 @@
+"""What zygotes run in their tests: modules' ``main`` by a name that says what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from alto.cluster.processes import HELD_SIGNALS
+
+
+def main() -> None:
+    """``argv``: what to do, a file, and what the zygote adds."""
+    action, file = sys.argv[1], Path(sys.argv[2])
+    if action == "report":
+        facts = {
+            "argv": sys.argv[3:],
+            "cwd": str(Path.cwd()),
+            "environment": dict(os.environ),
+            "parent": os.getppid(),
+            "leads": os.getsid(0) == os.getpid(),
+            "held": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HELD_SIGNALS)),
+            "threads": torch.get_num_threads(),
+            "imported": "transformers" in sys.modules,
+            "cuda": torch.cuda.is_initialized(),
+        }
+        file.write_text(json.dumps(facts), encoding="utf-8")
+        os._exit(7)
+    file.touch()
+    if action == "raise":
+        raise RuntimeError("as the test wants it")
+    while True:
+        time.sleep(0.1)
