@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,3 +145,22 @@ def test_an_idle_batch_is_one_token_of_nobody() -> None:
     assert batch.sequence_lengths == (1,)
     assert batch.input_ids_T.shape == batch.position_ids_T.shape == (1,)
     assert batch.loss_positions_S.shape == batch.loss_targets_S.shape == (sum(batch.job_targets),)
+
+
+@given(lengths_strategy, st.data())
+def test_a_part_of_a_batch_is_the_batch_of_its_jobs(lengths: list[int], data: st.DataObject) -> None:
+    plain = dataset_of(*lengths)
+    references = torch.arange(2.0 * len(lengths), dtype=torch.float64).view(-1, 2)
+    with_references = dataclasses.replace(dataset_of(*lengths), references=references)
+    rows = st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=4).map(tuple)
+    drawn = data.draw(st.lists(st.tuples(st.booleans(), rows), min_size=1, max_size=5))
+    jobs = [
+        JobRows(with_references if is_referenced else plain, slot, of_job)
+        for slot, (is_referenced, of_job) in enumerate(drawn)
+    ]
+    first = data.draw(st.integers(0, len(jobs) - 1))
+    last = data.draw(st.integers(first + 1, len(jobs)))
+    found, expected = collate(jobs).part(first, last), collate(jobs[first:last])
+    for field in dataclasses.fields(found):
+        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+        assert torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs, field.name

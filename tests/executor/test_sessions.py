@@ -28,23 +28,25 @@ from alto.executor import (
     recover,
     run_alone,
 )
+from alto.lora import eject
 from alto.objectives import Terms
+from alto.records import AdapterCheck
 from alto.runs import Journal, RunDir, read_events
 from alto.spec import Task
 
 OTHER = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
+WIDE = [{"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 3, "lora_dropout": 0.2}]
 SETTINGS: dict[str, Any] = {"eval_steps": 0.25, "max_tokens_per_pass": 200, "early_exit": {"enabled": False}}
 
 
 def tasks() -> dict[str, tuple[Task, TaskData]]:
     """On one base: two data sets and three methods, mixed ranks, batch sizes and lengths."""
     plain = [{"lr": 2e-4, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 1e-4, "r": 8, "batch_size": 2, "seed": 2}]
-    wide = [{"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 3, "lora_dropout": 0.2}]
     some = [{"lr": 1e-4, "r": 2, "batch_size": 5, "seed": 4, "target_modules": ["q_proj", "v_proj"]}]
     found = {
         "ash": (make_task(plain, **SETTINGS), DATA),
-        "birch": (make_task(wide, num_train_epochs=1, **SETTINGS), OTHER),
-        "cedar": (make_task(wide, method="dpo", beta=0.3, **SETTINGS), PAIRS),
+        "birch": (make_task(WIDE, num_train_epochs=1, **SETTINGS), OTHER),
+        "cedar": (make_task(WIDE, method="dpo", beta=0.3, **SETTINGS), PAIRS),
         "dogwood": (make_task(plain, method="orpo", **SETTINGS), PAIRS),
         "elm": (make_task(some, **SETTINGS), DATA),
     }
@@ -214,7 +216,7 @@ class Raises:
         return self._implementation.terms(*args)
 
 
-def raise_in(company: Company, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def raise_in(company: Company, name: str) -> None:
     """Let the objective of a task raise from now on."""
     context = company.executor.sessions[name].state.context
     objective = replace(context.objective, implementation=Raises(context.objective.implementation, lambda: True))
@@ -222,18 +224,27 @@ def raise_in(company: Company, name: str, monkeypatch: pytest.MonkeyPatch) -> No
         job.context = replace(context, objective=objective)
 
 
-def test_an_objective_that_raises_ends_its_task_alone(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
 ) -> None:
-    with Company(tmp_path) as company:
-        for name in ("ash", "cedar", "dogwood"):
-            company.attach(name, *tasks()[name])
-        company.turn(3)
-        raise_in(company, "cedar", monkeypatch)
-        company.finish()
-    assert "ZeroDivisionError: as the test wants it" in str(company.ended["cedar"])
-    assert_as_alone(tmp_path, ("ash", "dogwood"), alone)
-    assert "task_completed" not in [event["event"] for event in events_of(tmp_path / "cedar")]
+    names = ("ash", "dogwood")
+
+    def rest(folder: Path, leave: Callable[[Company], None]) -> list[dict[str, list[float]]]:
+        with Company(folder) as company:
+            company.attach("ash", *tasks()["ash"])
+            company.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+            company.attach("dogwood", *tasks()["dogwood"])
+            company.turn(3)
+            leave(company)
+            company.finish()
+            assert company.ended["cedar"] is not None
+        assert "task_completed" not in [event["event"] for event in events_of(folder / "cedar")]
+        return [curves(folder / name) for name in names]
+
+    asked: list[bool] = []
+    raised = rest(tmp_path / "raised", lambda company: raise_in(company, "cedar"))
+    assert rest(tmp_path / "stopped", lambda _: asked.append(True)) == raised
+    assert_as_alone(tmp_path / "raised", names, alone)
 
 
 def test_a_folder_that_cannot_be_written_ends_its_task_alone(
@@ -289,3 +300,35 @@ def test_slots_are_shared_by_weight_and_come_back(tmp_path: Path) -> None:
     parked = [event["reason"] for event in events_of(tmp_path / "heavy") if event["event"] == "job_parked"]
     assert set(parked) <= {"over_share"}
     assert all(len(exits(tmp_path / name)) == 6 for name in ("heavy", "light"))
+
+
+def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
+) -> None:
+    """Finished adapters are served, or checked, on the same base."""
+
+    def check(folder: Path) -> AdapterCheck:
+        eject(company.backbone.model)
+        return AdapterCheck(status="equal")
+
+    with Company(tmp_path) as company:
+        company.attach("birch", *tasks()["birch"], hooks=Hooks(check=check))
+        company.attach("cedar", *tasks()["cedar"])
+        company.turn(1)
+        company.finish()
+    assert list(company.ended) == ["birch", "cedar"]
+    assert_as_alone(tmp_path, ("birch", "cedar"), alone)
+
+
+def test_memory_that_runs_out_is_in_the_journals_of_those_it_ran_out_for(tmp_path: Path) -> None:
+    with Company(tmp_path) as company:
+        for name in ("ash", "cedar"):
+            company.attach(name, *tasks()[name])
+        company.turn()
+        (job,) = company.executor.sessions["cedar"].state.jobs.values()
+        company.executor.bank.trainer.micro_batches.report("forward", [job.slot], num_tokens=50)
+    events = {
+        name: [event for event in events_of(tmp_path / name) if event["event"] == "oom"] for name in ("ash", "cedar")
+    }
+    assert [event["residents"] for event in events["cedar"]] == [["job-000"]]
+    assert events["ash"] == []
