@@ -10,8 +10,8 @@ from pathlib import Path
 __all__ = ["HELD_SIGNALS", "kill_session", "session_members"]
 
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask a process to end, and that torch elastic handles in its own way. They are blocked in a new executor
-until its handlers are installed, so that a signal before that still stops it."""
+"""Signals that ask a process to end. They are blocked in a new executor until its handlers are installed, so that a
+signal before that still stops it."""
 
 _DEAD = ("Z", "X")
 
