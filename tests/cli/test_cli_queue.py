@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from journals import event
 from tiny import make_task
 from typer.testing import CliRunner
 
 from alto.cli import app
 from alto.errors import QueueCommandError
-from alto.runs import Answer, QueueCommand, QueueDir, QueueMailbox, RunDir
+from alto.runs import Answer, Journal, QueueCommand, QueueDir, QueueEntry, QueueMailbox, RunDir
 
 SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}}
 PATIENCE_S = "20"
@@ -97,7 +98,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
             box.answer(command.id, Answer(done=True, message="t is cancelled."))
         return found
 
-    monkeypatch.setattr("alto.cli.queue._LOOK_S", 0.0)
+    monkeypatch.setattr("alto.cli.answers._LOOK_S", 0.0)
     monkeypatch.setattr(RunDir, "is_locked", is_locked)
     assert invoke("cancel", queue.root, "t").stdout == "t is cancelled.\n"
 
@@ -109,3 +110,50 @@ def test_commands_that_nobody_has_carried_out_are_listed(queue: QueueDir) -> Non
     listed = CliRunner().invoke(app, ["list", str(queue.root)]).stdout
     assert "commands that wait for the next process: 1; alto resume" in listed
     assert json.loads(CliRunner().invoke(app, ["list", str(queue.root), "--json"]).stdout)["commands"] == 1
+
+
+def queue_of_two(folder: Path) -> QueueDir:
+    entries = [QueueEntry(task=name, num_gpus=1, duration_s=5.0) for name in ("a", "b")]
+    queue = QueueDir.create(folder / "runs", entries, [make_task(folder, name=name) for name in ("a", "b")], SETTINGS)
+    tasks = [{"task": name, "num_gpus": 1, "duration_s": 5.0} for name in ("a", "b")]
+    with Journal(queue.run.journal_file) as journal:
+        nodes = [{"name": "n", "gpus": [0]}]
+        journal.append(event("queue_started", method="lpt", devices="gpus", nodes=nodes, tasks=tasks))
+    return queue
+
+
+@pytest.mark.parametrize("command", ["list", "show"])
+def test_a_task_whose_journal_is_damaged_is_listed_among_the_others(command: str, tmp_path: Path) -> None:
+    queue = queue_of_two(tmp_path)
+    queue.run_of("a").journal_file.write_text('{"seq": 0, "time": 0.0, "event": "task_started", "task": 7}\n{}\n')
+    listed = CliRunner().invoke(app, [command, str(queue.root)])
+    assert listed.exit_code == 0
+    assert "task a: expected" in " ".join(listed.stdout.split())
+    tasks = json.loads(CliRunner().invoke(app, [command, str(queue.root), "--json"]).stdout)["tasks"]
+    assert [(task["task"], bool(task["unreadable"])) for task in tasks] == [("a", True), ("b", False)]
+
+
+def test_a_command_to_a_job_of_a_queue_names_what_to_resume(tmp_path: Path) -> None:
+    queue = queue_of_two(tmp_path)
+    jobs = [{"job": "job-000", "config": {}, "total_steps": 10, "samples_budgeted": 10}]
+    with Journal(queue.run_of("a").journal_file) as journal:
+        journal.append(event("task_started", task="a", jobs=jobs))
+    said = CliRunner().invoke(app, ["job", "stop", str(queue.run_of("a").root), "job-000"])
+    assert said.stdout.strip().endswith(
+        f"No process works on this run; the command takes effect with: alto resume {queue.root}"
+    )
+
+
+def test_a_command_to_a_job_is_not_waited_for_where_its_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = queue_of_two(tmp_path).run_of("a")
+    jobs = [{"job": "job-000", "config": {}, "total_steps": 10, "samples_budgeted": 10}]
+    with Journal(run.journal_file) as journal:
+        journal.append(event("task_started", task="a", jobs=jobs))
+    looks = iter([True, True, False])
+    monkeypatch.setattr("alto.cli.answers._LOOK_S", 0.0)
+    monkeypatch.setattr(RunDir, "is_locked", lambda _: next(looks))
+    said = invoke("job", "stop", run.root, "job-000")
+    assert "No process works on this run" in said.stdout
+    assert list(looks) == []

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from alto.cli.answers import wait_for_answer
 from alto.cli.paths import Run
 from alto.errors import JobCommandError
-from alto.runs import Action, Mailbox, RunDir, read_history
+from alto.runs import Action, Mailbox, QueueDir, RunDir, read_history
 from alto.spec import JobConfig, parse_override
 from alto.spec.method import find_method
 
@@ -66,13 +67,18 @@ def _ask(
         raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
     mailbox = Mailbox(run_dir)
     command = mailbox.send(action, job, changes=changes, warm=warm)
-    if not run_dir.is_locked():
-        typer.echo(f"No process works on this run; the command takes effect with: alto resume {run_dir.root}")
-        return
-    answer = mailbox.wait_for_answer(command, wait_s)
-    if answer is None:
+    is_live, answer = wait_for_answer(run_dir, mailbox, command, wait_s)
+    if answer is None and not is_live:
+        typer.echo(f"No process works on this run; the command takes effect with: alto resume {_resumed(run_dir)}")
+    elif answer is None:
         typer.echo(f"No answer within {wait_s:g} s; the command takes effect before the next step, or on resumption.")
     elif answer.done:
         typer.echo(answer.message)
     else:
         raise JobCommandError(answer.message)
+
+
+def _resumed(run_dir: RunDir) -> Path:
+    """The folder that ``alto resume`` takes: that of the queue, where the run is a task of one."""
+    queue = run_dir.root.parents[1]
+    return queue if QueueDir.exists(queue) else run_dir.root

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from alto.cli.answers import wait_for_answer
 from alto.cli.options import Overrides
 from alto.cli.output import print_json
 from alto.cli.paths import reachable
 from alto.errors import QueueCommandError
-from alto.runs import Answer, QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
+from alto.runs import QueueAction, QueueDir, QueueMailbox, QueueProgress, RunStatus, TaskHistory
 from alto.spec import load_task
 
 __all__ = ["cancel", "drain", "list_tasks", "submit"]
@@ -23,9 +23,6 @@ QueueFolder = Annotated[Path, typer.Argument(metavar="QUEUE", help="Folder of th
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the queue's answer.")]
 
 _NO_PROCESS = "No process works on this queue."
-
-_LOOK_S = 1.0
-"""How often the lock of the queue is tested while waiting, in seconds."""
 
 
 def submit(
@@ -131,7 +128,7 @@ def _show_answers(
     """
     refusals = []
     for command in commands:
-        is_live, answer = _wait_for_answer(queue_dir, mailbox, command, wait_s)
+        is_live, answer = wait_for_answer(queue_dir.run, mailbox, command, wait_s)
         if answer is None and is_live:
             otherwise = ", or on resumption" if remains else ""
             typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible{otherwise}.")
@@ -147,19 +144,6 @@ def _show_answers(
         raise QueueCommandError("\n".join(refusals))
 
 
-def _wait_for_answer(
-    queue_dir: QueueDir, mailbox: QueueMailbox, command: str, wait_s: float
-) -> tuple[bool, Answer | None]:
-    """Whether a process works on the queue, and its answer; the wait ends when the process ends."""
-    gives_up_at = time.monotonic() + wait_s
-    while True:
-        is_live = queue_dir.run.is_locked()  # tested first: a process answers all commands before it ends
-        left_s = max(0.0, gives_up_at - time.monotonic())
-        answer = mailbox.wait_for_answer(command, min(left_s, _LOOK_S) if is_live else 0.0)
-        if answer is not None or not is_live or not left_s:
-            return is_live, answer
-
-
 def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:
     return {
         "task": task.task,
@@ -172,4 +156,5 @@ def _facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]:
         "done": progress.share(task),
         "attempts": len(task.attempts),
         "failure": task.failure or None,
+        "unreadable": progress.unreadable.get(task.task),
     }

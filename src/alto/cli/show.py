@@ -82,6 +82,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool) -> dict
                 "done": progress.share(task),
                 "best_validation_loss": progress.best_loss(task),
                 "failure": task.failure or None,
+                "unreadable": progress.unreadable.get(task.task),
                 "attempts": [
                     {
                         "number": attempt.number,

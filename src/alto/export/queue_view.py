@@ -132,6 +132,7 @@ def queue_summary(
     lines: list[RenderableType] = [
         Text.assemble((_headline(queue), "bold"), f": {state} after {format_duration(queue.duration_s)}"),
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
+        *_unreadable(progress),
         "",
         _TaskTable(progress, list(queue.tasks.values()), queue.last_seen_at or 0.0),
     ]
@@ -157,7 +158,12 @@ def task_list(progress: QueueProgress) -> RenderableType:
             str(task.num_gpus),
             format_share(progress.share(task)),
         )
-    return table
+    return Group(table, *_unreadable(progress))
+
+
+def _unreadable(progress: QueueProgress) -> list[Text]:
+    """A line for each task whose progress is unknown."""
+    return [Text(f"task {clean(task)}: {clean(why)}", style="yellow") for task, why in progress.unreadable.items()]
 
 
 def gpu_lines(progress: QueueProgress) -> list[str]:

@@ -18,6 +18,9 @@ __all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_backgr
 FLUSH_TIMEOUT_S = 30.0
 """Longest wait at the end of the work, for all observers together."""
 
+MAX_WAITING = 50_000
+"""Entries kept for a user's observer that lags behind or hangs, about 50 MB."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -107,7 +110,10 @@ def in_background(
     Args:
         flush_timeout_s: Longest wait at the end, for all of them together.
     """
-    workers = [BackgroundObserver(f"observer {_name_of(observer)}", observer) for observer in observers]
+    workers = [
+        BackgroundObserver(f"observer {_name_of(observer)}", observer, max_waiting=MAX_WAITING)
+        for observer in observers
+    ]
     with ending_in_time(workers, flush_timeout_s):
         yield tuple(worker.observe for worker in workers)
 

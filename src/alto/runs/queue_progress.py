@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from alto.errors import RunError
 from alto.records import Gpu
 from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskStarted
 from alto.runs.history import RunHistory, read_history
@@ -19,12 +20,14 @@ class QueueProgress:
     Attributes:
         queue: The queue's own journal.
         runs: The journals of the tasks' runs, by task; a task that has not begun has none.
+        unreadable: Why the journal of a task's run cannot be read, by task.
         num_measured: Tasks whose duration was measured before the queue began.
     """
 
     def __init__(self) -> None:
         self.queue = QueueHistory()
         self.runs: dict[str, RunHistory] = {}
+        self.unreadable: dict[str, str] = {}
         self.num_measured = 0
 
     @classmethod
@@ -33,11 +36,15 @@ class QueueProgress:
 
         Raises:
             RunNotFoundError: There is no queue.
-            RunError: A journal is damaged.
+            RunError: The queue's journal is damaged. Of a task whose own is, the progress is unknown.
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         progress.queue = read_queue_history(queue_dir)
-        progress.runs = {task: read_history(folder.run_of(task).root) for task in progress.queue.tasks}
+        for task in progress.queue.tasks:
+            try:
+                progress.runs[task] = read_history(folder.run_of(task).root)
+            except RunError as error:
+                progress.unreadable[task] = str(error)
         return progress
 
     def apply(self, entry: JournalEntry) -> None:
