@@ -128,7 +128,7 @@ def test_a_task_whose_journal_is_damaged_is_listed_among_the_others(command: str
     queue.run_of("a").journal_file.write_text('{"seq": 0, "time": 0.0, "event": "task_started", "task": 7}\n{}\n')
     listed = CliRunner().invoke(app, [command, str(queue.root)])
     assert listed.exit_code == 0
-    assert "task a: expected" in " ".join(listed.stdout.split())
+    assert "task a: Expected a journal" in " ".join(listed.stdout.split())
     tasks = json.loads(CliRunner().invoke(app, [command, str(queue.root), "--json"]).stdout)["tasks"]
     assert [(task["task"], bool(task["unreadable"])) for task in tasks] == [("a", True), ("b", False)]
 
