@@ -66,6 +66,7 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
         "cuda": False,
     }
     zygote.reap(forked)
+    assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
 
 
 def test_signals_errors_and_missing_modules_are_ends(zygote: Zygote, tmp_path: Path) -> None:

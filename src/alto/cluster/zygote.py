@@ -52,6 +52,9 @@ READ_BY_IMPORTS = (
 )
 """How the names of environment variables begin that libraries may read when they are imported."""
 
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A process that forks has no other threads, whose locks its children would inherit. They set numbers of their own."""
+
 PARENT_INTERVAL_S = 1.0
 """How often the zygote looks whether its parent lives, whose end of the socket another process may hold too."""
 
@@ -77,7 +80,7 @@ class ForkedProcess:
     def forked(self, pid: int) -> None:
         """It runs."""
         self.pid = pid
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it is gone, or this kernel has none
             self._pidfd = os.pidfd_open(pid)
 
     def exited(self, code: int | None, reason: str = "") -> None:
@@ -90,7 +93,8 @@ class ForkedProcess:
     def look_for_its_end(self) -> None:
         """Find out by itself whether it runs, where no zygote is left to report it."""
         if self._pidfd is None:
-            self.exited(None)
+            if not Path(f"/proc/{self.pid}").exists():
+                self.exited(None)
             return
         with selectors.DefaultSelector() as selector:
             selector.register(self._pidfd, selectors.EVENT_READ)  # readable once it has ended
@@ -225,6 +229,7 @@ class _Started:
                 self.process = subprocess.Popen(
                     (sys.executable, "-m", "alto.cluster.zygote", str(theirs.fileno())),
                     pass_fds=(theirs.fileno(),),
+                    env=os.environ | _ONE_THREAD,
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
