@@ -206,7 +206,7 @@ def test_journal_follows_the_schema(narrow: Run) -> None:
 def test_journal_tells_a_life_that_can_be_lived(narrow: Run) -> None:
     """One job a slot, steps without gaps, nothing after the end; every job ends once."""
     slots: dict[int, str] = {}
-    seat: dict[str, int] = {}
+    slot_of: dict[str, int] = {}
     steps = {job.job: 0 for job in narrow.result.jobs}
     ended: set[str] = set()
     for event in narrow.events:
@@ -218,22 +218,22 @@ def test_journal_tells_a_life_that_can_be_lived(narrow: Run) -> None:
                 assert event["slot"] not in slots
                 assert event["step"] == steps[job]
                 assert (event["event"] == "job_admitted") == (steps[job] == 0)
-                slots[event["slot"]], seat[job] = job, event["slot"]
+                slots[event["slot"]], slot_of[job] = job, event["slot"]
                 assert len(slots) <= 2
             case "train":
                 assert event["first_step"] == steps[job] + 1
-                assert job in seat
+                assert job in slot_of
                 steps[job] += len(event["losses"])
             case "eval":
                 assert event["step"] == steps[job]
             case "job_parked":
                 assert event["step"] == steps[job]
-                del slots[seat.pop(job)]
+                del slots[slot_of.pop(job)]
             case "job_exited" | "job_completed":
                 assert event["step"] == steps[job]
-                assert event["slot"] == seat.get(job)
-                if job in seat:
-                    del slots[seat.pop(job)]
+                assert event["slot"] == slot_of.get(job)
+                if job in slot_of:
+                    del slots[slot_of.pop(job)]
                 ended.add(job)
     assert ended == steps.keys()
     assert slots == {}

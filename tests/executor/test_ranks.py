@@ -111,9 +111,9 @@ def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
 ) -> None:
     for run_dir, _ in (whole, resumed):
         events = read_events(run_dir.journal_file)
-        seated = [event for event in events if event["event"] in ("job_admitted", "job_resumed")]
-        assert {event["reason"] for event in seated} >= {"balances", "data_parallel"}
-        assert {len(event["ranks"]) for event in seated} >= {1, 2}
+        admitted = [event for event in events if event["event"] in ("job_admitted", "job_resumed")]
+        assert {event["reason"] for event in admitted} >= {"balances", "data_parallel"}
+        assert {len(event["ranks"]) for event in admitted} >= {1, 2}
     started, resumed_at = (
         next(event for event in read_events(resumed[0].journal_file) if event["event"] == name)
         for name in ("task_started", "task_resumed")

@@ -78,8 +78,8 @@ class Jobs(Bank):
         return [worth.loss for worth in self.trainer.evaluate(self.jobs)]
 
     def state(self) -> State:
-        seats = [job.slot for job in self.jobs]
-        return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in seats]
+        slots = [job.slot for job in self.jobs]
+        return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in slots]
 
     def go_back(self, state: State) -> None:
         """To a state that was read, memory enough for everything."""

@@ -83,9 +83,9 @@ def test_ranks_give_the_result_of_one_process(
     assert result.best_job == alone.best_job
     assert losses(result) == pytest.approx(losses(alone), rel=1e-4)
     assert [job.exit_reason for job in result.jobs] == [job.exit_reason for job in alone.jobs]
-    seats = [event["ranks"] for event in read_journal(result.run_dir) if "ranks" in event]
-    assert sorted(seats[:4]) == [[0], [0], [1], [1]]
-    assert seats[-1] == [0, 1]
+    ranks_of_events = [event["ranks"] for event in read_journal(result.run_dir) if "ranks" in event]
+    assert sorted(ranks_of_events[:4]) == [[0], [0], [1], [1]]
+    assert ranks_of_events[-1] == [0, 1]
 
 
 def test_observers_see_the_journal(undisturbed: tuple[alto.TaskResult, list[Mapping[str, Any]]]) -> None:

@@ -34,7 +34,7 @@ def make_operands(num_slots: int, out_features: Sequence[int]) -> LoraOperands:
     )
 
 
-def seat_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], start: int) -> int:
+def lay_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], start: int) -> int:
     """Seat ``A`` and then every ``B`` from ``start`` without gaps; the end."""
     sizes = [K * sum(ranks), *(rank * n for rank, n in zip(ranks, operands.out_features, strict=True))]
     a_start, *b_starts, end = accumulate(sizes, initial=start)
@@ -43,8 +43,8 @@ def seat_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], sta
 
 
 @st.composite
-def seatings(draw: st.DrawFn) -> tuple[LoraOperands, list[list[int]], list[tuple[int, int]]]:
-    """A group with seated slots, the ranks of every slot, and the span of each slot's adapter in its row."""
+def occupancies(draw: st.DrawFn) -> tuple[LoraOperands, list[list[int]], list[tuple[int, int]]]:
+    """A group with occupied slots, the ranks of every slot, and the span of each slot's adapter in its row."""
     out_features = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     num_slots = draw(st.integers(1, 4))
     operands = make_operands(num_slots, out_features)
@@ -55,15 +55,15 @@ def seatings(draw: st.DrawFn) -> tuple[LoraOperands, list[list[int]], list[tuple
         spare = operands.params_ZP.shape[1] - sum(r * (K + n) for r, n in zip(ranks, out_features, strict=True))
         start = draw(st.integers(0, spare))
         all_ranks.append(ranks)
-        spans.append((start, seat_end_to_end(operands, slot, ranks, start)))
+        spans.append((start, lay_end_to_end(operands, slot, ranks, start)))
     return operands, all_ranks, spans
 
 
-@given(seating=seatings())
+@given(occupancy=occupancies())
 def test_views_tile_a_slot_s_part_of_its_row(
-    seating: tuple[LoraOperands, list[list[int]], list[tuple[int, int]]],
+    occupancy: tuple[LoraOperands, list[list[int]], list[tuple[int, int]]],
 ) -> None:
-    operands, all_ranks, spans = seating
+    operands, all_ranks, spans = occupancy
     assert operands.slots.keys() == {slot for slot, ranks in enumerate(all_ranks) if any(ranks)}
     for slot, matrices in operands.slots.items():
         start, end = spans[slot]
@@ -79,11 +79,11 @@ def test_views_tile_a_slot_s_part_of_its_row(
         assert [column for first, last in matrices.columns for column in range(first, last)] == [*range(sum(ranks))]
 
 
-@given(seating=seatings())
+@given(occupancy=occupancies())
 def test_the_table_says_where_the_views_are(
-    seating: tuple[LoraOperands, list[list[int]], list[tuple[int, int]]],
+    occupancy: tuple[LoraOperands, list[list[int]], list[tuple[int, int]]],
 ) -> None:
-    operands, all_ranks, _ = seating
+    operands, all_ranks, _ = occupancy
     row_size, table = operands.params_ZP.shape[1], operands.table()
     assert table.dtype == torch.int64
     for slot, (ranks, row) in enumerate(zip(all_ranks, table.tolist(), strict=True)):
@@ -102,10 +102,10 @@ def test_the_table_says_where_the_views_are(
 def test_who_comes_and_goes_is_in_the_next_table() -> None:
     operands = make_operands(3, [4, 2])
     assert not operands.table().any()
-    seat_end_to_end(operands, 1, [2, 2], 5)
+    lay_end_to_end(operands, 1, [2, 2], 5)
     # Q and A; then first column, rank and B of every member.
     assert operands.table().tolist() == [[0] * 8, [4, 5, 0, 2, 29, 2, 2, 37], [0] * 8]
-    seat_end_to_end(operands, 2, [0, 1], 0)
+    lay_end_to_end(operands, 2, [0, 1], 0)
     assert operands.table()[1:].tolist() == [[4, 5, 0, 2, 29, 2, 2, 37], [1, 0, 0, 0, 6, 0, 1, 6]]
     operands.clear(1)
     assert operands.slots.keys() == {2}
@@ -114,11 +114,11 @@ def test_who_comes_and_goes_is_in_the_next_table() -> None:
 
 def test_a_new_adapter_takes_the_place_of_the_old() -> None:
     operands = make_operands(2, [4, 2])
-    seat_end_to_end(operands, 0, [3, 3], 0)
-    seat_end_to_end(operands, 0, [1, 0], 2)
+    lay_end_to_end(operands, 0, [3, 3], 0)
+    lay_end_to_end(operands, 0, [1, 0], 2)
     assert operands.slots[0].width == 1
     assert operands.table()[0].tolist() == [1, 2, 0, 1, 8, 1, 0, 12]
-    seat_end_to_end(operands, 0, [0, 0], 0)
+    lay_end_to_end(operands, 0, [0, 0], 0)
     assert not operands.slots, "a slot that targets no member is absent"
     assert not operands.table().any()
 
@@ -131,13 +131,13 @@ def test_clearing_an_empty_slot_is_nothing() -> None:
 
 def test_the_table_is_sent_once_while_nobody_comes_or_goes() -> None:
     operands = make_operands(2, [4])
-    seat_end_to_end(operands, 0, [2], 0)
+    lay_end_to_end(operands, 0, [2], 0)
     assert operands.table() is operands.table()
 
 
 def test_views_see_what_is_written_to_the_bank_and_write_to_it() -> None:
     operands = make_operands(2, [4])
-    seat_end_to_end(operands, 1, [2], 0)
+    lay_end_to_end(operands, 1, [2], 0)
     operands.params_ZP[1] = 7.0
     operands.slots[1].da_KQ.fill_(9.0)
     assert (operands.slots[1].a_KQ == 7.0).all()
@@ -157,11 +157,11 @@ def test_alignment_is_what_every_start_row_and_column_has_in_common() -> None:
         grads_ZP=numbered(2, 1024),
         max_rank=16,
     )
-    seat_end_to_end(operands, 0, [16, 16], 64)
+    lay_end_to_end(operands, 0, [16, 16], 64)
     assert operands.alignment == VECTOR_SIZE
-    seat_end_to_end(operands, 1, [0, 4], 8)
+    lay_end_to_end(operands, 1, [0, 4], 8)
     assert operands.alignment == 4, "the rank"
-    seat_end_to_end(operands, 1, [0, 16], 2)
+    lay_end_to_end(operands, 1, [0, 16], 2)
     assert operands.alignment == 2, "the start"
     operands.clear(1)
     assert operands.alignment == 2, "who leaves changes nothing"

@@ -181,7 +181,7 @@ def test_adapters_that_lie_where_vectors_may_begin(ops: ModuleType) -> None:
     assert_close(run(ops), run(REFERENCE))
 
 
-def test_alignment_is_that_of_the_least_aligned_of_all_that_were_seated() -> None:
+def test_alignment_is_that_of_the_least_aligned_of_all_that_were_admitted() -> None:
     rows_ZP = torch.zeros(3, 1024)
     operands = LoraOperands(
         number=0, in_features=8, out_features=[16], params_ZP=rows_ZP, grads_ZP=rows_ZP, max_rank=16

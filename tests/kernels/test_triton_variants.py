@@ -60,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
     return found
 
 
-class Seats:
+class Slots:
     """A bank whose groups are computed by the Triton backend."""
 
     def __init__(self, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, rank_step: int) -> None:
@@ -73,7 +73,7 @@ class Seats:
         monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: triton_backend)
         self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
 
-    def seat(self, residents: Sequence[tuple[int, tuple[TargetModule, ...]]]) -> None:
+    def admit(self, residents: Sequence[tuple[int, tuple[TargetModule, ...]]]) -> None:
         for slot in list(self.bank._places):
             self.bank.release(slot)
         for slot, (rank, targets) in enumerate(residents):
@@ -104,16 +104,16 @@ def companies() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
 def test_whoever_comes_and_goes_nothing_is_compiled_again(
     launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seats = Seats(RANKS, monkeypatch, rank_step=1)
+    slots = Slots(RANKS, monkeypatch, rank_step=1)
     numbers = itertools.cycle((1, 2, 15, 16, 17, 64, 100, 128, 1000))
     compiled: dict[str, list[int]] = defaultdict(list)
-    seats.seat([(8, MODULES)] * 3)
-    seats.step([5, 16, 1])
+    slots.admit([(8, MODULES)] * 3)
+    slots.step([5, 16, 1])
     for name, kernel in launches.items():
         compiled[name].append(len(kernel.keys))
     for residents in companies():
-        seats.seat(residents)
-        seats.step([next(numbers) for _ in residents])
+        slots.admit(residents)
+        slots.step([next(numbers) for _ in residents])
     for name, kernel in launches.items():
         compiled[name].append(len(kernel.keys))
     assert all(first == last > 0 for first, last in compiled.values()), dict(compiled)
@@ -122,9 +122,9 @@ def test_whoever_comes_and_goes_nothing_is_compiled_again(
 def test_ranks_divisible_by_eight_move_whole_vectors(
     launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seats = Seats([8, 16], monkeypatch, rank_step=8)
-    seats.seat([(8, MODULES), (16, MODULES[:2])])
-    assert [operands.alignment for operands in seats.groups] == [8, 8]
+    slots = Slots([8, 16], monkeypatch, rank_step=8)
+    slots.admit([(8, MODULES), (16, MODULES[:2])])
+    assert [operands.alignment for operands in slots.groups] == [8, 8]
 
 
 def test_the_order_in_which_squares_are_summed_is_compiled_in_without_the_sizes_of_rows(

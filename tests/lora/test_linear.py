@@ -23,7 +23,7 @@ LENGTHS = [5, 3]
 ModelFactory = Callable[..., PreTrainedModel]
 
 
-def seated(
+def with_adapters(
     model: PreTrainedModel, adapters: list[tuple[int, tuple[TargetModule, ...]]]
 ) -> tuple[Backbone, AdapterBank, ForwardContext]:
     """A backbone with one adapter per slot (rank, targets); ``B`` random instead of zero."""
@@ -52,7 +52,7 @@ def targets_of(model: PreTrainedModel, names: str | list[str]) -> tuple[TargetMo
 def test_each_slot_gives_what_peft_gives(tiny_model: ModelFactory, architecture: str) -> None:
     model = tiny_model(architecture)
     adapters = [(4, targets_of(model, "all-linear")), (2, targets_of(model, ["q_proj", "down_proj"]))]
-    backbone, bank, context = seated(model, adapters)
+    backbone, bank, context = with_adapters(model, adapters)
     scales = (2.0, 0.5)
     with context.use(TokenSchedule.build([1, 0], LENGTHS, [scales[1], scales[0]])):
         together = backbone.hidden_states(IDS, POSITIONS, LENGTHS)
@@ -76,7 +76,7 @@ def test_each_slot_gives_what_peft_gives(tiny_model: ModelFactory, architecture:
 def test_outside_a_pass_the_model_is_the_base(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama")
     expected = Backbone(tiny_model("llama"), None, "tiny").hidden_states(IDS, POSITIONS, LENGTHS)
-    backbone, _, context = seated(model, [(4, targets_of(model, "all-linear"))])
+    backbone, _, context = with_adapters(model, [(4, targets_of(model, "all-linear"))])
     with context.use(TokenSchedule.build([0], [8], [1.0])):
         assert not torch.equal(backbone.hidden_states(IDS, POSITIONS, LENGTHS), expected)
     assert torch.equal(backbone.hidden_states(IDS, POSITIONS, LENGTHS), expected)
@@ -94,7 +94,7 @@ def test_a_pass_ends_when_its_body_raises() -> None:
 
 def test_nothing_of_the_base_is_trained(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama")
-    backbone, bank, context = seated(model, [(4, targets_of(model, "all-linear"))])
+    backbone, bank, context = with_adapters(model, [(4, targets_of(model, "all-linear"))])
     with context.use(TokenSchedule.build([0], [8], [1.0])):
         backbone.hidden_states(IDS, POSITIONS, LENGTHS).square().sum().backward()
     assert all(not parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
@@ -108,7 +108,7 @@ def test_dropout_of_a_job_does_not_depend_on_what_other_jobs_target(tiny_model: 
     for names_of_other in (["v_proj"], "all-linear"):
         model = tiny_model("llama")
         adapters = [(4, targets_of(model, ["v_proj", "up_proj"])), (4, targets_of(model, names_of_other))]
-        backbone, bank, context = seated(model, adapters)
+        backbone, bank, context = with_adapters(model, adapters)
         with context.use(schedule):
             hidden = backbone.hidden_states(IDS, POSITIONS, LENGTHS)
             hidden.square().sum().backward()

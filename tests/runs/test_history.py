@@ -216,8 +216,8 @@ def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
     cut = ranked_run[:4]
     time = cut[-1]["time"]
     resumed = {"seq": 4, "time": time + 1, "event": "task_resumed", "notes": [], "max_slots": 3, "num_ranks": 1}
-    seated = {"seq": 5, "time": time + 2, "event": "job_resumed", "job": "c", "slot": 2, "step": 10}
-    history = RunHistory.of(entries([*cut, resumed, seated]))
+    resident = {"seq": 5, "time": time + 2, "event": "job_resumed", "job": "c", "slot": 2, "step": 10}
+    history = RunHistory.of(entries([*cut, resumed, resident]))
     assert (history.num_ranks, history.num_slots) == (1, 3)
     assert [(stay.rank, stay.local_slot) for stay in history.occupancy if stay.job == "c"] == [(1, 0), (0, 2)]
 

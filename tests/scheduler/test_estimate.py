@@ -1,4 +1,4 @@
-"""Durations: by events as step by step, and how well seats are used on recorded jobs."""
+"""Durations: by events as step by step, and how well slots are used on recorded jobs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tasks(draw: st.DrawFn) -> tuple[list[JobWork], ResidentLimits]:
 
 def step_by_step(jobs: list[JobWork], limits: ResidentLimits, validation_tokens: int) -> float:
     left = {job.job: job.num_steps for job in jobs}
-    seats: dict[str, int] = {}
+    slot_of: dict[str, int] = {}
     duration_s = 0.0
     while any(left.values()):
         demands = [
@@ -55,19 +55,19 @@ def step_by_step(jobs: list[JobWork], limits: ResidentLimits, validation_tokens:
                 job=job.job,
                 batch_size=job.batch_size,
                 num_tokens=job.num_tokens,
-                slot=seats.get(job.job),
+                slot=slot_of.get(job.job),
                 has_started=left[job.job] < job.num_steps,
             )
             for job in jobs
             if left[job.job]
         ]
-        seats |= {seating.job: seating.slot for seating in plan_residents(demands, limits).admit}
-        residents = [job for job in jobs if job.job in seats]
+        slot_of |= {admission.job: admission.slot for admission in plan_residents(demands, limits).admit}
+        residents = [job for job in jobs if job.job in slot_of]
         duration_s += 0.1 + 0.01 * len(residents) + 0.001 * sum(job.num_tokens for job in residents)
         for job in residents:
             left[job.job] -= 1
             if not left[job.job]:
-                del seats[job.job]
+                del slot_of[job.job]
     return duration_s + 0.0005 * validation_tokens * sum(job.num_evaluations for job in jobs)
 
 
@@ -125,7 +125,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
     tapes = {job.job: job for job in recording.jobs}
     evaluations = {job.job: dict(job.evaluations) for job in recording.jobs}
     steps = dict.fromkeys(tapes, 0)
-    seats: dict[str, int] = {}
+    slot_of: dict[str, int] = {}
     used = offered = 0
     while selection.training:
         certain = selection.certain_to_be_kept()
@@ -134,7 +134,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
                 job=job,
                 batch_size=tapes[job].rows_per_step,
                 num_tokens=tapes[job].rows_per_step,
-                slot=seats.get(job),
+                slot=slot_of.get(job),
                 is_waiting=selection.is_waiting(job),
                 may_run_ahead=job in certain,
                 has_started=steps[job] > 0,
@@ -143,9 +143,9 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
         ]
         plan = plan_residents(demands, ResidentLimits(num_slots=num_slots))
         for parking in plan.park:
-            del seats[parking.job]
-        seats |= {seating.job: seating.slot for seating in plan.admit}
-        train = [job for job in seats if not selection.is_waiting(job) or job in plan.ahead]
+            del slot_of[parking.job]
+        slot_of |= {admission.job: admission.slot for admission in plan.admit}
+        train = [job for job in slot_of if not selection.is_waiting(job) or job in plan.ahead]
         # Until somebody is evaluated or ends, the residents stay.
         count = min(
             next(
@@ -162,9 +162,9 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
             if selection.is_training(job) and steps[job] in evaluations[job]:
                 selection.observe(job, steps[job], evaluations[job][steps[job]])
             if not selection.is_training(job):
-                del seats[job]
+                del slot_of[job]
         while selection.rung_ready():
             for decision in selection.select().dropped:
-                seats.pop(decision.job, None)
+                slot_of.pop(decision.job, None)
     assert offered
     assert used / offered >= least

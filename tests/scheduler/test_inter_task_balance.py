@@ -25,25 +25,25 @@ def all_on_the_first_node(problem: SchedulingProblem) -> list[Reservation]:
 
 
 def balanced(problem: SchedulingProblem, *, bound: float, deadline: float = math.inf) -> list[Reservation]:
-    seats = balanced_reservations(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
-    assert {seat.demand for seat in seats} == set(problem.pending)
-    check_schedule(problem, schedule_from("cp-sat", place(problem, seats), bound_s=0.0, status="feasible"))
-    return seats
+    reservations = balanced_reservations(problem, all_on_the_first_node(problem), bound=bound, deadline=deadline)
+    assert {reservation.demand for reservation in reservations} == set(problem.pending)
+    check_schedule(problem, schedule_from("cp-sat", place(problem, reservations), bound_s=0.0, status="feasible"))
+    return reservations
 
 
 def test_nodes_end_alike() -> None:
     tasks = tasks_of(*((width, 10.0 + number) for number, width in enumerate((4, 2, 2, 1, 1, 1, 1) * 4)))
     problem = SchedulingProblem(nodes=nodes_of(4, 4, 4), pending=tasks)
     least = sum(task.num_gpus * task.duration_s for task in tasks) / 12
-    assert max(seat.end for seat in balanced(problem, bound=least)) < 1.05 * least
+    assert max(reservation.end for reservation in balanced(problem, bound=least)) < 1.05 * least
 
 
 def test_a_node_where_a_task_runs_gets_less() -> None:
     running = RunningTask(task="r", gpus=(Gpu("n1", 0), Gpu("n1", 1)), remaining_s=6.0)
     problem = SchedulingProblem(nodes=nodes_of(2, 2), pending=tasks_of(*((1, 2.0),) * 10), running=(running,))
-    seats = balanced(problem, bound=8.0)
-    assert sum("n0" in seat.counts for seat in seats) == 8
-    assert max(seat.end for seat in seats) == 8.0
+    reservations = balanced(problem, bound=8.0)
+    assert sum("n0" in reservation.counts for reservation in reservations) == 8
+    assert max(reservation.end for reservation in reservations) == 8.0
 
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

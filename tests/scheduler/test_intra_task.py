@@ -18,10 +18,10 @@ Situation = tuple[list[JobDemand], ResidentLimits]
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Jobs of a task midway: some seated, some of all waiting at a rung, some of those certain of their place."""
+    """Jobs of a task midway: some resident, some of all waiting at a rung, some of those certain of their place."""
     num_slots = draw(st.integers(1, 6))
     count = draw(st.integers(0, 14))
-    seats: list[int | None] = list(draw(st.permutations([*range(num_slots), *[None] * count])))
+    slot_of: list[int | None] = list(draw(st.permutations([*range(num_slots), *[None] * count])))
     row_tokens = draw(st.integers(1, 30))
     demands = []
     for index in range(count):
@@ -32,7 +32,7 @@ def situations(draw: st.DrawFn) -> Situation:
                 job=f"job-{index:03d}",
                 batch_size=batch_size,
                 num_tokens=row_tokens * batch_size,
-                slot=seats[index],
+                slot=slot_of[index],
                 is_waiting=is_waiting,
                 may_run_ahead=is_waiting and draw(st.booleans()),
                 has_started=draw(st.booleans()),
@@ -42,29 +42,29 @@ def situations(draw: st.DrawFn) -> Situation:
     return demands, ResidentLimits(num_slots=num_slots, max_tokens=max_tokens)
 
 
-def seats_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
-    seats = {demand.job: demand.slot for demand in demands if demand.slot is not None}
+def slots_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
+    slot_of = {demand.job: demand.slot for demand in demands if demand.slot is not None}
     for parking in plan.park:
-        del seats[parking.job]
-    return seats | {seating.job: seating.slot for seating in plan.admit}
+        del slot_of[parking.job]
+    return slot_of | {admission.job: admission.slot for admission in plan.admit}
 
 
 def train_after(demands: list[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
     """The jobs that take the next step."""
-    seats = seats_after(demands, plan)
-    return [d for d in demands if d.job in seats and (not d.is_waiting or d.job in plan.ahead)]
+    slot_of = slots_after(demands, plan)
+    return [d for d in demands if d.job in slot_of and (not d.is_waiting or d.job in plan.ahead)]
 
 
 @given(situations())
 def test_a_slot_holds_one_job_and_a_job_one_slot(situation: Situation) -> None:
     demands, limits = situation
     plan = plan_residents(demands, limits)
-    seats = seats_after(demands, plan)
-    assert len(set(seats.values())) == len(seats)
-    assert set(seats.values()) <= set(range(limits.num_slots))
+    slot_of = slots_after(demands, plan)
+    assert len(set(slot_of.values())) == len(slot_of)
+    assert set(slot_of.values()) <= set(range(limits.num_slots))
     assert len({parking.job for parking in plan.park}) == len(plan.park)
     assert {s.job for s in plan.admit}.isdisjoint(demand.job for demand in demands if demand.slot is not None)
-    assert plan.ahead <= seats.keys() & {demand.job for demand in demands if demand.may_run_ahead}
+    assert plan.ahead <= slot_of.keys() & {demand.job for demand in demands if demand.may_run_ahead}
 
 
 @given(situations())
@@ -78,10 +78,10 @@ def test_residents_never_have_more_tokens_than_the_limit_but_for_one_alone(situa
 @given(situations())
 def test_residents_that_can_train_stay_where_they_are_unless_the_limit_was_lowered(situation: Situation) -> None:
     demands, limits = situation
-    seats = seats_after(demands, plan_residents(demands, limits))
+    slot_of = slots_after(demands, plan_residents(demands, limits))
     training = [demand for demand in demands if demand.slot is not None and not demand.is_waiting]
     if limits.max_tokens is None or sum(demand.num_tokens for demand in training) <= limits.max_tokens:
-        assert all(seats[demand.job] == demand.slot for demand in training)
+        assert all(slot_of[demand.job] == demand.slot for demand in training)
 
 
 @given(situations())
@@ -132,8 +132,8 @@ def test_planning_again_changes_nothing(situation: Situation) -> None:
     """What allows the executor to plan only when something has changed."""
     demands, limits = situation
     plan = plan_residents(demands, limits)
-    seats = seats_after(demands, plan)
-    settled = [replace(d, slot=seats.get(d.job), has_started=d.has_started or d.job in seats) for d in demands]
+    slot_of = slots_after(demands, plan)
+    settled = [replace(d, slot=slot_of.get(d.job), has_started=d.has_started or d.job in slot_of) for d in demands]
     again = plan_residents(settled, limits)
     assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
 
@@ -151,10 +151,10 @@ def shared_situations(draw: st.DrawFn) -> Situation:
 def test_slots_of_other_tasks_and_those_beyond_the_share_are_left_alone(situation: Situation) -> None:
     demands, limits = situation
     plan = plan_residents(demands, limits)
-    seats = seats_after(demands, plan)
-    assert limits.taken.isdisjoint(seats.values())
-    assert limits.share is None or len(seats) <= limits.share
-    settled = [replace(d, slot=seats.get(d.job), has_started=d.has_started or d.job in seats) for d in demands]
+    slot_of = slots_after(demands, plan)
+    assert limits.taken.isdisjoint(slot_of.values())
+    assert limits.share is None or len(slot_of) <= limits.share
+    settled = [replace(d, slot=slot_of.get(d.job), has_started=d.has_started or d.job in slot_of) for d in demands]
     again = plan_residents(settled, limits)
     assert (again.park, again.admit, again.ahead) == ((), (), plan.ahead)
 
@@ -188,18 +188,18 @@ def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situati
     limits = replace(limits, max_tokens=None)
     by_id = {demand.job: demand for demand in demands}
     sizes = Counter(demand.batch_size for demand in demands if demand.slot is not None and not demand.is_waiting)
-    unseated = {demand.job for demand in demands if demand.slot is None and not demand.is_waiting}
-    for seating in plan_residents(demands, limits).admit:
-        if seating.reason == "runs_ahead":
-            assert not unseated
+    without_slot = {demand.job for demand in demands if demand.slot is None and not demand.is_waiting}
+    for admission in plan_residents(demands, limits).admit:
+        if admission.reason == "runs_ahead":
+            assert not without_slot
             continue
         most = max(sizes.values(), default=0)
         usual = max((size for size, count in sizes.items() if count == most), default=None)
-        available = {by_id[other].batch_size for other in unseated}
+        available = {by_id[other].batch_size for other in without_slot}
         expected = usual if usual in available else max(available)
-        assert by_id[seating.job].batch_size == expected
+        assert by_id[admission.job].batch_size == expected
         sizes[expected] += 1
-        unseated.remove(seating.job)
+        without_slot.remove(admission.job)
 
 
 def test_the_work_of_a_plan_grows_with_the_jobs_and_not_with_their_square() -> None:
@@ -219,7 +219,7 @@ LARGEST, SAME, FILLS, ALONE, AHEAD = "largest_first", "same_batch_size", "fills_
 
 
 @pytest.mark.parametrize(
-    ("demands", "num_slots", "max_tokens", "park", "seat"),
+    ("demands", "num_slots", "max_tokens", "park", "slot_of"),
     [
         ([], 3, None, [], []),
         ([job("a", 1), job("b", 8), job("c", 4)], 2, None, [], [("b", 0, LARGEST), ("c", 1, LARGEST)]),
@@ -267,11 +267,11 @@ def test_preferences_and_their_reasons(
     num_slots: int,
     max_tokens: int | None,
     park: list[tuple[str, str]],
-    seat: list[tuple[str, int, str]],
+    slot_of: list[tuple[str, int, str]],
 ) -> None:
     plan = plan_residents(demands, ResidentLimits(num_slots=num_slots, max_tokens=max_tokens))
     assert [(parking.job, parking.reason) for parking in plan.park] == park
-    assert [(seating.job, seating.slot, seating.reason) for seating in plan.admit] == seat
+    assert [(admission.job, admission.slot, admission.reason) for admission in plan.admit] == slot_of
 
 
 def test_a_certain_job_without_tokens_keeps_its_slot_and_pauses() -> None:

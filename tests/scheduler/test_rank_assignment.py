@@ -27,10 +27,10 @@ def situations(draw: st.DrawFn) -> Situation:
         may_data_parallel=draw(st.booleans()),
     )
     is_data_parallel = draw(st.booleans())
-    seats = list(draw(st.permutations(range(per_rank if is_data_parallel else limits.num_slots))))
-    num_seated = draw(st.integers(0, min(len(seats), num_ranks - 1) if is_data_parallel else len(seats)))
+    slot_of = list(draw(st.permutations(range(per_rank if is_data_parallel else limits.num_slots))))
+    num_residents = draw(st.integers(0, min(len(slot_of), num_ranks - 1) if is_data_parallel else len(slot_of)))
     demands = []
-    for index in range(num_seated + draw(st.integers(0, 5))):
+    for index in range(num_residents + draw(st.integers(0, 5))):
         batch_size = draw(st.sampled_from([1, 2, 4, 8]))
         is_waiting = draw(st.booleans())
         demands.append(
@@ -38,8 +38,8 @@ def situations(draw: st.DrawFn) -> Situation:
                 job=f"job-{index:03d}",
                 batch_size=batch_size,
                 num_tokens=row_tokens * batch_size,
-                slot=seats[index] if index < num_seated else None,
-                is_data_parallel=is_data_parallel and index < num_seated,
+                slot=slot_of[index] if index < num_residents else None,
+                is_data_parallel=is_data_parallel and index < num_residents,
                 is_waiting=is_waiting,
                 may_run_ahead=is_waiting and draw(st.booleans()),
                 has_started=draw(st.booleans()),
@@ -58,10 +58,10 @@ def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDeman
     for parking in plan.park:
         assert after[parking.job].slot is not None
         after[parking.job] = replace(after[parking.job], slot=None, is_data_parallel=False)
-    for seating in plan.admit:
-        assert after[seating.job].slot is None
-        after[seating.job] = replace(
-            after[seating.job], slot=seating.slot, is_data_parallel=seating.is_data_parallel, has_started=True
+    for admission in plan.admit:
+        assert after[admission.job].slot is None
+        after[admission.job] = replace(
+            after[admission.job], slot=admission.slot, is_data_parallel=admission.is_data_parallel, has_started=True
         )
     return list(after.values())
 
@@ -94,8 +94,8 @@ def test_who_has_a_slot_and_who_trains_is_as_on_one_rank(situation: Situation) -
     on_ranks, on_one = carry_out(demands, plan), carry_out(demands, alone)
     assert {d.job for d in on_ranks if d.slot is not None} == {d.job for d in on_one if d.slot is not None}
     assert {d.job for d in train(on_ranks, plan)} == {d.job for d in train(on_one, alone)}
-    reasons = {seating.job: seating.reason for seating in plan.admit}
-    assert all(reasons[seating.job] == seating.reason for seating in alone.admit)
+    reasons = {admission.job: admission.reason for admission in plan.admit}
+    assert all(reasons[admission.job] == admission.reason for admission in alone.admit)
     assert plan.park[: len(alone.park)] == alone.park
 
 
@@ -106,13 +106,13 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
     before = {demand.job: demand for demand in demands}
     plan = plan_residents(demands, limits)
     moved = {parking.job for parking in plan.park if parking.reason == "rebalanced"}
-    assert moved == {seating.job for seating in plan.admit if before[seating.job].slot is not None}
-    for seating in plan.admit:
-        was = before[seating.job]
-        assert (seating.reason in ("balances", "data_parallel")) == (was.slot is not None)
+    assert moved == {admission.job for admission in plan.admit if before[admission.job].slot is not None}
+    for admission in plan.admit:
+        was = before[admission.job]
+        assert (admission.reason in ("balances", "data_parallel")) == (was.slot is not None)
         if was.slot is not None:
-            assert seating.reason == ("data_parallel" if seating.is_data_parallel else "balances")
-            assert seating.is_data_parallel != was.is_data_parallel or slots.rank_of(seating.slot) != slots.rank_of(
+            assert admission.reason == ("data_parallel" if admission.is_data_parallel else "balances")
+            assert admission.is_data_parallel != was.is_data_parallel or slots.rank_of(admission.slot) != slots.rank_of(
                 was.slot
             )
 
@@ -187,7 +187,7 @@ FOUR = ResidentLimits(num_slots=8, num_ranks=4)
 def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
     return (
         [(parking.job, parking.reason) for parking in plan.park],
-        [(seating.job, seating.slot, seating.reason, seating.is_data_parallel) for seating in plan.admit],
+        [(admission.job, admission.slot, admission.reason, admission.is_data_parallel) for admission in plan.admit],
     )
 
 

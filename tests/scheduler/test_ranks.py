@@ -25,9 +25,9 @@ def situations(draw: st.DrawFn, *, max_jobs: int = 24, max_ranks: int = 6) -> Si
     slots = RankSlots(num_ranks=draw(st.integers(2, max_ranks)), per_rank=draw(st.integers(1, 6)))
     count = draw(st.integers(0, min(max_jobs, slots.num_slots)))
     tokens = st.sampled_from([40, 80, 160, 320]) if draw(st.booleans()) else st.integers(1, 500)
-    seats = list(draw(st.permutations(range(slots.num_slots))))
+    slot_of = list(draw(st.permutations(range(slots.num_slots))))
     demands = []
-    for index, slot in enumerate(seats[:count]):
+    for index, slot in enumerate(slot_of[:count]):
         rank = slots.rank_of(slot) if draw(st.integers(0, 3)) else None
         demands.append(RankDemand(job=f"job-{index:03d}", num_tokens=draw(tokens), rank=rank))
     return demands, slots

@@ -25,8 +25,8 @@ class Group:
 
     Attributes:
         ranks_ZM: Rank of every slot on every member; 0 where a slot does not target a member.
-        operands: The group with all slots seated. Parameters and gradients are random, of few bits, so that every dtype
-            holds them exactly; parameters between the matrices are NaN.
+        operands: The group with all slots occupied. Parameters and gradients are random, of few bits, so that every
+            dtype holds them exactly; parameters between the matrices are NaN.
         own_ZP: True where a number of the bank belongs to a matrix.
     """
 
@@ -60,7 +60,7 @@ class Group:
         )
 
     def operands_with_adapters(self, params_ZP: Tensor, grads_ZP: Tensor) -> LoraOperands:
-        """The group on another bank, with every slot seated where it is in ``operands``."""
+        """The group on another bank, with every slot resident where it is in ``operands``."""
         operands = LoraOperands(
             number=self._number,
             in_features=self._in_features,

@@ -79,11 +79,11 @@ def least(problem: SchedulingProblem, placed: Iterable[Placement] = ()) -> tuple
     best = [(float("inf"), float("inf"))]
 
     def extend(
-        left: frozenset[TaskDemand], seated: frozenset[object], uses: list[Use], end: float, ends: float
+        left: frozenset[TaskDemand], placed: frozenset[object], uses: list[Use], end: float, ends: float
     ) -> None:
-        if seated in seen or end > best[0][0]:
+        if placed in seen or end > best[0][0]:
             return
-        seen.add(seated)
+        seen.add(placed)
         if not left:
             best[0] = min(best[0], (end, ends))
         for demand in left:
@@ -93,7 +93,7 @@ def least(problem: SchedulingProblem, placed: Iterable[Placement] = ()) -> tuple
                     start += 1
                 stop = start + int(demand.duration_s)
                 use = (counts, start, stop, demand.tenant)
-                extend(left - {demand}, seated | {(demand.task, use)}, [*uses, use], max(end, stop), ends + stop)
+                extend(left - {demand}, placed | {(demand.task, use)}, [*uses, use], max(end, stop), ends + stop)
 
     extend(left, frozenset(), uses, floor, 0.0)
     return best[0]
