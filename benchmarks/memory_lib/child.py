@@ -23,12 +23,13 @@ from alto.backbone import load_backbone
 from alto.data import DataOrder, TaskData
 from alto.executor import (
     BankSize,
-    Executor,
     MicroBatches,
     RunStart,
     TaskContext,
+    TaskSession,
     build_trainer,
     initial_states,
+    run_alone,
 )
 from alto.executor.profiling import pack, plan
 from alto.executor.profiling.meter import peak_bytes, reset_peak
@@ -91,7 +92,7 @@ def find_duration(context: TaskContext) -> dict[str, Any]:
         run_dir = RunDir.create(folder, task)
         start = time.perf_counter()
         with Journal(run_dir.journal_file) as journal:
-            Executor.build(replace(context, task=task), journal, RunStart(run_dir=run_dir)).run()
+            run_alone(TaskSession.build(replace(context, task=task), journal, RunStart(run_dir=run_dir)))
         duration_s = time.perf_counter() - start
         completed = sum(isinstance(entry.event, JobCompleted) for entry in read_entries(run_dir.journal_file))
     if completed != len(context.jobs):

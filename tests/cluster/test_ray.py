@@ -51,6 +51,11 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
+def actor_of(executor: int) -> int:
+    """Its zygote's parent."""
+    return parent(parent(executor))
+
+
 def has_lost_actor(started: Started) -> bool:
     """Whether the cluster knows of the death of the actor of task a, whether or not it has reported what follows."""
     running = started.cluster._running.get("a")
@@ -96,7 +101,7 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
     started = start_cluster("counts")
     run_dir = started.start()
     executor = started.until_told("waits")["pid"]
-    os.kill(parent(executor), signal.SIGKILL)
+    os.kill(actor_of(executor), signal.SIGKILL)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
     assert "actor" in ended.reason
@@ -115,7 +120,7 @@ def test_a_hung_actor_is_found(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits", heartbeat_timeout_s=3)
     started.start()
     executor = started.until_told("began")["pid"]
-    actor = parent(executor)
+    actor = actor_of(executor)
     os.kill(actor, signal.SIGSTOP)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -139,7 +144,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     (run_dir / "go").touch()
     executor = started.until_told("waits")["pid"]
     # Ray hears of the actor's death before that of its node, and much earlier.
-    os.kill(parent(executor), signal.SIGKILL)
+    os.kill(actor_of(executor), signal.SIGKILL)
     wait_for(lambda: has_lost_actor(started), "the death of the actor", meanwhile=started.poll)
     started.poll()
     assert not any(isinstance(event, GpuGone | ExecutorEnded) for event in started.events)
@@ -233,7 +238,7 @@ def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable
     started = start_cluster("has_children")
     started.start()
     pids = [*started.until_told("children")["pids"], started.until_told("began")["pid"]]
-    actor = parent(pids[-1])
+    actor = actor_of(pids[-1])
     assert len(groups()) == 1
     started.cluster.close()
     assert not any(map(is_alive, pids))

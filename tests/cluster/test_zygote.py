@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -49,7 +50,12 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
     monkeypatch.setenv("LEFT_OUT", "1")
     file = tmp_path / "facts.json"
     variables = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
-    forked = zygote.fork("forked_mains", ["report", str(file), "more", "words"], variables)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        forked = zygote.fork("forked_mains", ["report", str(file), "more", "words"], variables)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     until(lambda: forked.has_exited, zygote)
     assert forked.exit_code == 7
     facts = json.loads(file.read_text(encoding="utf-8"))
@@ -61,6 +67,7 @@ def test_a_child_is_as_if_it_had_been_started(zygote: Zygote, tmp_path: Path, mo
         "parent": parent,
         "leads": True,
         "held": sorted(HELD_SIGNALS),
+        "files": 200,
         "threads": 3,
         "imported": True,
         "cuda": False,

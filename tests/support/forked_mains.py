@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ def main() -> None:
             "parent": os.getppid(),
             "leads": os.getsid(0) == os.getpid(),
             "held": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(HELD_SIGNALS)),
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             "threads": torch.get_num_threads(),
             "imported": "transformers" in sys.modules,
             "cuda": torch.cuda.is_initialized(),

@@ -31,6 +31,7 @@ class ProcessGroup:
         self._first = zygote.fork(module, args, {**os.environ, **env})
         self._is_to_stop = False
         self._is_to_die = False
+        self._is_reaping = False
         self._has_ended = False
 
     def has_ended(self) -> bool:
@@ -44,9 +45,11 @@ class ProcessGroup:
         # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
         if self._first.pid is not None and not kill_session(self._first.pid):
             return False
-        self._zygote.reap(self._first)
-        self._has_ended = True
-        return True
+        if not self._is_reaping:
+            self._is_reaping = True
+            self._zygote.reap(self._first)
+        self._has_ended = self._first.is_reaped
+        return self._has_ended
 
     @property
     def exit_code(self) -> int | None:

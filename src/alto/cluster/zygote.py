@@ -4,9 +4,10 @@
 requests on a socket until the socket is closed, and ends. It never touches a GPU, because a process that is forked from
 one that has cannot use it.
 
-Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "args": [...], "env": {...}, "cwd": ...}``
-and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id, "code": ...}`` (negative for a signal),
-``{"failed": id, "reason": ...}``. A process that has exited keeps its number until it is reaped.
+Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "args": [...], "env": {...}, "cwd": ...,
+"limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id, "code": ...}``
+(negative for a signal), ``{"failed": id, "reason": ...}``, ``{"reaped": id}``. A process that has exited keeps its
+process id until it is reaped.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -55,7 +57,7 @@ READ_BY_IMPORTS = (
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A process that forks has no other threads, whose locks its children would inherit. They set numbers of their own."""
 
-PARENT_INTERVAL_S = 1.0
+PARENT_INTERVAL_S = 0.2
 """How often the zygote looks whether its parent lives, whose end of the socket another process may hold too."""
 
 
@@ -65,6 +67,7 @@ class ForkedProcess:
     Attributes:
         pid: None until it was forked.
         has_exited: Whether it has ended, or could not be forked, or was lost with its zygote.
+        is_reaped: Whether nothing is left of it.
         exit_code: Negative for a signal; None where nobody knows it.
         reason: Why it could not be forked; empty where it was.
     """
@@ -73,6 +76,7 @@ class ForkedProcess:
         self.number = number
         self.pid: int | None = None
         self.has_exited = False
+        self.is_reaped = False
         self.exit_code: int | None = None
         self.reason = ""
         self._pidfd: int | None = None
@@ -143,7 +147,7 @@ class Zygote:
         Raises:
             OSError: The zygote itself cannot be started.
         """
-        request = {"module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd()}
+        request = {"module": module, "args": list(args), "env": dict(env), "cwd": os.getcwd(), "limits": _limits()}
         with self._lock:
             self._start()
             self._num_forked += 1
@@ -166,10 +170,12 @@ class Zygote:
                     self._orphans.remove(forked)
 
     def reap(self, forked: ForkedProcess) -> None:
-        """Give the number of a process back that has exited; from now on another may have it."""
+        """Give back the process id of a process that has exited; :meth:`poll` notes when that is done."""
         with self._lock:
-            if self._running.pop(forked.number, None) is not None:
+            if forked.number in self._running:
                 self._send({"reap": forked.number})
+            else:
+                forked.is_reaped = True  # it was never there, or its zygote has died
 
     def close(self) -> None:
         """End the zygote's process; what it has forked finds out that its parent has gone."""
@@ -199,6 +205,8 @@ class Zygote:
                 self._running[number].exited(code)
             case {"failed": number, "reason": reason}:
                 self._running.pop(number).exited(None, reason)
+            case {"reaped": number}:
+                self._running.pop(number).is_reaped = True
 
     def _lose(self) -> None:
         """The zygote is dead: what it has forked goes on until it finds that out, what it had not will never run."""
@@ -252,6 +260,11 @@ class _Started:
         self.process.kill()
         self.process.wait()
         self._log.close()
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    """Soft and hard limits of this process's resources, as ``ulimit`` sets them, by name."""
+    return {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
 
 
 def _environment_of_imports() -> dict[str, str]:
@@ -335,6 +348,7 @@ class _Server:
         if "reap" in request:
             pid = self._exited.pop(request["reap"])
             os.waitpid(pid, 0)
+            self._requests.send({"reaped": request["reap"]})
             return
         try:
             pid = self._fork(request)
@@ -371,6 +385,9 @@ class _Server:
         if sys.path[0] == os.getcwd():  # as python -m has it
             sys.path[0] = request["cwd"]
         os.chdir(request["cwd"])
+        for name, limits in request["limits"].items():
+            with contextlib.suppress(OSError, ValueError):  # a hard limit is never raised
+                resource.setrlimit(getattr(resource, name), limits)
         os.environ.clear()
         os.environ.update(request["env"])
         for stream in (sys.stdout, sys.stderr):
