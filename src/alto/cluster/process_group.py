@@ -42,7 +42,7 @@ class ProcessGroup:
         if not self._first.has_exited:
             self._signal()
             return False
-        # Not reaped yet, it keeps its number, so that nobody else's session can be mistaken for this one.
+        # Not reaped yet, it keeps its process id, so that no other session can have the same id.
         if self._first.pid is not None and not kill_session(self._first.pid):
             return False
         if not self._is_reaping:
@@ -63,12 +63,12 @@ class ProcessGroup:
         return self._first.reason
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to the first process alone, once it is there: those it started work for it until it has saved."""
+        """SIGTERM to the first process only, once it is forked: until it has saved, it needs those that it started."""
         self._is_to_stop = True
         self._signal()
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes, once they are there; :meth:`has_ended` tells when they are gone."""
+        """SIGKILL to all of its processes, once they are forked; :meth:`has_ended` returns whether they are gone."""
         self._is_to_die = True
         self._signal()
 

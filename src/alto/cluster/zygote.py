@@ -1,6 +1,6 @@
 """A process that has imported what executors need and forks them, so that none waits for its own imports.
 
-:class:`Zygote` is the side of the cluster. ``python -m alto.cluster.zygote`` is the process: it imports, then answers
+:class:`Zygote` is used by the cluster. ``python -m alto.cluster.zygote`` is the process: it imports, then answers
 requests on a socket until the socket is closed, and ends. It never touches a GPU, because a process that is forked from
 one that has cannot use it.
 
@@ -68,7 +68,7 @@ class ForkedProcess:
         pid: None until it was forked.
         has_exited: Whether it has ended, or could not be forked, or was lost with its zygote.
         is_reaped: Whether nothing is left of it.
-        exit_code: Negative for a signal; None where nobody knows it.
+        exit_code: Negative for a signal; None where it is unknown.
         reason: Why it could not be forked; empty where it was.
     """
 
@@ -209,7 +209,7 @@ class Zygote:
                 self._running.pop(number).is_reaped = True
 
     def _lose(self) -> None:
-        """The zygote is dead: what it has forked goes on until it finds that out, what it had not will never run."""
+        """Handle the death of the zygote: its children run until they notice it; requests that it had not read fail."""
         assert self._server is not None
         last_words = self._server.last_words()
         for forked in self._running.values():
@@ -306,7 +306,7 @@ class _Channel:
 
 
 def main() -> None:
-    """Import, then fork what is asked for until nobody is left to ask."""
+    """Import, then carry out requests until the cluster's process has closed the socket or ended."""
     parent = os.getppid()
     requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
     Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top

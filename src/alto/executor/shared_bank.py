@@ -79,7 +79,7 @@ class SharedBank:
         return self.trainer.slots.num_slots
 
     def attach(self, member: BankMember, *, max_tokens: int) -> None:
-        """Make room for the jobs of another task.
+        """Add the jobs of another task; the bank grows where they need more slots, modules or a larger rank.
 
         Args:
             member: The task.
