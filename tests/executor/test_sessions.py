@@ -247,6 +247,22 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
     assert_as_alone(tmp_path / "raised", names, alone)
 
 
+def test_an_objective_that_raises_in_a_step_of_its_own_ends_its_task_alone(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Company(tmp_path) as company:
+        for name in ("ash", "cedar"):
+            company.attach(name, *tasks()[name])
+        company.turn(2)
+        raise_in(company, "cedar")
+        with monkeypatch.context() as patch:
+            patch.setattr("alto.scheduler.TokenShares.choose", lambda *_: ("cedar",))
+            company.turn()
+        assert list(company.ended) == ["cedar"]
+        company.finish()
+    assert_as_alone(tmp_path, ("ash",), alone)
+
+
 def test_a_folder_that_cannot_be_written_ends_its_task_alone(
     tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

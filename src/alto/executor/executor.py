@@ -177,7 +177,7 @@ class Executor:
             owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
             self._within(owner, self.sessions[owner].row_too_large, error)
             return
-        if len(jobs_of) == 1 or isinstance(error, torch.AcceleratorError):  # after that the device is of no more use
+        if len(self.sessions) == 1 or isinstance(error, torch.AcceleratorError):  # then the device cannot be used again
             raise error
         trainer = self.bank.trainer
         trainer.forget()
