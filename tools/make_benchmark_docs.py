@@ -26,6 +26,7 @@ TOPICS = {
     "memory": ("Memory and time, predicted and measured", ("cpu", "gpu")),
     "scheduler": ("Which task runs where and when", ("cpu",)),
     "makespan": ("Eleven tasks, four ways", ("cpu",)),
+    "colocation": ("Six tasks in one process", ("cpu",)),
     "adapter_parallel": ("Adapters on several ranks, four ways", ("cpu", "gpu")),
     "generate": ("Answers of eight adapters", ("cpu",)),
 }

@@ -21,11 +21,14 @@ RESULT = TaskResult(
 )
 
 
-def measured(seconds: float, *, loss: float = 2.0, starts: tuple[float, ...] = (0.0, 5.0)) -> makespan.Measured:
+def measured(
+    seconds: float, *, loss: float = 2.0, starts: tuple[float, ...] = (0.0, 5.0), executor: str = ""
+) -> makespan.Measured:
     """Two tasks on one GPU, five seconds each from ``starts`` on."""
     history = QueueHistory()
     for name, start in zip("ab", starts, strict=True):
         attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")
+        attempt.executor = executor
         history.tasks[name] = TaskHistory(task=name, attempts=[attempt])
     result = dataclasses.replace(RESULT, best_validation_loss=loss)
     return makespan.Measured(seconds=seconds, planned_s=10.0, results=[result], history=history)
@@ -45,6 +48,7 @@ def test_figures_are_ratios_to_batching_alone() -> None:
         "worst_loss_ratio": 1.0,
     }
     assert makespan.gate(four()) == []
+    assert makespan.gate(four(**{"B+S": measured(50.0, starts=(0.0, 4.0), executor="executor-1")})) == []
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from alto.cluster import (
 )
 from alto.engine.queues import _journal_begin
 from alto.errors import QueueCommandError
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import (
     Action,
     Answer,
@@ -223,7 +223,13 @@ class ControlPlane(RuleBasedStateMachine):
         self.journal = Journal(self.queue_dir.run.journal_file)
         queue = Queue(self.cluster.nodes, SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
         self.controller = Controller(self.cluster, queue, self.journal, clock=self.world.clock)
-        intake = QueueIntake(entry="none:none", is_parallel=False, check=lambda task: None, estimate_s=lambda task: 3.0)
+        intake = QueueIntake(
+            entry="none:none",
+            is_parallel=False,
+            check=lambda task: None,
+            estimate=lambda task: TaskEstimate(duration_s=3.0),
+            base_of=lambda task: "",
+        )
         self.live = LiveQueue(self.queue_dir, self.controller, self.journal, intake)
         entries, _ = self.queue_dir.read()
         done = {entry.task for entry in entries if has_result(self.queue_dir.run_of(entry.task))}

@@ -16,7 +16,7 @@ from tiny import make_task
 import alto
 from alto.cluster import Controller, LiveQueue, QueueIntake, answer_past_ends, past_ends
 from alto.errors import DiskFullError, QueueCommandError, SpecError, TaskInterruptedError, UnsupportedError
-from alto.records import Node
+from alto.records import Node, TaskEstimate
 from alto.runs import Answer, Journal, QueueAction, QueueDir, QueueEntry, QueueMailbox, read_events
 from alto.runs.events import Event, TaskSubmitted
 from alto.scheduler import schedule_tasks
@@ -41,7 +41,7 @@ class Bench:
         self.clock = Clock()
         self.cluster = FakeCluster(self.clock, dict.fromkeys(["t", "t-2", "t-3"], 5.0), leaves_results=True)
         self.nodes = (NODE,)
-        self.estimate_s: Callable[[alto.Task], float] = lambda task: 5.0
+        self.estimate: Callable[[alto.Task], TaskEstimate] = lambda task: TaskEstimate(duration_s=5.0)
         self._trusts_commands = trusts_commands
 
     @contextlib.contextmanager
@@ -56,7 +56,8 @@ class Bench:
                     entry="none:none",
                     is_parallel=True,
                     check=refuse_wide,
-                    estimate_s=lambda task: self.estimate_s(task),
+                    estimate=lambda task: self.estimate(task),
+                    base_of=lambda task: task.model,
                     trusts_commands=self._trusts_commands,
                 )
                 live = LiveQueue(self.queue_dir, controller, journal, intake)
@@ -244,12 +245,12 @@ def test_a_task_whose_files_cannot_be_looked_at_is_refused_and_the_queue_goes_on
 ) -> None:
     bench = Bench(tmp_path)
 
-    def estimate_s(task: alto.Task) -> float:
+    def estimate(task: alto.Task) -> TaskEstimate:
         raise error
 
     with bench.working() as (live, controller):
         live.submit(bench.task, tenant="", priority=0)
-        bench.estimate_s = estimate_s
+        bench.estimate = estimate
         command = bench.box.submit(bench.task.to_dict())
         controller.turn()
         answer = bench.answer(command)

@@ -18,9 +18,10 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Outcome, worker
+from alto.cluster import Launch, Outcome, serving, worker
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.local import LocalCluster
+from alto.cluster.orders import Orders, WorkOrder
 from alto.errors import RunBusyError, SpecError
 from alto.records import Node
 from alto.runs import RunDir
@@ -163,10 +164,31 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOCK_TIMEOUT_S", 0.1)
-    run = RunDir(tmp_path)
-    with run.locked(), pytest.raises(RunBusyError, match="found that one still works"):
-        worker._wait_until_free(run)
+    """Neither as the first of several ranks, nor as the one process of an executor."""
+    for module in (worker, serving):
+        monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    orders = Orders(tmp_path)
+    launch = Launch(task="a", run_dir=str(tmp_path), entry="cluster_entries:works", gpus=(), attempt=1)
+    orders.work(launch, attempt := AttemptDir.create(tmp_path, 1))
+    with RunDir(tmp_path).locked():
+        (order,) = orders.new()
+        assert isinstance(order, WorkOrder)
+        with pytest.raises(RunBusyError, match="found that one still works"):
+            worker._wait_until_free(order, serving.StopRequest())
+        orders.work(launch, attempt)
+        code = textwrap.dedent(
+            f"""
+            from pathlib import Path
+            from alto.cluster import serving
+            serving.LOCK_TIMEOUT_S = 0.1
+            raise SystemExit(serving.Server(serving.Orders(Path({str(tmp_path)!r})), serving.StopRequest()).serve())
+            """
+        )
+        ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
+    assert ended.returncode == 1
+    report = orders.ended(2)
+    assert report is not None
+    assert (report.ending.outcome, report.ending.error, report.is_reusable) == (Outcome.LOST, "RunBusyError", False)
 
 
 CONTROLLER = """

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from alto.cluster.attempt import AttemptDir
-from alto.cluster.base import Outcome
+from alto.cluster.base import Launch, Outcome
+from alto.cluster.orders import Orders
 from alto.cluster.rank_processes import RankProcesses
 
 
@@ -19,22 +20,14 @@ def attempt(tmp_path: Path) -> AttemptDir:
     return AttemptDir.create(tmp_path, 1)
 
 
-def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir) -> None:
+def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir, tmp_path: Path) -> None:
     attempt.rank_log(1).mkdir()  # where a file has to be
     code = "from alto.cluster.worker import main; main()"
+    orders = Orders(tmp_path)
+    launch = Launch(task="a", run_dir=str(tmp_path), entry="none:none", gpus=(), attempt=1, num_ranks=2)
+    orders.work(launch, attempt)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            code,
-            str(attempt.root),
-            "--entry",
-            "none:none",
-            "--parent",
-            str(os.getpid()),
-            "--grace-s",
-            "60",
-        ],
+        [sys.executable, "-c", code, str(orders.root), "--parent", str(os.getpid()), "--grace-s", "60"],
         env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},
         start_new_session=True,
         check=False,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, ray_starter
+from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, machine
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
@@ -33,7 +33,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
     launch = Launch(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}", gpus=(Gpu("node", 7),), attempt=1)
-    return Starter(launch, has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
+    return started(launch, has_gpus=has_gpus)
+
+
+def started(launch: Launch, *, has_gpus: bool = False) -> Starter:
+    found = Starter(has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
+    found.start(launch)
+    return found
 
 
 def events_of(starter: Starter) -> Iterator[ClusterEvent]:
@@ -60,7 +66,7 @@ def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
 def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> None:
     gpus = (Gpu("one", 0), Gpu("other", 0))
     launch = Launch(task="a", run_dir=str(run_dir), entry="none:none", gpus=gpus, attempt=1, num_ranks=2)
-    [ended] = Starter(launch, has_gpus=False, core_share=0.5, timeouts=TIMEOUTS).poll(0, 0)
+    [ended] = started(launch).poll(0, 0)
     assert isinstance(ended, ExecutorEnded)
     assert ended.outcome is Outcome.LOST
     assert "expected 2 GPUs on one machine" in ended.reason
@@ -105,7 +111,7 @@ def test_an_executor_that_finds_the_disk_full_is_not_tried_again(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ray_starter, "LocalExecutor", full)
+    monkeypatch.setattr(machine, "LocalExecutor", full)
     [ended] = starter(run_dir, "works").poll(0, 0)
     assert isinstance(ended, ExecutorEnded)
     assert (ended.outcome, ended.error) == (Outcome.FAILED, "DiskFullError")

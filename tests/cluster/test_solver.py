@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from sharing_problems import demand_of, running_of
 
 from alto.cluster import GuardedSolver, solver
-from alto.cluster.solver_messages import Answer, Call
+from alto.cluster.solver_messages import CALLS, Answer, Call, decoded, encoded
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Schedule
-from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand
+from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule
 
 NODES = (Node(name="n", gpus=(0, 1)),)
 PROBLEM = SchedulingProblem(
@@ -41,6 +42,22 @@ def test_the_answer_is_the_solvers() -> None:
         schedule = solve(PROBLEM)
         assert (schedule.method, schedule.status, schedule.notice) == ("cp-sat", "optimal", "")
         assert schedule.makespan_s == pytest.approx(9000.0)
+
+
+def test_tasks_that_share_reach_the_solver_and_their_executor_comes_back() -> None:
+    running = running_of("r", Gpu("n", 0), 10.0, 6.0)
+    tasks = tuple(demand_of(f"t{number}", 10.0, 6.0) for number in range(4))
+    problem = SchedulingProblem(nodes=NODES, pending=tasks, running=(running,))
+    call = Call(problem=problem, method="cp-sat", time_limit_s=5.0, hint=None, gap=0.0)
+    assert decoded(CALLS, encoded(CALLS, call)) == call
+    with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
+        schedule = solve(problem)
+        assert schedule.notice == ""
+        check_schedule(problem, schedule)
+        assert {placement.executor for placement in schedule.placements} >= {"e"}
+        assert {placement.task: placement.executor for placement in solve(problem, schedule).placements} == {
+            placement.task: placement.executor for placement in schedule.placements
+        }
 
 
 def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> None:

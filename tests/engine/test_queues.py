@@ -7,9 +7,11 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -22,6 +24,7 @@ import alto
 from alto.cli import app
 from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, dispatcher
 from alto.early_exit import audit
+from alto.engine.estimates import base_key, estimate_of
 from alto.engine.measuring import Measurement
 from alto.engine.queue_setup import unique_names
 from alto.engine.queues import _saving
@@ -35,7 +38,7 @@ from alto.errors import (
     TasksFailedError,
     UnsupportedError,
 )
-from alto.records import Gpu, Node
+from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPlan, Throughput
 from alto.runs import QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import TaskRelayed
 
@@ -302,8 +305,8 @@ class Measuring:
         time.sleep(0.01)  # so that others are submitted before this has ended
         ended, self._running = self._running, []
         for launch in ended:
-            plan = {"expected_duration_s": 10.0 * len(launch.gpus)}
-            (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(plan), encoding="utf-8")
+            plan = plan_of(10.0 * len(launch.gpus))
+            (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(asdict(plan)), encoding="utf-8")
         return [self._end(launch) for launch in ended]
 
     def _end(self, launch: Launch) -> ExecutorEnded:
@@ -316,6 +319,56 @@ class Measuring:
 
     def close(self) -> None:
         pass
+
+
+def plan_of(duration_s: float) -> TaskPlan:
+    memory = MemoryProfile(
+        fixed_bytes=1e6,
+        bytes_per_token=10.0,
+        capacity_bytes=10**9,
+        margin=0.5,
+        error_median=0.0,
+        error_worst=0.0,
+        points=(),
+    )
+    return TaskPlan(
+        task="t",
+        model="m",
+        device="cpu",
+        num_jobs=3,
+        num_parameters=(1, 2),
+        row_tokens=(5.0, 9),
+        slot_bytes=100,
+        max_slots=8,
+        max_tokens_per_step=1000,
+        max_tokens_per_pass=500,
+        gradient_checkpointing=False,
+        peak_bytes=10**7,
+        packings=(),
+        memory=memory,
+        throughput=Throughput(step_s=0.1, job_s=0.0, token_s=0.0, eval_token_s=0.0, points=()),
+        duration_s=2 * duration_s,
+        expected_duration_s=duration_s,
+        expected_step_s=duration_s / 2,
+        modules="all",
+        is_cached=False,
+        profile_s=1.0,
+    )
+
+
+def test_what_is_measured_says_how_a_task_can_share(tmp_path: Path) -> None:
+    task = make_task(tmp_path)
+    sharing = estimate_of(plan_of(10.0), task).sharing
+    assert sharing == Sharing(
+        base=f"{base_key(task)} all False",
+        step_s=5.0,
+        num_slots=3,
+        slot_bytes=100,
+        pass_bytes=1_005_000,
+        capacity_bytes=5 * 10**8,
+    )
+    assert estimate_of(plan_of(10.0), task.replace(num_gpus=2)).sharing is None
+    assert estimate_of(plan_of(10.0), task.replace(trust_remote_code=True)).sharing is None
 
 
 def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = False) -> Measurement:
@@ -332,7 +385,10 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
 def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: bool, tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name="wide", num_gpus=2), make_task(tmp_path, name="small")]
     cluster, told = Measuring(has_gpus=has_gpus), list[Any]()
-    assert measurement(cluster, told).durations_s(tasks) == [20.0, 10.0]
+    assert measurement(cluster, told).estimates(tasks) == [
+        TaskEstimate(duration_s=20.0),
+        TaskEstimate(duration_s=10.0, sharing=ANY),
+    ]
     assert told == [("wide", 20.0), ("small", 10.0)]
     wide, small = cluster.launches
     assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
@@ -345,7 +401,7 @@ def test_a_task_that_cannot_be_measured_ends_it_and_is_tried_once(tmp_path: Path
     tasks = [make_task(tmp_path, name="good"), make_task(tmp_path, name="bad")]
     cluster = Measuring(fails="1")
     with pytest.raises(ProfileError, match="task 'bad': expected to measure what it takes, found was killed"):
-        measurement(cluster, []).durations_s(tasks)
+        measurement(cluster, []).estimates(tasks)
     assert [launch.task for launch in cluster.launches] == ["0", "1"]
 
 
@@ -353,7 +409,7 @@ def test_measuring_is_interrupted(tmp_path: Path) -> None:
     cluster = Measuring()
     cluster.poll = lambda timeout_s: time.sleep(0.01) or []  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        measurement(cluster, [], is_interrupted=True).durations_s([make_task(tmp_path)])
+        measurement(cluster, [], is_interrupted=True).estimates([make_task(tmp_path)])
 
 
 def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:

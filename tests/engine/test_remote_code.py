@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli.app import app
+from alto.cluster import Outcome, run_entry
 from alto.engine import work
 from alto.errors import UntrustedCodeError
 from alto.runs import QueueDir, QueueEntry, RunDir
@@ -165,9 +165,9 @@ def test_a_queue_is_resumed_with_the_callers_permission_alone(
     assert not planted.has_run
 
 
-@pytest.mark.parametrize("does", [work.train, work.plan, work.plan_anew])
+@pytest.mark.parametrize("does", [work.TRAIN, work.PLAN, work.PLAN_ANEW])
 def test_an_executor_has_permission_from_who_started_it(
-    does: Callable[[str, Callable[[], bool]], None],
+    does: str,
     waiting: RunDir,
     planted: Planted,
     monkeypatch: pytest.MonkeyPatch,
@@ -175,12 +175,11 @@ def test_an_executor_has_permission_from_who_started_it(
     """Not from the file, which may have been exchanged since somebody looked at it."""
     for found in ("", "0"):
         monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", found)
-        with pytest.raises(UntrustedCodeError):
-            does(str(waiting.root), lambda: False)
+        assert run_entry(does, str(waiting.root), lambda: False).error == "UntrustedCodeError"
     assert not planted.has_run
-    if does is work.train:
+    if does == work.TRAIN:
         monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")
-        does(str(waiting.root), lambda: False)
+        assert run_entry(does, str(waiting.root), lambda: False).outcome is Outcome.FINISHED
         assert planted.has_run
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.errors import RunError
-from alto.records import ExitReason, Gpu, Rung
+from alto.records import ExitReason, Gpu, Placement, Rung
 from alto.runs import Journal, read_entries
 from alto.runs.events import (
     FORMAT,
@@ -30,6 +30,7 @@ from alto.runs.events import (
     JournalEntry,
     QueueStarted,
     SavedJob,
+    SchedulePlanned,
     TaskCompleted,
     TaskRelayed,
     TaskStarted,
@@ -302,6 +303,23 @@ def test_an_event_that_a_queue_relays_holds_its_line() -> None:
     entry = lines(TaskRelayed(task="maths", entry=inner))
     assert reread(entry) == entry
     assert encode(entry)["entry"]["validation_loss"] == 2.0
+
+
+def test_a_placement_names_its_executor_only_where_it_is_shared() -> None:
+    alone = Placement(task="a", gpus=(Gpu("n", 0),), start_s=0.0, duration_s=1.0)
+    shared = dataclasses.replace(alone, task="b", executor="executor-1")
+    event = SchedulePlanned(
+        reason="b came",
+        method="lpt",
+        status="heuristic",
+        makespan_s=1.0,
+        bound_s=1.0,
+        notice="",
+        placements=(alone, shared),
+    )
+    line = encode(lines(event))
+    assert [found.get("executor") for found in line["placements"]] == [None, "executor-1"]
+    assert reread(lines(event)).event == event
 
 
 def test_gpus_are_pairs_on_the_wire() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.scheduler import TokenShares, jain_index, slot_shares
+from alto.scheduler import TokenShares, jain_index, slot_shares, task_weights
 
 names = st.sampled_from(["a", "b", "c", "d", "e"])
 weights = st.floats(0.1, 10.0)
@@ -51,21 +51,27 @@ def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, 
     """Whatever their steps cost: no task is ever ahead of another by more than two of the largest steps."""
     costs = {task: cost for task, (cost, _) in tasks.items()}
     weight_of = {task: weight for task, (_, weight) in tasks.items()}
-    shares = TokenShares()
+    shares, trained = TokenShares(), dict.fromkeys(costs, 0)
     largest = max(cost / weight_of[task] for task, cost in costs.items())
     for _ in range(200):
         chosen = shares.choose(costs, weight_of)
         assert chosen
         assert list(chosen) == [task for task in costs if task in chosen]
-        clocks = [shares.trained.get(task, 0) / weight_of[task] for task in costs]
+        for task in chosen:
+            trained[task] += costs[task]
+        clocks = [trained[task] / weight_of[task] for task in costs]
         assert max(clocks) - min(clocks) <= 2 * largest * (1 + 1e-9)
+    for task, received in shares.received.items():
+        assert received.tokens == trained[task]
+        assert received.all_tokens == sum(trained.values())
+        assert received.due_tokens == pytest.approx(received.all_tokens * weight_of[task] / sum(weight_of.values()))
 
 
 def test_rows_of_20_times_the_length_starve_nobody() -> None:
     shares, costs = TokenShares(), {"short": 50, "long": 1000, "middle": 300}
     weight_of = dict.fromkeys(costs, 1.0)
     steps = [shares.choose(costs, weight_of) for _ in range(1000)]
-    assert jain_index(shares.trained) > 0.99
+    assert jain_index({task: received.tokens for task, received in shares.received.items()}) > 0.99
     assert sum("short" in chosen for chosen in steps) == 1000
 
 
@@ -91,3 +97,36 @@ def test_the_same_arrivals_give_the_same_steps() -> None:
 @pytest.mark.parametrize(("shares", "index"), [([1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([2, 1], 0.9), ([0, 0], 1.0)])
 def test_jains_index(shares: list[float], index: float) -> None:
     assert jain_index(dict(enumerate(shares))) == pytest.approx(index)
+
+
+def test_only_steps_with_others_count_and_a_task_that_leaves_is_forgotten() -> None:
+    shares, weight_of = TokenShares(), {"a": 1.0, "b": 3.0}
+    shares.choose({"a": 100}, weight_of)
+    assert not shares.received
+    shares.choose({"a": 100, "b": 100}, weight_of)
+    assert (shares.received["a"].num_steps, shares.received["a"].all_tokens) == (1, 200)
+    assert shares.received["a"].due_tokens == pytest.approx(50)
+    shares.forget("a")
+    assert list(shares.received) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("owners", "weight_of"),
+    [
+        ({"a": ("", 0)}, {"a": 1.0}),
+        ({"a": ("", 0), "b": ("", 0)}, {"a": 0.5, "b": 0.5}),
+        ({"a": ("x", 0), "b": ("y", 0), "c": ("y", 0)}, {"a": 1.0, "b": 0.5, "c": 0.5}),
+        ({"a": ("x", 1), "b": ("x", 0), "c": ("y", -7)}, {"a": 2 / 3, "b": 1 / 3, "c": 1.0}),
+    ],
+)
+def test_tenants_weigh_the_same_and_a_priority_more_is_twice_the_weight(
+    owners: dict[str, tuple[str, int]], weight_of: dict[str, float]
+) -> None:
+    assert task_weights(owners) == pytest.approx(weight_of)
+
+
+@given(st.dictionaries(names, st.tuples(st.sampled_from(["", "x"]), st.integers(-(10**9), 10**9)), min_size=1))
+def test_weights_are_positive_whatever_the_priorities(owners: dict[str, tuple[str, int]]) -> None:
+    weight_of = task_weights(owners)
+    assert all(weight > 0 for weight in weight_of.values())
+    assert sum(weight_of.values()) == pytest.approx(len({tenant for tenant, _ in owners.values()}))

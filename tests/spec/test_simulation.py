@@ -62,6 +62,14 @@ def test_a_trace_of_json_lines_is_read_and_blank_lines_are_not(tmp_path: Path):
     )
 
 
+def test_a_trace_may_name_base_models(tmp_path: Path):
+    (tmp_path / "tasks.csv").write_text("arrival_s,duration_s,base,step_share\n0,10,b,0.25\n0,10,,\n", "utf-8")
+    (tmp_path / "file.yaml").write_text("trace: tasks.csv\nbases: 3\n", "utf-8")
+    first, second = load_simulation(tmp_path / "file.yaml").trace or ()
+    assert (first.base, first.step_share) == ("b", 0.25)
+    assert (second.base, second.step_share) == ("", 0.5)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

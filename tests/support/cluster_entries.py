@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from alto import errors
+from alto.cluster import HostedRun
 from alto.errors import TaskInterruptedError
 from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events, replace_file
 from alto.runs.events import decode
@@ -223,3 +224,34 @@ def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
     elif how != "return":
         raise getattr(errors, how)("as the test wants it")
     return "There is no report."
+
+
+class Together:
+    """A host. Each of its runs tells when it begins, which others there are, and ends when its folder has a file
+    ``end``, by an error where that names one."""
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self.runs: dict[int, HostedRun] = {}
+
+    def attach(self, run: HostedRun) -> None:
+        if (Path(run.run_dir) / "refused").exists():
+            raise errors.SpecError("refused before it began")
+        self.runs[run.number] = run
+        print(f"{Path(run.run_dir).name} is attached")
+        tell(run.run_dir, "began", pid=os.getpid(), tenant=run.tenant, num_runs=len(self.runs))
+
+    def turn(self) -> dict[int, str | BaseException]:
+        time.sleep(0.01)
+        ended: dict[int, str | BaseException] = {}
+        for number, run in list(self.runs.items()):
+            end = Path(run.run_dir) / "end"
+            if run.is_interrupted():
+                ended[number] = TaskInterruptedError("stopped as asked, with everything on disk")
+            elif end.exists():
+                error = end.read_text(encoding="utf-8")
+                ended[number] = getattr(errors, error, RuntimeError)("as the test wants it") if error else "well done"
+            if number in ended:
+                del self.runs[number]
+                self.is_usable = self.is_usable and "RuntimeError" not in repr(ended[number])
+        return ended

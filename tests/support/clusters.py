@@ -56,6 +56,7 @@ class Started:
         num_ranks: int = 1,
         run_dir: Path | None = None,
         trust_remote_code: bool = False,
+        **launch: Any,
     ) -> Path:
         """Start a task on GPUs by their place; returns the folder of its run."""
         own = tuple(self.gpus()[index] for index in gpus)
@@ -64,11 +65,12 @@ class Started:
             Launch(
                 task=task,
                 run_dir=str(run_dir),
-                entry=f"cluster_entries:{self.entry}",
+                entry=launch.pop("entry", f"cluster_entries:{self.entry}"),
                 gpus=own,
                 attempt=attempt,
                 num_ranks=num_ranks,
                 trust_remote_code=trust_remote_code,
+                **launch,
             )
         )
         return run_dir

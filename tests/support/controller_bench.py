@@ -13,6 +13,7 @@ from journals import event
 from tiny import make_task
 
 from alto.cluster import Controller, Submission, TaskRun
+from alto.records import TaskEstimate
 from alto.runs import Journal, JournalEntry, QueueDir, QueueEntry, RunDir, read_events
 from alto.runs.events import QueueResumed
 from alto.scheduler import schedule_tasks
@@ -70,7 +71,7 @@ class Bench:
             run_dir=str(self.queue_dir.run_of(entry.task).root),
             entry="none:none",
             num_gpus=entry.num_gpus,
-            duration_s=entry.duration_s,
+            estimate=entry.estimate,
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -86,4 +87,6 @@ def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> Ta
     bench.cluster.seconds[name] = seconds
     run = RunDir(bench.queue_dir.root / "tasks" / name)
     run.begin(make_task(bench.queue_dir.root.parent, name=name))
-    return TaskRun(task=name, run_dir=str(run.root), entry="none:none", **{"duration_s": seconds} | changes)
+    return TaskRun(
+        task=name, run_dir=str(run.root), entry="none:none", **{"estimate": TaskEstimate(duration_s=seconds)} | changes
+    )

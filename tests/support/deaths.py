@@ -15,6 +15,7 @@ from torch import Tensor
 
 import alto
 from alto.backbone import Backbone
+from alto.cluster.entry import work_alone
 from alto.engine import work
 from alto.executor import Trainer, session
 from alto.executor.checkpoint import StateStore
@@ -53,7 +54,7 @@ def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
     if death is not None and death[0] == int(os.environ["RANK"]):
         _, instant, number, which = death
         _die_at(instant, which, functools.partial(_hold, is_interrupted) if number == HOLD else _kill(number))
-    return work.train(run_dir, is_interrupted)
+    return work_alone(work.Training, run_dir, is_interrupted) or ""
 
 
 def _death_of(run_dir: Path) -> Death | None:

@@ -36,6 +36,7 @@ class Backbone:
         tokenizer: Its tokenizer.
         path: What ``from_pretrained`` takes for it.
         max_length: Longest sequence that does not affect the others of its forward pass; None without such a limit.
+        is_checkpointed: Whether each layer's activations are recomputed in the backward pass.
 
     Raises:
         UnsupportedModelError: The padding-free forward pass differs from the model's own, or the model does not let its
@@ -54,6 +55,7 @@ class Backbone:
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.path = path
+        self.is_checkpointed = False
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnsupportedModelError(
@@ -140,6 +142,7 @@ class Backbone:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(_recomputed, weakref.ref(layer))
             layer.training = True
+        self.is_checkpointed = True
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:

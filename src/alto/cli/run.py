@@ -40,6 +40,13 @@ def run(
     quotas: Annotated[
         list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
     ] = None,
+    share_executor: Annotated[
+        bool,
+        typer.Option(
+            "--share-executor/--no-share-executor",
+            help="Whether tasks on one base model may be trained in one process, where all are done sooner.",
+        ),
+    ] = True,
     wait_for_tasks: Annotated[
         bool,
         typer.Option(
@@ -82,6 +89,7 @@ def run(
         total_gpus=total_gpus,
         cluster=cluster,
         quotas=limits,
+        share_executor=share_executor,
     )
 
 

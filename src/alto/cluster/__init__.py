@@ -13,7 +13,7 @@ from alto.cluster.base import (
 )
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
-from alto.cluster.entry import error_class, run_entry
+from alto.cluster.entry import Host, HostedRun, error_class, run_entry
 from alto.cluster.launches import check_launch
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.solver import GuardedSolver
@@ -30,6 +30,8 @@ __all__ = [
     "GpuCame",
     "GpuGone",
     "GuardedSolver",
+    "Host",
+    "HostedRun",
     "Launch",
     "LiveQueue",
     "Outcome",

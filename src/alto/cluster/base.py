@@ -15,17 +15,22 @@ __all__ = ["Cluster", "ClusterEvent", "EntryWritten", "ExecutorEnded", "GpuCame"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One executor to be started.
+    """A run to be worked on, by an executor that is started for it or works on others already.
 
     Attributes:
         task: Unique within the queue.
         run_dir: Folder of the run, made already and seen by every node; an earlier attempt in it is resumed.
         entry: What the executor does, ``module:function``: it is called with the run directory and a function that
-            returns whether to stop.
-        gpus: Its own for as long as it runs.
+            returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs at once.
+        gpus: Its own for as long as it runs, or its executor's.
         attempt: Number of the attempt, from 1.
         num_ranks: Number of its processes, each on its share of the GPUs; a single process has all of them.
         trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
+        executor: Launches with the same one, which is not empty, share a process, with the same GPUs; empty: none.
+        base: Launches with the same one, which is not empty, need the same base model: an idle process that holds it
+            is preferred.
+        tenant: Who submitted the task.
+        priority: Of the task.
     """
 
     task: str
@@ -35,6 +40,10 @@ class Launch:
     attempt: int
     num_ranks: int = 1
     trust_remote_code: bool = False
+    executor: str = ""
+    base: str = ""
+    tenant: str = ""
+    priority: int = 0
 
 
 class Outcome(StrEnum):
@@ -66,7 +75,7 @@ class EntryWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorEnded:
-    """No process of this executor is left; or its watcher died alone, and it saves and ends by itself: until then it
+    """Nothing of this attempt runs any more; or its watcher died alone, and it saves and ends by itself: until then it
     holds the lock of its run, which keeps the next attempt waiting.
 
     Attributes:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster.running_attempt import RunningAttempt, history_before
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
-from alto.errors import QueueCommandError, RunError
+from alto.errors import QueueCommandError
 from alto.records import MAX_DURATION_S
 from alto.runs import (
     NOT_FOLDABLE,
@@ -19,9 +20,7 @@ from alto.runs import (
     JournalEntry,
     Observer,
     RunDir,
-    RunHistory,
     has_result,
-    read_intact_entries,
 )
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
@@ -60,26 +59,6 @@ _STANDS = (
 """Events that report a run's progress."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """A running executor and its measured pace.
-
-    Attributes:
-        far: Progress of the run on disk when it was started.
-        start_s: Seconds until it began to train.
-        began_at: When it began to train; None before.
-    """
-
-    launch: Launch
-    expected_s: float
-    launched_at: float
-    far: tuple[float, ...] = ()
-    start_s: float = 0.0
-    history: RunHistory = field(default_factory=RunHistory)
-    began_at: float | None = None
-    share_before: float = 0.0
-
-
 class Dispatcher:
     """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
 
@@ -101,7 +80,7 @@ class Dispatcher:
         self._clock = clock
         self._began_at = clock()
         self._runs: dict[str, TaskRun] = {}
-        self._running: dict[str, _Attempt] = {}
+        self._running: dict[str, RunningAttempt] = {}
         self._ended: dict[str, ExecutorEnded] = {}
         self._is_draining = False
         self._is_drained = False
@@ -129,7 +108,7 @@ class Dispatcher:
         news = journaled.TaskSubmitted(
             task=run.task,
             num_gpus=run.num_gpus,
-            duration_s=run.duration_s,
+            duration_s=run.estimate.duration_s,
             priority=submission.priority,
             tenant=submission.tenant,
             command=command,
@@ -238,7 +217,7 @@ class Dispatcher:
         if attempt is None or attempt.launch.attempt != written.attempt:
             return None
         if isinstance(written.entry.event, journaled.TaskResumed):
-            attempt.history = _history_before(attempt.launch.run_dir, written.entry.seq)
+            attempt.history = history_before(attempt.launch.run_dir, written.entry.seq)
         with contextlib.suppress(*NOT_FOLDABLE):  # an invalid entry changes no estimate
             attempt.history.apply(written.entry)
         self._show(
@@ -259,14 +238,25 @@ class Dispatcher:
                 kept_duration_s=event.data_parallel_duration_s,
             )
         if isinstance(event, _STANDS) and attempt.began_at is not None:
+            elapsed_s = self._clock() - attempt.began_at
             remaining_s = remaining_duration_s(
-                attempt.expected_s,
-                elapsed_s=self._clock() - attempt.began_at,
+                self._expected_s(attempt, elapsed_s),
+                elapsed_s=elapsed_s,
                 share_before=attempt.share_before,
                 share_done=share,
             )
             return Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
         return None
+
+    def _expected_s(self, attempt: RunningAttempt, elapsed_s: float) -> float:
+        """Estimated seconds of an attempt from the beginning of its training; beside others as the queue expects it."""
+        task = attempt.launch.task
+        executor = attempt.launch.executor
+        if not any(
+            other.launch.executor == executor for name, other in self._running.items() if executor and name != task
+        ):
+            return attempt.expected_s
+        return elapsed_s + max(0.0, self._queue.tasks[task].expected_end_s - self._now_s())
 
     def _handle_end(self, ended: ExecutorEnded) -> QueueEvent | None:
         attempt = self._running.get(ended.task)
@@ -352,8 +342,11 @@ class Dispatcher:
     def _start(self, action: StartTask) -> None:
         run = self._runs[action.task]
         self._journal.append(
-            journaled.ExecutorStarted(task=action.task, attempt=action.attempt, gpus=tuple(action.gpus))
+            journaled.ExecutorStarted(
+                task=action.task, attempt=action.attempt, gpus=tuple(action.gpus), executor=action.executor
+            )
         )
+        demand = self._queue.tasks[action.task].demand
         launch = Launch(
             task=action.task,
             run_dir=run.run_dir,
@@ -362,10 +355,14 @@ class Dispatcher:
             attempt=action.attempt,
             num_ranks=len(action.gpus) if run.is_parallel else 1,
             trust_remote_code=run.trust_remote_code,
+            executor=action.executor,
+            base=run.base,
+            tenant=demand.tenant,
+            priority=demand.priority,
         )
-        self._running[action.task] = _Attempt(
+        self._running[action.task] = RunningAttempt(
             launch=launch,
-            expected_s=self._queue.tasks[action.task].demand.duration_s,
+            expected_s=demand.duration_s,
             launched_at=self._clock(),
             far=run.how_far() if run.how_far is not None else (),
         )
@@ -407,7 +404,7 @@ class Dispatcher:
         return self._clock() - self._began_at
 
 
-def _share_of(state: TaskState, attempt: _Attempt | None) -> float:
+def _share_of(state: TaskState, attempt: RunningAttempt | None) -> float:
     if state is TaskState.FINISHED:
         return 1.0
     return attempt.history.settled_share if attempt is not None else 0.0
@@ -417,14 +414,6 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
     if ended is not None and ended.outcome is Outcome.FINISHED:
         return TaskState.FINISHED
     return TaskState.STOPPED if state is TaskState.STOPPING else TaskState.WAITING
-
-
-def _history_before(run_dir: str, seq: int) -> RunHistory:
-    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
-    try:
-        return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
-    except (RunError, *NOT_FOLDABLE):
-        return RunHistory()
 
 
 def _is_valid(offer: journaled.GpusOffered) -> bool:

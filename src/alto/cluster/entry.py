@@ -1,12 +1,14 @@
-"""Calls the entry function of an executor's process, and reports how it ended."""
+"""What an executor's process calls, and how that ended."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import traceback
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from alto import errors
 from alto.cluster.attempt import Ending
@@ -22,20 +24,77 @@ from alto.errors import (
 )
 from alto.runs import is_disk_full
 
-__all__ = ["Entry", "ending_by", "ending_of", "error_class", "load_entry", "run_entry"]
+__all__ = [
+    "TRUST_VARIABLE",
+    "Entry",
+    "Host",
+    "HostedRun",
+    "ending_by",
+    "ending_of",
+    "error_class",
+    "load_entry",
+    "notices_of",
+    "run_entry",
+    "trusts_remote_code",
+    "work_alone",
+]
+
+TRUST_VARIABLE = "ALTO_TRUST_REMOTE_CODE"
+"""``1`` in the environment of a process whose user allows code of base models."""
 
 Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
 """Works on the run in a folder; calls the given function regularly to check whether to stop; returns notices for the
 user."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedRun:
+    """A run that a host is to work on.
+
+    Attributes:
+        number: Unique in the process.
+        run_dir: Folder of the run.
+        is_interrupted: Whether it has to stop; each call is a sign of life.
+        tenant: Who submitted the task.
+        priority: Of the task.
+        trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
+    """
+
+    number: int
+    run_dir: str
+    is_interrupted: Callable[[], bool]
+    tenant: str = ""
+    priority: int = 0
+    trust_remote_code: bool = False
+
+
+class Host(Protocol):
+    """Works on several runs in one process, in turns. A class that a launch names as its entry is called without
+    arguments to make one."""
+
+    def attach(self, run: HostedRun) -> None:
+        """Begin or resume a run beside the others; what it raises ends that run alone."""
+
+    def turn(self) -> Mapping[int, str | BaseException]:
+        """Work on all runs for a moment.
+
+        Returns:
+            The runs that have ended, by number: notices for the user, or the error that ended it.
+        """
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can work on another run; where not, its process ends after the runs that it has."""
+
+
 _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionError)
 """Errors that may not recur in the next attempt or on another machine; a full disk does recur."""
 
 
-def load_entry(name: str) -> Entry:
-    """The function called ``module:function``."""
-    module, _, function = name.partition(":")
-    entry: Entry = getattr(importlib.import_module(module), function)
+def load_entry(name: str) -> Entry | type[Host]:
+    """The function or class called ``module:name``."""
+    module, _, attribute = name.partition(":")
+    entry: Entry | type[Host] = getattr(importlib.import_module(module), attribute)
     return entry
 
 
@@ -53,7 +112,32 @@ def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> E
         entry, run_dir: Of the launch.
         is_interrupted: Whether to save and end; asked between steps.
     """
-    return ending_of(lambda: load_entry(entry)(run_dir, is_interrupted))
+    return ending_of(lambda: work_alone(load_entry(entry), run_dir, is_interrupted))
+
+
+def work_alone(entry: Entry | type[Host], run_dir: str, is_interrupted: Callable[[], bool]) -> str | None:
+    """Work on one run to its end; returns notices for the user, or raises the error that ended it."""
+    if not isinstance(entry, type):
+        return entry(run_dir, is_interrupted)
+    host = entry()
+    host.attach(
+        HostedRun(number=0, run_dir=run_dir, is_interrupted=is_interrupted, trust_remote_code=trusts_remote_code())
+    )
+    while not (ended := host.turn()):
+        pass
+    return notices_of(ended[0])
+
+
+def notices_of(ended: str | BaseException) -> str:
+    """The notices of a run that has ended in :meth:`Host.turn`; raises the error that ended it."""
+    if isinstance(ended, BaseException):
+        raise ended
+    return ended
+
+
+def trusts_remote_code() -> bool:
+    """Whether the user who started this process allows code that comes with the base model."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
 
 
 def ending_of(work: Callable[[], str | None]) -> Ending:

@@ -25,6 +25,13 @@ def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch
     for other in running:
         if other.task == launch.task:
             raise ValueError(f"task {launch.task!r}: expected one that does not run, found that it does")
+        if launch.executor and other.executor == launch.executor:
+            if other.gpus != launch.gpus or other.base != launch.base or launch.num_ranks > 1:
+                raise ValueError(
+                    f"task {launch.task!r}: expected the GPUs and the base model of {launch.executor!r}, which it "
+                    f"shares, {list(other.gpus)} and {other.base!r}, found {list(launch.gpus)} and {launch.base!r}"
+                )
+            continue
         taken.update(other.gpus)
     free = {Gpu(node.name, index) for node in nodes for index in node.gpus} - taken
     if not launch.gpus or len(set(launch.gpus)) != len(launch.gpus) or not set(launch.gpus) <= free:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from alto.cluster.controller import Controller, interruption
 from alto.cluster.submission import Submission, TaskRun
 from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
+from alto.records import TaskEstimate
 from alto.runs import (
     Answer,
     Journal,
@@ -36,7 +37,8 @@ class QueueIntake:
         entry: What its executors do, as of :class:`alto.cluster.Launch`.
         is_parallel: As of :class:`alto.cluster.TaskRun`.
         check: Raises an error for a submitted task that is not valid.
-        estimate_s: Estimated duration of a submitted task, in seconds.
+        estimate: Returns what a submitted task is expected to take.
+        base_of: Returns the base model of a task, as of :class:`alto.cluster.Launch`.
         trusted: Tasks of the queue that may run the Python code that comes with their base model.
         trusts_commands: Whether tasks that other processes submit may.
     """
@@ -44,7 +46,8 @@ class QueueIntake:
     entry: str
     is_parallel: bool
     check: Callable[[Task], None]
-    estimate_s: Callable[[Task], float]
+    estimate: Callable[[Task], TaskEstimate]
+    base_of: Callable[[Task], str]
     trusted: Collection[str] = ()
     trusts_commands: bool = False
 
@@ -86,14 +89,13 @@ class LiveQueue:
             [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
 
-    def submit(self, task: Task, *, tenant: str, priority: int, duration_s: float | None = None) -> str:
+    def submit(self, task: Task, *, tenant: str, priority: int) -> str:
         """Submit a task; once this has returned, the submission is durable.
 
         Args:
             task: With absolute paths.
             tenant: Whose quota it counts against.
             priority: Higher goes first.
-            duration_s: Estimated duration in seconds; None uses the queue's own estimate.
 
         Returns:
             Its name in the queue.
@@ -102,8 +104,7 @@ class LiveQueue:
             AltoError: What is wrong with the task.
             QueueCommandError: The queue accepts no more tasks.
         """
-        duration_s = self._intake.estimate_s(task) if duration_s is None else duration_s
-        command = _Submit(task=task, tenant=tenant, priority=priority, duration_s=duration_s)
+        command = _Submit(task=task, tenant=tenant, priority=priority, estimate=self._intake.estimate(task))
         return self._controller.call(lambda: self._submit(command, trusts=task.trust_remote_code))
 
     def cancel(self, task: str) -> None:
@@ -186,7 +187,7 @@ class LiveQueue:
         before = next((entry.task for entry in entries if entry.command == command.id), None)
         if before is not None:  # the answer was lost
             return before
-        task, duration_s = self._read(command)
+        task, estimate = self._read(command)
         if task.trust_remote_code and not self._intake.trusts_commands:
             raise UntrustedCodeError(
                 f"trust_remote_code: expected a task without code of its base model {task.model!r}, or a queue that "
@@ -196,20 +197,20 @@ class LiveQueue:
             task=task,
             tenant=command.tenant,
             priority=command.priority,
-            duration_s=duration_s,
+            estimate=estimate,
             command=command.id,
         )
         return self._submit(asked, trusts=self._intake.trusts_commands)
 
-    def _read(self, command: QueueCommand) -> tuple[Task, float]:
-        """The task that a command submits, and what it is estimated to take, in seconds.
+    def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
+        """The task that a command submits, and what it is expected to take.
 
         Raises:
             AltoError: What is wrong with the task, or with the files that it names.
         """
         try:
             task = build_task(command.values)
-            return task, self._intake.estimate_s(task)
+            return task, self._intake.estimate(task)
         except AltoError:
             raise
         except Exception as error:  # a broken link, a folder without permission: the other tasks continue
@@ -231,10 +232,12 @@ class LiveQueue:
         entry = QueueEntry(
             task=unique_name(asked.task.name, {entry.task for entry in entries}),
             num_gpus=asked.task.num_gpus,
-            duration_s=asked.duration_s,
+            duration_s=asked.estimate.duration_s,
             priority=asked.priority,
             tenant=asked.tenant,
             command=asked.command,
+            base=self._intake.base_of(asked.task),
+            sharing=asked.estimate.sharing,
         )
         submission = self._submission(entry, trusts=trusts)
         self._controller.check(submission)
@@ -260,7 +263,8 @@ class LiveQueue:
             run_dir=str(self._queue_dir.run_of(entry.task).root),
             entry=self._intake.entry,
             num_gpus=entry.num_gpus,
-            duration_s=entry.duration_s,
+            estimate=entry.estimate,
+            base=entry.base,
             is_parallel=self._intake.is_parallel,
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
@@ -308,7 +312,7 @@ class _Submit:
     task: Task
     tenant: str
     priority: int
-    duration_s: float
+    estimate: TaskEstimate
     command: str = ""
 
 

@@ -1,34 +1,34 @@
-"""The GPUs of this machine, or slots of its CPU, and a process group for every task."""
+"""The GPUs of this machine, or slots of its CPU, and the processes that work on them."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
+from alto.cluster.base import ClusterEvent, Launch
 from alto.cluster.device_locks import DeviceLocks
-from alto.cluster.entry import ending_by
+from alto.cluster.executor_process import ProcessShape
 from alto.cluster.launches import check_launch
-from alto.cluster.local_executor import LocalExecutor, Timeouts
-from alto.cluster.zygote import Zygote
+from alto.cluster.local_executor import Timeouts
+from alto.cluster.machine import Machine
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
 __all__ = ["LocalCluster"]
 
 NODE = "local"
-WATCH_INTERVAL_S = 0.05
 
 
 class LocalCluster:
-    """Executors on this machine, each a session of processes on GPUs of its own.
+    """Executors on this machine: processes on GPUs of their own, each for one task or for several that share it.
 
     On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
     n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
+
+    A process whose tasks have ended is kept for a while: its base model is loaded. It ends when others need its GPUs.
 
     Its GPUs are locked until it is closed, so that no other controller of this user takes them; CPU slots are not.
 
@@ -39,6 +39,7 @@ class LocalCluster:
             killed and ends as ``lost``. Signs are journal lines, and checks of its training loop whether to stop.
         start_timeout_s: The same before its first journal line, while it loads the model and reads the data.
         drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
+        idle_timeout_s: A process without a task ends after so long.
 
     Raises:
         DeviceBusyError: Another controller uses one of the GPUs; the message names the GPU and the process.
@@ -53,19 +54,19 @@ class LocalCluster:
         heartbeat_timeout_s: float = 300.0,
         start_timeout_s: float = 3600.0,
         drain_timeout_s: float = 120.0,
+        idle_timeout_s: float = 60.0,
     ) -> None:
         if not Path("/proc/self/stat").exists():
             raise UnsupportedError(
                 "cluster: 'local' keeps account of its processes as Linux lists them, found a machine without /proc; "
                 "run one task at a time with: alto tune"
             )
-        self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
+        timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._devices = _visible_devices()
         self._node = Node(name=NODE, gpus=tuple(range(_num_gpus(total_gpus, len(self._devices)))))
         used = range(len(self._node.gpus)) if self._devices else ()
         self._locks = DeviceLocks([_lock_name(index, self._devices[index]) for index in used])
-        self._executors: dict[str, LocalExecutor] = {}
-        self._events: list[ClusterEvent] = []
+        self._machine = Machine(timeouts, idle_timeout_s=idle_timeout_s)
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -78,55 +79,29 @@ class LocalCluster:
         return bool(self._devices)
 
     def start(self, launch: Launch) -> None:
-        """Start an executor in a session of its own."""
-        check_launch(launch, self.nodes, [executor.launch for executor in self._executors.values()])
-        num_threads = _num_cores() * len(launch.gpus) // len(self._node.gpus)
-        try:
-            self._executors[launch.task] = LocalExecutor(
-                launch,
-                Zygote.shared(),
-                devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
-                num_threads=max(1, num_threads),
-                timeouts=self._timeouts,
-            )
-        except OSError as error:
-            ending = ending_by(error)
-            self._events.append(
-                ExecutorEnded(
-                    task=launch.task,
-                    attempt=launch.attempt,
-                    outcome=ending.outcome,
-                    reason=str(error),
-                    error=ending.error,
-                )
-            )
+        """Have a process work on a run: the one of its executor, an idle one that fits, or a new one."""
+        check_launch(launch, self.nodes, self._machine.launches)
+        self._machine.start(launch, self._shape(launch))
 
     def stop(self, task: str) -> None:
         """Let a running executor save and end; it is killed if that takes too long."""
-        if task in self._executors:
-            self._executors[task].ask_to_stop()
+        self._machine.stop(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
         """What has happened since the last call, oldest first of every task."""
-        gives_up_at = time.monotonic() + timeout_s
-        while True:
-            for task, executor in list(self._executors.items()):
-                new = executor.watch()
-                self._events += new
-                if new and isinstance(new[-1], ExecutorEnded):
-                    del self._executors[task]
-            if self._events or time.monotonic() >= gives_up_at:
-                events, self._events = self._events, []
-                return events
-            time.sleep(WATCH_INTERVAL_S)
+        return self._machine.poll(timeout_s)
 
     def close(self) -> None:
         """Kill what still runs, then release the GPUs."""
-        while self._executors:
-            self._executors = {task: executor for task, executor in self._executors.items() if not executor.kill()}
-            if self._executors:
-                time.sleep(WATCH_INTERVAL_S)
+        self._machine.close()
         self._locks.release()
+
+    def _shape(self, launch: Launch) -> ProcessShape:
+        return ProcessShape(
+            devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
+            num_threads=max(1, _num_cores() * len(launch.gpus) // len(self._node.gpus)),
+            num_ranks=launch.num_ranks,
+        )
 
 
 def _visible_devices() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
 from alto.cluster.base import Outcome
-from alto.cluster.entry import ending_of, error_class, load_entry
+from alto.cluster.entry import error_class, run_entry
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunWriteError
 from alto.runs import writing
@@ -41,7 +41,7 @@ class RankProcesses:
 
     Args:
         attempt: Folder of the attempt, for logs and ends.
-        entry: ``module:function`` that each of them calls.
+        entry: That each of them calls, as of :class:`alto.cluster.Launch`.
         on_death: Is called, on a thread, once a rank has died before its work was done and `GRACE_S` have gone by.
     """
 
@@ -133,7 +133,7 @@ def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -
         signal.signal(number, signal.SIG_IGN)  # only the first rank is stopped; it stops the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     threading.Thread(target=_die_with, args=(first,), daemon=True).start()
-    ending = ending_of(lambda: load_entry(entry)(str(attempt.run_dir), lambda: False))
+    ending = run_entry(entry, str(attempt.run_dir), lambda: False)
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
     is_written = is_well
     if not is_well:

@@ -1,4 +1,5 @@
-"""Executors on a Ray cluster: a placement group and an actor each. The only module that uses Ray's interface."""
+"""Executors on a Ray cluster: a placement group and an actor each, for one task or for several that share it. The only
+module that uses Ray's interface."""
 
 from __future__ import annotations
 
@@ -47,18 +48,29 @@ CLOSE_TIMEOUT_S = 30.0
 """How long actors may take to end their executors before they are killed themselves."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """An executor, and the open request to its actor; None where a new request has to be sent.
+IDLE_TIMEOUT_S = 60.0
+"""How long an actor without a task is kept, for a task that needs the base model that its process holds."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Actor:
+    """An actor on its GPUs, and the open request to it; None where a new request has to be sent.
 
     Attributes:
-        died_because: Empty while its actor lives.
-        watched_at: Time of its last check; after its actor has died, the time when that was found.
+        first: The launch that it was made for.
+        launches: What it works on, by task.
+        is_reusable: Whether it can be given other tasks once it has none.
+        died_because: Empty while it lives.
+        watched_at: Time of its last check; after it has died, the time when that was found.
+        idle_since: When its last task ended.
     """
 
-    launch: Launch
+    first: Launch
+    launches: dict[str, Launch]
     actor: Any
     group: PlacementGroup
+    is_reusable: bool
+    idle_since: float = 0.0
     reply: Any = None
     num_heard: int = 0
     is_placed: bool = False
@@ -104,7 +116,7 @@ class RayCluster:
         _check_version(ray.__version__)
         self._timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
         self._placement_timeout_s = placement_timeout_s
-        self._running: dict[str, _Running] = {}
+        self._actors: list[_Actor] = []
         self._is_ours = _connect(address)
         self._head = _head()
         self._head_seen_at = time.monotonic()
@@ -139,48 +151,84 @@ class RayCluster:
             ValueError: The task runs already, or a GPU is taken or is not in this cluster.
             ClusterLostError: The connection to Ray is lost.
         """
-        check_launch(launch, self.nodes, [running.launch for running in self._running.values()])
-        shares = Counter(gpu.node for gpu in launch.gpus)
-        ids = [self._nodes.id_of(node) for node in shares]
+        check_launch(launch, self.nodes, [found for actor in self._actors for found in actor.launches.values()])
         with self._connected():
             while not self._is_head_there():
                 time.sleep(TICK_S)
-            group = placement_group(
-                [{self._resource: count} for count in shares.values()],
-                strategy="STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD",
-                bundle_label_selector=[{"ray.io/node-id": ray_id} for ray_id in ids],
+            found = self._of_executor(launch) or self._idle(launch)
+            for other in [other for other in self._actors if other is not found and not other.launches]:
+                if not set(other.first.gpus).isdisjoint(launch.gpus):
+                    self._release(other)
+            actor = found or self._new_actor(launch)
+            actor.launches[launch.task] = launch
+            actor.actor.start.remote(launch)
+            if actor.reply is None:
+                actor.watched_at = time.monotonic()
+
+    def _of_executor(self, launch: Launch) -> _Actor | None:
+        """The actor that works on other tasks of the same executor."""
+        for actor in self._actors if launch.executor else ():
+            if any(other.executor == launch.executor for other in actor.launches.values()):
+                return actor
+        return None
+
+    def _idle(self, launch: Launch) -> _Actor | None:
+        """An actor without a task on the same GPUs, whose process holds the base model of ``launch``."""
+        for actor in self._actors if launch.num_ranks == 1 and not launch.trust_remote_code else ():
+            is_ready = actor.is_reusable and not actor.launches and not actor.died_because
+            if is_ready and actor.first.gpus == launch.gpus and actor.first.base == launch.base:
+                return actor
+        return None
+
+    def _new_actor(self, launch: Launch) -> _Actor:
+        shares = Counter(gpu.node for gpu in launch.gpus)
+        ids = [self._nodes.id_of(node) for node in shares]
+        group = placement_group(
+            [{self._resource: count} for count in shares.values()],
+            strategy="STRICT_PACK" if len(shares) == 1 else "STRICT_SPREAD",
+            bundle_label_selector=[{"ray.io/node-id": ray_id} for ray_id in ids],
+        )
+        num_gpus = shares[launch.gpus[0].node]
+        actor = (
+            ray.remote(Starter)
+            .options(
+                num_gpus=num_gpus if self.has_gpus else 0,
+                num_cpus=0 if self.has_gpus else num_gpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-            num_gpus = shares[launch.gpus[0].node]
-            actor = (
-                ray.remote(Starter)
-                .options(
-                    num_gpus=num_gpus if self.has_gpus else 0,
-                    num_cpus=0 if self.has_gpus else num_gpus,
-                    max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-                )
-                .remote(
-                    launch,
-                    has_gpus=self.has_gpus,
-                    core_share=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
-                    timeouts=self._timeouts,
-                )
+            .remote(
+                has_gpus=self.has_gpus,
+                core_share=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
+                timeouts=self._timeouts,
             )
-        self._running[launch.task] = _Running(launch=launch, actor=actor, group=group, watched_at=time.monotonic())
+        )
+        found = _Actor(
+            first=launch,
+            launches={},
+            actor=actor,
+            group=group,
+            is_reusable=launch.num_ranks == 1 and not launch.trust_remote_code,
+            watched_at=time.monotonic(),
+        )
+        self._actors.append(found)
+        return found
 
     def stop(self, task: str) -> None:
         """As `Cluster.stop`; raises `ClusterLostError` where the connection to Ray is lost."""
-        if task in self._running:
-            with self._connected():
-                self._running[task].actor.stop.remote()
+        for actor in self._actors:
+            if task in actor.launches:
+                with self._connected():
+                    actor.actor.stop.remote(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
         """As `Cluster.poll`; raises `ClusterLostError` where the connection to Ray is lost."""
         gives_up_at = time.monotonic() + timeout_s
         while True:
             with self._connected():
-                told = [event for running in list(self._running.values()) for event in self._handle(running)]
+                told = [event for actor in list(self._actors) for event in self._handle(actor)]
                 events = [*self._count_nodes(), *told, *self._lose_stranded(), *self._lose_dead()]
+                self._end_idle()
                 left_s = gives_up_at - time.monotonic()
                 if events or left_s <= 0:
                     return events
@@ -193,17 +241,17 @@ class RayCluster:
         """
         if self._is_lost or not ray.is_initialized():
             return
-        closed = [running.actor.close.remote() for running in self._running.values()]
+        closed = [actor.actor.close.remote() for actor in self._actors]
         if closed:
             ray.wait(closed, num_returns=len(closed), timeout=CLOSE_TIMEOUT_S)
-        for task in list(self._running):
-            self._release(task)
+        for actor in list(self._actors):
+            self._release(actor)
         if self._is_ours:
             ray.shutdown()
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until an actor has answered, at most for ``timeout_s``."""
-        replies = [running.reply for running in self._running.values() if running.reply is not None]
+        replies = [actor.reply for actor in self._actors if actor.reply is not None]
         if replies:
             ray.wait(replies, timeout=timeout_s)
         else:
@@ -247,61 +295,74 @@ class RayCluster:
 
     # -- executors -------------------------------------------------------------------------------------------------
 
-    def _handle(self, running: _Running) -> Iterator[ClusterEvent]:
+    def _handle(self, actor: _Actor) -> Iterator[ClusterEvent]:
         """Handle an actor's answer and send the next request."""
-        if running.died_because:
+        if actor.died_because:
             return
-        if running.reply is not None:
-            if not ray.wait([running.reply], timeout=0)[0]:
-                yield from self._check_silence(running)
+        if actor.reply is not None:
+            if not ray.wait([actor.reply], timeout=0)[0]:
+                yield from self._check_silence(actor)
                 return
             try:
-                events = ray.get(running.reply)
+                events = ray.get(actor.reply)
             except ActorUnavailableError:
                 # The connection broke. Either it comes back, or Ray finds out that the actor or its node is dead.
-                running.reply = None
-                yield from self._check_silence(running)
+                actor.reply = None
+                yield from self._check_silence(actor)
                 return
             except RayError as error:
                 if isinstance(error, ActorDiedError) and error.actor_init_failed:
-                    yield self._end(running, Outcome.FAILED, _why_it_cannot_start(running.launch, error))
+                    yield from self._end(actor, Outcome.FAILED, _why_it_cannot_start(actor.first, error))
                     return
-                running.reply = None
-                running.died_because, running.watched_at = f"its actor ended: {_first_line(error)}", time.monotonic()
+                actor.reply = None
+                actor.died_because, actor.watched_at = f"its actor ended: {_first_line(error)}", time.monotonic()
                 return
-            yield from events
-            running.num_heard += len(events)
-            running.is_placed = True
-            running.silence_s, running.watched_at = 0.0, time.monotonic()
-            if any(isinstance(event, ExecutorEnded) for event in events):
-                self._release(running.launch.task)
-                return
-        running.reply = running.actor.poll.remote(running.num_heard, TICK_S)
+            actor.num_heard += len(events)
+            actor.is_placed = True
+            actor.silence_s, actor.watched_at = 0.0, time.monotonic()
+            for event in events:
+                yield event
+                if isinstance(event, ExecutorEnded):
+                    actor.launches.pop(event.task, None)
+                    actor.idle_since = time.monotonic()
+        if actor.launches:
+            actor.reply = actor.actor.poll.remote(actor.num_heard, TICK_S)
+        else:
+            actor.reply = None
 
-    def _check_silence(self, running: _Running) -> Iterator[ExecutorEnded]:
+    def _check_silence(self, actor: _Actor) -> Iterator[ExecutorEnded]:
         now = time.monotonic()
         # While this process was itself stopped or busy, it could not see any sign of life.
-        running.silence_s += min(now - running.watched_at, 2 * TICK_S)
-        running.watched_at = now
-        if running.is_placed and running.silence_s > self._timeouts.heartbeat_s:
-            yield self._end(running, Outcome.LOST, f"hung: no sign of life of its actor for {running.silence_s:.0f} s")
-        elif not running.is_placed and running.silence_s > self._placement_timeout_s:
-            yield self._end(
-                running,
-                Outcome.LOST,
+        actor.silence_s += min(now - actor.watched_at, 2 * TICK_S)
+        actor.watched_at = now
+        if actor.is_placed and actor.silence_s > self._timeouts.heartbeat_s:
+            reason = f"hung: no sign of life of its actor for {actor.silence_s:.0f} s"
+            yield from self._end(actor, Outcome.LOST, reason)
+        elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
+            reason = (
                 f"Ray did not start it within {self._placement_timeout_s:.0f} s; others may hold its "
-                f"{self._resource}s, see: ray status",
+                f"{self._resource}s, see: ray status"
             )
+            yield from self._end(actor, Outcome.LOST, reason)
 
-    def _end(self, running: _Running, outcome: Outcome, reason: str) -> ExecutorEnded:
-        self._release(running.launch.task)
-        return ExecutorEnded(task=running.launch.task, attempt=running.launch.attempt, outcome=outcome, reason=reason)
+    def _end(self, actor: _Actor, outcome: Outcome, reason: str) -> Iterator[ExecutorEnded]:
+        """Report the end of all that an actor works on."""
+        self._release(actor)
+        for launch in actor.launches.values():
+            yield ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
 
-    def _release(self, task: str) -> None:
-        """Kill the actor and release its GPUs to Ray."""
-        running = self._running.pop(task)
-        ray.kill(running.actor)
-        remove_placement_group(running.group)
+    def _end_idle(self) -> None:
+        """Release actors without a task that cannot be given others, or have waited for one for long."""
+        for actor in [actor for actor in self._actors if not actor.launches]:
+            is_of_use = actor.is_reusable and bool(actor.first.base) and not actor.died_because
+            if not is_of_use or time.monotonic() > actor.idle_since + IDLE_TIMEOUT_S:
+                self._release(actor)
+
+    def _release(self, actor: _Actor) -> None:
+        """Kill an actor and release its GPUs to Ray."""
+        self._actors.remove(actor)
+        ray.kill(actor.actor)
+        remove_placement_group(actor.group)
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -314,16 +375,16 @@ class RayCluster:
 
     def _lose_stranded(self) -> Iterator[ExecutorEnded]:
         """Executors that had a GPU on a node that is gone."""
-        for running in list(self._running.values()):
-            gone = sorted({gpu.node for gpu in running.launch.gpus if self._nodes.id_of(gpu.node) is None})
+        for actor in list(self._actors):
+            gone = sorted({gpu.node for gpu in actor.first.gpus if self._nodes.id_of(gpu.node) is None})
             if gone:
-                yield self._end(running, Outcome.LOST, f"{', '.join(gone)} left the cluster")
+                yield from self._end(actor, Outcome.LOST, f"{', '.join(gone)} left the cluster")
 
     def _lose_dead(self) -> Iterator[ExecutorEnded]:
         """Executors whose actor died a while ago, on a node that lives."""
-        for running in list(self._running.values()):
-            if running.died_because and time.monotonic() > running.watched_at + NODE_VERDICT_S:
-                yield self._end(running, Outcome.LOST, running.died_because)
+        for actor in list(self._actors):
+            if actor.died_because and time.monotonic() > actor.watched_at + NODE_VERDICT_S:
+                yield from self._end(actor, Outcome.LOST, actor.died_because)
 
 
 def _check_version(version: str) -> None:

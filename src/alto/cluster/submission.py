@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from alto.cluster.base import ExecutorEnded
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, TaskEstimate
 from alto.scheduler import TaskDemand
 from alto.scheduler.queue import TaskState
 
 __all__ = ["ControllerStatus", "Submission", "TaskRun", "TaskStatus"]
+
+
+ONE_SECOND = TaskEstimate(duration_s=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +25,10 @@ class TaskRun:
         run_dir: Folder of the run, made already; on a cluster, every node sees it at this path.
         entry: What an executor does, as of :class:`alto.cluster.Launch`.
         num_gpus: GPUs that it runs on.
-        duration_s: Estimated duration in seconds.
+        estimate: What it is expected to take.
         is_parallel: Whether an executor is a process (rank) for each of its GPUs; else it is one process on all.
         trust_remote_code: As of :class:`alto.cluster.Launch`.
+        base: Its base model, as of :class:`alto.cluster.Launch`.
         retry_interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is
             started again.
         how_far: Returns the run's progress on disk: numbers that only grow. A lost executor that has made one of them
@@ -35,9 +39,10 @@ class TaskRun:
     run_dir: str
     entry: str
     num_gpus: int = 1
-    duration_s: float = 1.0
+    estimate: TaskEstimate = ONE_SECOND
     is_parallel: bool = False
     trust_remote_code: bool = False
+    base: str = ""
     retry_interrupted: bool = True
     how_far: Callable[[], tuple[float, ...]] | None = None
 
@@ -61,7 +66,8 @@ class Submission:
         return TaskDemand(
             task=self.run.task,
             num_gpus=self.run.num_gpus,
-            duration_s=self.run.duration_s,
+            duration_s=self.run.estimate.duration_s,
+            sharing=self.run.estimate.sharing,
             release_s=release_s,
             priority=self.priority,
             tenant=self.tenant,

@@ -37,7 +37,7 @@ class Engine:
 
     One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none; one that
     asks for several GPUs runs in as many processes. Many (:meth:`batched_execution`) run side by side on the GPUs of a
-    cluster, each in processes of its own.
+    cluster, each in processes of its own or together with others on the same base model.
 
     Args:
         strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each of them holds a part of the
@@ -48,6 +48,8 @@ class Engine:
         cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
             a package registers under ``alto.clusters``.
         quotas: The most GPUs that the tasks of a tenant have at a time.
+        share_executor: Whether tasks on one base model may be trained together in one process where all are done
+            sooner; a task's own key ``share_executor: false`` keeps that task alone.
         output_dir: Where run directories are made.
         observers: Each is called, on a thread of its own, with every journal entry (:class:`alto.runs.JournalEntry`)
             of every task, after it is written. One that raises, hangs or is slow changes nothing about the training:
@@ -66,6 +68,7 @@ class Engine:
     total_gpus: int | None = None
     cluster: str = "local"
     quotas: Mapping[str, int] = field(default_factory=dict)
+    share_executor: bool = True
     output_dir: str | Path = "runs"
     observers: Sequence[Observer] = ()
     is_interrupted: Callable[[], bool] | None = None
@@ -79,7 +82,11 @@ class Engine:
     @property
     def _setup(self) -> QueueSetup:
         return QueueSetup(
-            strategy=self.strategy, cluster=self.cluster, total_gpus=self.total_gpus, quotas=dict(self.quotas)
+            strategy=self.strategy,
+            cluster=self.cluster,
+            total_gpus=self.total_gpus,
+            quotas=dict(self.quotas),
+            share_executor=self.share_executor,
         )
 
     @cached_property

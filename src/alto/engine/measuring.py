@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from alto.cluster import Cluster, Controller, Outcome, TaskRun
-from alto.engine.durations import known_duration_s, remember_duration_s
+from alto.engine.estimates import base_key, estimate_of, known_estimate, remember_estimate
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
 from alto.errors import ProfileError
+from alto.records import TaskEstimate, TaskPlan
 from alto.runs import Journal, RunDir
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
@@ -43,25 +45,24 @@ class Measurement:
     on_measured: Callable[[Task, float], None]
     is_interrupted: Callable[[], bool]
 
-    def durations_s(self, tasks: Sequence[Task]) -> list[float]:
-        """Expected seconds of each of ``tasks``, early exit included; a cached duration is not measured again.
+    def estimates(self, tasks: Sequence[Task]) -> list[TaskEstimate]:
+        """What each of ``tasks`` takes; a cached estimate is not measured again.
 
         Raises:
             ProfileError: A task could not be measured; the message has the reason.
             KeyboardInterrupt: It was interrupted.
         """
         known = {
-            index: duration_s
+            index: estimate
             for index, task in enumerate(tasks)
-            if not self.refresh
-            and (duration_s := known_duration_s(task, self.cluster, self._num_ranks(task))) is not None
+            if not self.refresh and (estimate := known_estimate(task, self.cluster, self._num_ranks(task))) is not None
         }
         missing = {str(index): task for index, task in enumerate(tasks) if index not in known}
         if missing:
             known |= self._measure(missing)
         return [known[index] for index in range(len(tasks))]
 
-    def _measure(self, tasks: Mapping[str, Task]) -> dict[int, float]:
+    def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
         with tempfile.TemporaryDirectory(prefix="alto-plan-") as temporary:
             folder = Path(temporary)
             queue = Queue(
@@ -70,7 +71,7 @@ class Measurement:
             with Journal(folder / "journal.jsonl") as journal, Controller(self.cluster, queue, journal) as controller:
                 controller.start()
                 at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
-                found: dict[int, float] = {}
+                found: dict[int, TaskEstimate] = {}
                 for group in at_once:
                     for index in group:
                         controller.submit(self._run(index, tasks[index], folder / index))
@@ -78,7 +79,7 @@ class Measurement:
                         while not controller.wait(index, timeout_s=_WAIT_S):
                             self._check(controller, tasks)
                         self._check(controller, tasks)
-                        found[int(index)] = self._taken(tasks[index], folder / index)
+                        found[int(index)] = self._estimate(tasks[index], folder / index)
                 return found
 
     def _run(self, index: str, task: Task, folder: Path) -> TaskRun:
@@ -90,6 +91,7 @@ class Measurement:
             num_gpus=task.num_gpus,
             is_parallel=self.is_parallel,
             trust_remote_code=task.trust_remote_code,
+            base=base_key(task),
         )
 
     def _check(self, controller: Controller, tasks: Mapping[str, Task]) -> None:
@@ -101,12 +103,13 @@ class Measurement:
         if self.is_interrupted():
             raise KeyboardInterrupt
 
-    def _taken(self, task: Task, folder: Path) -> float:
-        """Cache and report the duration of a task."""
-        duration_s: float = json.loads((folder / PLAN_FILE).read_text("utf-8"))["expected_duration_s"]
-        remember_duration_s(task, self.cluster, self._num_ranks(task), duration_s)
-        self.on_measured(task, duration_s)
-        return duration_s
+    def _estimate(self, task: Task, folder: Path) -> TaskEstimate:
+        """Cache and report what a task takes."""
+        plan = TypeAdapter(TaskPlan).validate_json((folder / PLAN_FILE).read_bytes())
+        estimate = estimate_of(plan, task)
+        remember_estimate(task, self.cluster, self._num_ranks(task), estimate)
+        self.on_measured(task, estimate.duration_s)
+        return estimate if task.share_executor else replace(estimate, sharing=None)
 
     def _num_ranks(self, task: Task) -> int:
         return task.num_gpus if self.is_parallel else 1

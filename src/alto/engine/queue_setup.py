@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alto.cluster import Cluster, open_cluster, unique_name
-from alto.engine.durations import known_duration_s
+from alto.engine.estimates import known_estimate
 from alto.engine.gpus import check_num_gpus
-from alto.records import Node
+from alto.records import Node, TaskEstimate
 from alto.scheduler import SchedulingProblem, TaskDemand
 from alto.spec import Task
 
@@ -26,12 +26,14 @@ class QueueSetup:
         cluster: Address of the cluster.
         total_gpus: GPUs to use at most; None for all.
         quotas: The most GPUs of a tenant at a time.
+        share_executor: Whether tasks on one base model may share an executor, where they allow it.
     """
 
     strategy: str
     cluster: str
     total_gpus: int | None
     quotas: Mapping[str, int]
+    share_executor: bool = True
 
     @property
     def is_parallel(self) -> bool:
@@ -46,6 +48,7 @@ class QueueSetup:
             "cluster": self.cluster,
             "total_gpus": self.total_gpus,
             "quotas": dict(self.quotas),
+            "share_executor": self.share_executor,
         }
 
     @contextlib.contextmanager
@@ -56,31 +59,45 @@ class QueueSetup:
 
     def check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
         """Check that every task can be placed, before anything is measured or written."""
-        self.problem(tasks, [1.0] * len(tasks), cluster.nodes)
+        self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), cluster.nodes)
         most = max(len(node.gpus) for node in cluster.nodes)
         for task in tasks:
             check_num_gpus(task, self.strategy, most=most, has_gpus=cluster.has_gpus)
 
-    def problem(self, tasks: Sequence[Task], durations: Sequence[float], nodes: Sequence[Node]) -> SchedulingProblem:
-        """The scheduling of ``tasks``, which take ``durations`` seconds."""
+    def problem(
+        self, tasks: Sequence[Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
+    ) -> SchedulingProblem:
+        """The scheduling of ``tasks``.
+
+        Args:
+            tasks: Tasks that wait.
+            estimates: What each of them takes.
+            nodes: Of the cluster.
+        """
         return SchedulingProblem(
             nodes=tuple(nodes),
             pending=tuple(
                 TaskDemand(
                     task=name,
                     num_gpus=task.num_gpus,
-                    duration_s=duration_s,
+                    duration_s=estimate.duration_s,
                     priority=task.priority,
                     tenant=task.tenant,
+                    sharing=estimate.sharing,
                 )
-                for name, task, duration_s in zip(unique_names(tasks), tasks, durations, strict=True)
+                for name, task, estimate in zip(unique_names(tasks), tasks, estimates, strict=True)
             ),
             quotas=self.quotas,
         )
 
-    def known_duration_s(self, task: Task, cluster: Cluster) -> float | None:
-        """Cached duration of such a task on such a cluster; None where none was measured."""
-        return known_duration_s(task, cluster, task.num_gpus if self.is_parallel else 1)
+    def known_estimate(self, task: Task, cluster: Cluster) -> TaskEstimate | None:
+        """What such a task was measured to take on such a cluster; None where that is not known."""
+        found = known_estimate(task, cluster, task.num_gpus if self.is_parallel else 1)
+        return found if found is None else self.allowed(found)
+
+    def allowed(self, estimate: TaskEstimate) -> TaskEstimate:
+        """``estimate`` as far as tasks may share here."""
+        return estimate if self.share_executor else replace(estimate, sharing=None)
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:

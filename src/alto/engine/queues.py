@@ -19,6 +19,7 @@ from alto.cluster import (
     past_ends,
 )
 from alto.data import read_task_rows
+from alto.engine.estimates import base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.measuring import Measurement
 from alto.engine.queue_results import write_report_of
@@ -27,7 +28,7 @@ from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue
 from alto.engine.work import TRAIN
 from alto.errors import RunError, SpecError, TaskInterruptedError, UntrustedCodeError
-from alto.records import Schedule, TaskResult
+from alto.records import Placement, Schedule, TaskEstimate, TaskResult
 from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
 from alto.runs.events import NO_SEQ, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS, SchedulingProblem
@@ -136,6 +137,7 @@ class QueueRunner:
             cluster=_trusted_cluster(self._setup.cluster, settings["cluster"], queue_dir),
             total_gpus=settings["total_gpus"],
             quotas=dict(settings["quotas"]),
+            share_executor=settings.get("share_executor", False),
         )
         for entry in entries:
             if not entry.is_cancelled and not has_result(run := queue_dir.run_of(entry.task)):
@@ -163,7 +165,8 @@ class QueueRunner:
             on_measured=self._report_measured,
             is_interrupted=self._is_interrupted,
         )
-        problem = self._setup.problem(tasks, measurement.durations_s(tasks), cluster.nodes)
+        estimates = [self._setup.allowed(estimate) for estimate in measurement.estimates(tasks)]
+        problem = self._setup.problem(tasks, estimates, cluster.nodes)
         with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
             return solve(problem)
 
@@ -195,16 +198,7 @@ class QueueRunner:
                 f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
                 "for other ones; make it with engine.schedule(tasks)"
             )
-        entries = [
-            QueueEntry(
-                task=name,
-                num_gpus=task.num_gpus,
-                duration_s=placements[name].duration_s,
-                priority=task.priority,
-                tenant=task.tenant,
-            )
-            for name, task in zip(names, tasks, strict=True)
-        ]
+        entries = [self._entry(name, task, placements[name], cluster) for name, task in zip(names, tasks, strict=True)]
         method = method if method is not None else schedule.method
         self._setup.check(tasks, cluster)
         queue_dir = QueueDir.create(
@@ -217,6 +211,21 @@ class QueueRunner:
             self._working(queue_dir, self._setup, cluster, method, intake, first=schedule) as queue,
         ):
             yield queue
+
+    def _entry(self, name: str, task: Task, placement: Placement, cluster: Cluster) -> QueueEntry:
+        """A task as the queue's folder has it. Beside others it takes longer than by itself, which is the estimate."""
+        estimate = TaskEstimate(duration_s=placement.duration_s)
+        if placement.executor:
+            estimate = self._setup.known_estimate(task, cluster) or estimate
+        return QueueEntry(
+            task=name,
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            priority=task.priority,
+            tenant=task.tenant,
+            base=base_key(task),
+            sharing=estimate.sharing,
+        )
 
     @contextlib.contextmanager
     def _working(
@@ -280,7 +289,8 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
         entry=TRAIN,
         is_parallel=setup.is_parallel,
         check=lambda task: setup.check([task], cluster),
-        estimate_s=lambda task: setup.known_duration_s(task, cluster) or UNKNOWN_DURATION_S,
+        estimate=lambda task: setup.known_estimate(task, cluster) or TaskEstimate(duration_s=UNKNOWN_DURATION_S),
+        base_of=base_key,
         trusted=trusted,
         trusts_commands=trusts_commands,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, resolve_model
 from alto.data import read_task_rows
+from alto.engine.resident_base import ResidentBase
 from alto.errors import AltoError, RunWriteError
 from alto.evaluation import FinalistJudge, PeftCheck
 from alto.executor import (
@@ -23,6 +24,7 @@ from alto.executor import (
     Ranks,
     ResumeState,
     RunStart,
+    SharedBank,
     TaskContext,
     TaskSession,
     check_base,
@@ -44,7 +46,7 @@ from alto.spec import Task, read_run_task
 from alto.spec.base_model import quantisation_keys
 from alto.trackers import Tracker, chosen_trackers, tracking
 
-__all__ = ["TaskRunner", "portable"]
+__all__ = ["OpenRun", "TaskRunner", "portable"]
 
 _UNKNOWN_BASE = (
     "The journal of the run does not record its base model, as version 0.1 did not; {model} as it is now "
@@ -58,6 +60,7 @@ class TaskRunner:
     Args:
         observers, is_interrupted: As :class:`alto.Engine` takes them.
         ranks: This process among those that train the task together.
+        resident_base: Keeps the base model for other tasks; None loads it for each task.
     """
 
     def __init__(
@@ -66,18 +69,21 @@ class TaskRunner:
         observers: Sequence[Observer] = (),
         is_interrupted: Callable[[], bool] | None = None,
         ranks: Ranks | None = None,
+        resident_base: ResidentBase | None = None,
     ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
         self.ranks = ranks or Ranks()
+        self._resident_base = resident_base
 
     def begin(self, task: Task, output_dir: Path) -> TaskResult:
         """Train ``task`` in a new run directory."""
         prepared = self._packed(self._prepare(portable(task), ResumeState()))
         run_dir = RunDir.create(output_dir, prepared.context.task)
-        with run_dir.locked():
-            return self._execute(prepared, run_dir, ResumeState())
+        with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
+            run_alone(run.session)
+        return run.result
 
     def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskResult:
         """Train a run from its last checkpoint, or from its beginning where there is none.
@@ -85,21 +91,50 @@ class TaskRunner:
         Args:
             trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
         """
+        with self.opened(run_dir, trust_remote_code=trust_remote_code) as run:
+            if not run.is_finished:
+                run_alone(run.session)
+        return run.result
+
+    @contextlib.contextmanager
+    def opened(
+        self,
+        run_dir: RunDir,
+        *,
+        trust_remote_code: bool,
+        bank_of: Callable[[TaskContext], SharedBank | None] | None = None,
+    ) -> Iterator[OpenRun]:
+        """A run as of its last checkpoint, or its beginning, to be trained inside; its result is exported when the
+        block is left.
+
+        Args:
+            run_dir: Of the run; locked until the block is left.
+            trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
+            bank_of: Returns the bank that the jobs of a task share with those of other tasks. None, or returning None:
+                the task is alone.
+        """
         with run_dir.locked() if self.ranks.is_first else contextlib.nullcontext():
             resume_state = self.ranks.broadcast(recover(run_dir) if self.ranks.is_first else ResumeState(), ResumeState)
             if resume_state.is_finished:
-                return self._conclude(read_run_task(run_dir.task_file), run_dir)
+                run = OpenRun()
+                yield run
+                run.finish(self._conclude(read_run_task(run_dir.task_file), run_dir))
+                return
             task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
             prepared = self._prepare(task, resume_state)
             if resume_state.lines and resume_state.base is None:
                 resume_state = replace(
                     resume_state, notes=(*resume_state.notes, _UNKNOWN_BASE.format(model=task.model))
                 )
+            bank = bank_of(prepared.context) if bank_of is not None else None
             if not resume_state.lines:
                 prepared = self._packed(prepared)
+                if bank is not None:
+                    bank.reinject()  # a measurement has had a bank of its own
                 if self.ranks.is_first:
                     run_dir.resolve(prepared.context.task)
-            return self._execute(prepared, run_dir, resume_state)
+            with self._session(prepared, run_dir, resume_state, bank) as run:
+                yield run
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan the memory and time of ``task``."""
@@ -117,7 +152,8 @@ class TaskRunner:
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
         rows = read_task_rows(task)  # before a model is downloaded
-        backbone = load_base(
+        load = self._resident_base.load if self._resident_base is not None else load_base
+        backbone = load(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
         )
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
@@ -148,7 +184,12 @@ class TaskRunner:
         task, forecast = pack(prepared.context)
         return replace(prepared, context=replace(prepared.context, task=task), forecast=forecast)
 
-    def _execute(self, prepared: _Prepared, run_dir: RunDir, resume_state: ResumeState) -> TaskResult:
+    @contextlib.contextmanager
+    def _session(
+        self, prepared: _Prepared, run_dir: RunDir, resume_state: ResumeState, bank: SharedBank | None = None
+    ) -> Iterator[OpenRun]:
+        """A task with its journal and trackers; when the block is left, its result is exported, or after an error its
+        report is written."""
         context, task = prepared.context, prepared.context.task
         with tracking(prepared.trackers, run_dir.root) as tracker_observers:
             observers = (*self._observers, *tracker_observers)
@@ -163,7 +204,8 @@ class TaskRunner:
                         forecast=prepared.forecast,
                         base=prepared.base,
                     )
-                    run_alone(TaskSession.build(context, journal, start, self._hooks(prepared)))
+                    run = OpenRun(TaskSession.build(context, journal, start, self._hooks(prepared), bank))
+                    yield run
             except BaseException:
                 # The error that ended the run is raised, not one of writing its report.
                 with contextlib.suppress(AltoError, OSError):
@@ -176,7 +218,7 @@ class TaskRunner:
                 shutil.rmtree(run_dir.best, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     run_dir.report_file.unlink()
-            return self._conclude(task, run_dir)  # before waiting for trackers, which may hang
+            run.finish(self._conclude(task, run_dir))  # before waiting for trackers, which may hang
 
     def _hooks(self, prepared: _Prepared) -> Hooks:
         return Hooks(
@@ -221,6 +263,39 @@ def _reported(run_dir: RunDir) -> tuple[str, ...]:
         remedy = "" if isinstance(error, RunWriteError) else f"; write it later with: alto report {run_dir.root}"
         return (f"There is no report: {why}{remedy}",)
     return ()
+
+
+class OpenRun:
+    """A run that is trained.
+
+    Args:
+        session: Of the task; None where it has finished before.
+    """
+
+    def __init__(self, session: TaskSession | None = None) -> None:
+        self._session = session
+        self._result: TaskResult | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its result was complete before; there is no session then."""
+        return self._session is None
+
+    @property
+    def session(self) -> TaskSession:
+        """Of the task."""
+        assert self._session is not None, "it is finished"
+        return self._session
+
+    @property
+    def result(self) -> TaskResult:
+        """Once it has ended."""
+        assert self._result is not None, "it has not ended"
+        return self._result
+
+    def finish(self, result: TaskResult) -> None:
+        """Note the result."""
+        self._result = result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

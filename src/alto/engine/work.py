@@ -1,59 +1,177 @@
-"""Entry functions of executors, named ``module:function`` in launches."""
+"""What the processes of executors do: the hosts that launches name as ``module:class``."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
-from alto.engine.runner import TaskRunner
-from alto.executor import Ranks
+from alto.cluster import HostedRun
+from alto.engine.resident_base import ResidentBase
+from alto.engine.runner import OpenRun, TaskRunner
+from alto.errors import RunBusyError
+from alto.executor import Executor, Ranks, SharedBank, TaskContext
 from alto.runs import RunDir, load_run_task, replace_file
+from alto.scheduler import task_weights
 
-__all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "plan", "plan_anew", "train"]
+__all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "Planning", "PlanningAnew", "Training"]
 
-TRAIN = "alto.engine.work:train"
-PLAN = "alto.engine.work:plan"
-PLAN_ANEW = "alto.engine.work:plan_anew"
+TRAIN = "alto.engine.work:Training"
+PLAN = "alto.engine.work:Planning"
+PLAN_ANEW = "alto.engine.work:PlanningAnew"
 PLAN_FILE = "plan.json"
 
-
-def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
-    """Begin or resume the run in ``run_dir``; returns the notices of its result."""
-    result = _runner(is_interrupted).resume(RunDir.open(run_dir), trust_remote_code=_trusts())
-    return " ".join(result.notices)
+_BASE = ResidentBase()
+"""The base model of this process, for whatever it is ordered to do."""
 
 
-def plan(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
-    """Measure the task in ``run_dir`` and write the measurement there."""
-    _plan(run_dir, is_interrupted, refresh=False)
+class Training:
+    """Trains runs to their results; those that are attached at the same time train together on one base model."""
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self._executor: Executor | None = None
+        self._runs: dict[int, _AttachedRun] = {}
+        self._ended: dict[int, str | BaseException] = {}
+
+    def attach(self, run: HostedRun) -> None:
+        """Begin or resume a run beside the others.
+
+        Raises:
+            RunBusyError: It cannot share the bank of the others; it is to be started again by itself.
+            AltoError: As :meth:`alto.engine.runner.TaskRunner.opened`.
+        """
+        runner = _runner(run.is_interrupted)
+        attached = _AttachedRun(run)
+        with attached.closing_on_error():
+            opened = attached.open(runner, self._bank_of)
+            if opened.is_finished:
+                self._ended[run.number] = attached.close(None)
+                return
+            executor = self._executor or Executor(opened.session.bank)
+            executor.attach(str(run.number), opened.session)
+        self._executor = executor
+        self._runs[run.number] = attached
+        self._weigh()
+
+    def turn(self) -> Mapping[int, str | BaseException]:
+        """One step of the runs whose turn it is; see :meth:`alto.executor.Executor.turn`."""
+        ended, self._ended = self._ended, {}
+        if self._executor is None:
+            return ended
+        try:
+            errors: Mapping[str, BaseException | None] = self._executor.turn()
+        except BaseException as error:  # nobody's own: all can be resumed from their checkpoints
+            self.is_usable = False
+            errors = dict.fromkeys(map(str, self._runs), error)
+        for name, found in errors.items():
+            ended[int(name)] = self._runs.pop(int(name)).close(found)
+        if errors:
+            self._weigh()
+        if not self._runs:
+            self._executor = None
+        return ended
+
+    def _bank_of(self, context: TaskContext) -> SharedBank | None:
+        """The bank of the other runs; None where this one is the first."""
+        if self._executor is None:
+            return None
+        if self._executor.bank.adapter_dtype != context.task.adapter_dtype:
+            raise RunBusyError(
+                f"adapter_dtype: expected {self._executor.bank.adapter_dtype}, as of the other tasks of this process, "
+                f"found {context.task.adapter_dtype}; the task is started again in a process of its own"
+            )
+        return self._executor.bank
+
+    def _weigh(self) -> None:
+        """Divide slots and tokens among the runs: by tenant, then by priority."""
+        if self._executor is not None:
+            owners = {str(number): (found.run.tenant, found.run.priority) for number, found in self._runs.items()}
+            self._executor.weigh(task_weights(owners))
 
 
-def plan_anew(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
+class _AttachedRun:
+    """A run that is trained, and what is open for it."""
+
+    def __init__(self, run: HostedRun) -> None:
+        self.run = run
+        self._stack = contextlib.ExitStack()
+        self._opened: OpenRun | None = None
+
+    def open(self, runner: TaskRunner, bank_of: Callable[[TaskContext], SharedBank | None]) -> OpenRun:
+        """Open the run, and keep its base model until it is closed."""
+        self._opened = self._stack.enter_context(
+            runner.opened(RunDir.open(self.run.run_dir), trust_remote_code=self.run.trust_remote_code, bank_of=bank_of)
+        )
+        self._stack.enter_context(_BASE.used())
+        return self._opened
+
+    @contextlib.contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Closes the run where an error is raised inside, which is raised again as the user is to read it."""
+        try:
+            yield
+        except BaseException as error:
+            found = self.close(error)
+            assert isinstance(found, BaseException)
+            raise found from (None if found is error else error)
+
+    def close(self, error: BaseException | None) -> str | BaseException:
+        """Close the run after its end, or after ``error``; returns notices of its result, or the error that ended it,
+        as the user is to read it."""
+        if isinstance(error, Exception) and self._opened is not None and not self._opened.is_finished:
+            error = self._opened.session.explained(error)
+        try:
+            self._stack.__exit__(type(error) if error is not None else None, error, None)
+        except BaseException as found:
+            return found
+        if error is not None:
+            return error
+        assert self._opened is not None
+        return " ".join(self._opened.result.notices)
+
+
+class Planning:
+    """Measures the task of a run and writes the measurement there; several one after the other."""
+
+    refresh = False
+    is_usable = True
+
+    def __init__(self) -> None:
+        self._measured: dict[int, str | BaseException] = {}
+
+    def attach(self, run: HostedRun) -> None:
+        """Measure the task of a run; errors as of :meth:`alto.engine.runner.TaskRunner.plan`."""
+        folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted)
+        task = load_run_task(folder, trust_remote_code=run.trust_remote_code)
+        try:
+            found = runner.plan(task, refresh=self.refresh)
+        finally:
+            _BASE.clean()
+        if runner.ranks.is_first:
+            replace_file(folder.root / PLAN_FILE, json.dumps(asdict(found)))
+        self._measured[run.number] = ""
+
+    def turn(self) -> Mapping[int, str | BaseException]:
+        """The runs whose tasks were measured."""
+        measured, self._measured = self._measured, {}
+        return measured
+
+
+class PlanningAnew(Planning):
     """The same, measured again even where a measurement is cached."""
-    _plan(run_dir, is_interrupted, refresh=True)
 
-
-def _plan(run_dir: str, is_interrupted: Callable[[], bool], *, refresh: bool) -> None:
-    folder = RunDir.open(run_dir)
-    runner = _runner(is_interrupted)
-    found = runner.plan(load_run_task(folder, trust_remote_code=_trusts()), refresh=refresh)
-    if runner.ranks.is_first:
-        replace_file(Path(run_dir) / PLAN_FILE, json.dumps(asdict(found)))
-
-
-def _trusts() -> bool:
-    """Whether the user who started this executor allows code that comes with the base model."""
-    return os.environ.get("ALTO_TRUST_REMOTE_CODE") == "1"
+    refresh = True
 
 
 def _runner(is_interrupted: Callable[[], bool]) -> TaskRunner:
-    """A runner with the other ranks of this executor."""
+    """A runner with the other ranks of this executor; alone, it keeps its base model."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return TaskRunner(is_interrupted=is_interrupted, ranks=Ranks.join(device))
+    ranks = Ranks.join(device)
+    return TaskRunner(is_interrupted=is_interrupted, ranks=ranks, resident_base=_BASE if ranks.is_alone else None)

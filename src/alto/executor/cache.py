@@ -18,8 +18,8 @@ from alto.version import version_of
 
 __all__ = ["Kind", "discard", "load", "save", "versions", "weights_of"]
 
-Kind: TypeAlias = Literal["profiles", "durations", "references"]
-"""Kinds of entries, each in its own folder: profiles of steps, durations of tasks, reference log-probs."""
+Kind: TypeAlias = Literal["profiles", "estimates", "references"]
+"""Kinds of entries, each in its own folder: profiles of steps, estimates of tasks, reference log-probs."""
 
 
 _MAX_BYTES = 1024**3

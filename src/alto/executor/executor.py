@@ -85,6 +85,11 @@ class Executor:
         self.sessions[name] = session
         self._weights[name] = weight
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Set the share of every session, as :meth:`attach` takes it."""
+        assert weights.keys() == self.sessions.keys()
+        self._weights = dict(weights)
+
     def turn(self) -> dict[str, Exception | None]:
         """One step of the sessions whose turn it is, and what comes before and after it.
 
@@ -139,7 +144,10 @@ class Executor:
         if len(jobs) < 2:
             return jobs
         costs = {name: sum(job.step_tokens for job in active) for name, active in jobs.items()}
-        return {name: jobs[name] for name in self._shares.choose(costs, self._weights)}
+        chosen = self._shares.choose(costs, self._weights)
+        for name in jobs:
+            self.sessions[name].received = self._shares.received[name]
+        return {name: jobs[name] for name in chosen}
 
     def _step(self, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
         jobs = [job for active in jobs_of.values() for job in active]
@@ -208,4 +216,5 @@ class Executor:
     def _end(self, name: str, error: Exception | None) -> None:
         self._ended[name] = error
         self.sessions.pop(name).detach()
+        self._shares.forget(name)
         del self._weights[name]

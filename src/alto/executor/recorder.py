@@ -31,6 +31,7 @@ from alto.runs.events import (
     JobResumed,
     OutOfMemory,
     SavedJob,
+    ShareReceived,
     StartMeasurement,
     TaskCompleted,
     TaskInterrupted,
@@ -38,7 +39,7 @@ from alto.runs.events import (
     TrainSteps,
     WarmupEnded,
 )
-from alto.scheduler import LastJobsForecast
+from alto.scheduler import LastJobsForecast, ReceivedShare
 
 __all__ = ["JournalRecorder", "describe_job"]
 
@@ -238,6 +239,17 @@ class JournalRecorder:
         }
         self._journal.append(CheckpointSaved(jobs=saved))
         self._journal.sync()
+
+    def share_received(self, received: ReceivedShare) -> None:
+        """Record the task's share of the tokens while other tasks trained too."""
+        self._journal.append(
+            ShareReceived(
+                num_steps=received.num_steps,
+                num_tokens=received.tokens,
+                share=received.tokens / received.all_tokens,
+                due_share=received.due_tokens / received.all_tokens,
+            )
+        )
 
     def task_interrupted(self, training: Sequence[str]) -> None:
         """The task was interrupted, with ``training`` still to train."""

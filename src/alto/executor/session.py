@@ -25,6 +25,7 @@ from alto.executor.stages import build_state, check_resumable, max_tokens_per_pa
 from alto.executor.tally import Evaluated
 from alto.executor.task_state import TaskState
 from alto.runs import Command, Journal, Mailbox
+from alto.scheduler import ReceivedShare
 from alto.spec.metric import score_of
 
 __all__ = ["TaskSession"]
@@ -62,6 +63,9 @@ class TaskSession:
         control: Carries out user commands.
         start: What the run begins with or is resumed from.
         hooks: Functions that the caller provides.
+
+    Attributes:
+        received: Its share of the tokens while other tasks trained in the same executor; None where none did.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class TaskSession:
     ) -> None:
         assert hooks.judge is None or state.context.ranks.is_alone, "finalists are judged by one process"
         self.state = state
+        self.received: ReceivedShare | None = None
         self._recorder = recorder
         self._lifecycle = lifecycle
         self._control = control
@@ -135,9 +140,13 @@ class TaskSession:
             max_tokens_per_pass=micro_batches.max_tokens,
             on_memory_event=recorder.memory_ran_out,
         )
-        lifecycle = JobLifecycle(state, recorder, start.run_dir)
-        control = Control.build(state, lifecycle, recorder, Mailbox(start.run_dir), resume_state)
-        return cls(state, recorder, lifecycle, control, start, hooks)
+        try:
+            lifecycle = JobLifecycle(state, recorder, start.run_dir)
+            control = Control.build(state, lifecycle, recorder, Mailbox(start.run_dir), resume_state)
+            return cls(state, recorder, lifecycle, control, start, hooks)
+        except BaseException:
+            state.slot_manager.detach()  # others may be in the bank
+            raise
 
     # -- the beginning -------------------------------------------------------------------------------------------
 
@@ -220,6 +229,7 @@ class TaskSession:
             TaskInterruptedError: The run was stopped while finalists answered.
         """
         self.save()
+        self._record_share()
         conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
 
@@ -305,12 +315,18 @@ class TaskSession:
         now = time.monotonic()
         self._next_save_at = now + max(self._save_interval_s, (now - began) / MAX_SAVING_SHARE)
 
+    def _record_share(self) -> None:
+        if self.received is not None:
+            self._recorder.share_received(self.received)
+            self.received = None
+
     def _stop_if_asked(self) -> None:
         if self._hooks.is_interrupted():
             self._interrupt()
 
     def _interrupt(self) -> None:
         self.save()
+        self._record_share()
         training = self.state.selection.training
         self._recorder.task_interrupted(training)
         raise TaskInterruptedError(

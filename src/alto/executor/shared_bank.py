@@ -59,6 +59,7 @@ class SharedBank:
         adapter_dtype: Of all adapters.
 
     Attributes:
+        adapter_dtype: Of all adapters.
         trainer: Trains the jobs in the slots; replaced when the bank is fitted. There is one from the first member on.
     """
 
@@ -67,7 +68,7 @@ class SharedBank:
     def __init__(self, backbone: Backbone, ranks: Ranks, adapter_dtype: AdapterDtype) -> None:
         self._backbone = backbone
         self._ranks = ranks
-        self._adapter_dtype = adapter_dtype
+        self.adapter_dtype = adapter_dtype
         self._max_tokens = sys.maxsize
         self._members: list[BankMember] = []
         self._wanted: BankSize | None = None
@@ -149,7 +150,7 @@ class SharedBank:
             [job.planned for member in self._members for job in member.jobs],
             self._backbone,
             num_slots=math.ceil(num_slots / self._ranks.size),
-            adapter_dtype=self._adapter_dtype,
+            adapter_dtype=self.adapter_dtype,
         )
 
     def _build(self, size: BankSize) -> None:

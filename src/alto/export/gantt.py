@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ _UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0,
 
 
 def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node]) -> dict[str, Any]:
-    """A lane for every GPU, or for every node where there are many, in it a bar for every task.
+    """A lane for every GPU, or for every node where there are many, in it a bar for every task. Tasks that share a GPU
+    at a time have lanes of it below each other.
 
     Args:
         planned: Placements of the first plan, drawn as thin bars above the actual ones; may be empty.
@@ -38,7 +41,12 @@ def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], node
     """
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     is_fine = len(gpus) <= MAX_LANES
-    lanes = [_lane(gpu, is_fine=is_fine) for gpu in gpus]
+    depths = {id(place): depth for kind in (planned, actual) for place, depth in _depths(kind) if is_fine}
+    most: Counter[Gpu] = Counter()
+    for place in (*planned, *actual):
+        for gpu in place.gpus:
+            most[gpu] = max(most[gpu], depths.get(id(place), 0))
+    lanes = [_lane(gpu, depth, is_fine=is_fine) for gpu in gpus for depth in range(most[gpu] + 1)]
     seconds, unit = _unit(max((place.end_s for place in (*planned, *actual)), default=0.0))
     hues = {task: index % NUM_HUES for index, task in enumerate(dict.fromkeys(p.task for p in (*planned, *actual)))}
     notes = [] if is_fine else ["A lane is a node; tasks in it may run side by side."]
@@ -48,7 +56,13 @@ def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], node
         if len(placements) > MAX_BARS:
             drawn = sorted(placements, key=lambda place: -place.duration_s)[:MAX_BARS]
             notes.append(f"Of {len(placements):,} {kind} tasks the {MAX_BARS:,} longest are drawn.")
-        traces += _traces(kind, drawn, hues, seconds, is_fine=is_fine)
+        traces += _traces(
+            kind,
+            drawn,
+            hues,
+            seconds,
+            lambda place, gpu: _lane(gpu, depths.get(id(place), 0), is_fine=is_fine),
+        )
     return {
         "lanes": list(dict.fromkeys(lanes)),
         "unit": unit,
@@ -81,7 +95,11 @@ def write_gantt(
 
 
 def _traces(
-    kind: str, placements: Sequence[Placement], hues: dict[str, int], seconds: float, *, is_fine: bool
+    kind: str,
+    placements: Sequence[Placement],
+    hues: dict[str, int],
+    seconds: float,
+    lane_of: Callable[[Placement, Gpu], str],
 ) -> list[dict[str, Any]]:
     by_hue: dict[int, dict[str, Any]] = {}
     for placement in placements:
@@ -94,7 +112,7 @@ def _traces(
             f"{format_duration(placement.end_s)} on {len(placement.gpus)} "
             f"GPU{'s' if len(placement.gpus) > 1 else ''}"
         )
-        for lane in dict.fromkeys(_lane(gpu, is_fine=is_fine) for gpu in placement.gpus):
+        for lane in dict.fromkeys(lane_of(placement, gpu) for gpu in placement.gpus):
             trace["base"].append(round(placement.start_s / seconds, 5))
             trace["x"].append(round(placement.duration_s / seconds, 5))
             trace["y"].append(lane)
@@ -103,8 +121,28 @@ def _traces(
     return [by_hue[hue] for hue in sorted(by_hue)]
 
 
-def _lane(gpu: Gpu, *, is_fine: bool) -> str:
-    return f"{clean(gpu.node)}:{gpu.index}" if is_fine else clean(gpu.node)
+def _depths(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]:
+    """Each placement with the number of its lane among those of its GPUs: the first that is free then."""
+    ends: dict[Gpu, list[float]] = {}
+    for placement in sorted(placements, key=lambda place: place.start_s):
+        lanes = [ends.setdefault(gpu, []) for gpu in placement.gpus]
+        # At equal times, ends come first; the times of attempts are rounded.
+        start_s = placement.start_s + 1e-3
+        depth = next(
+            number
+            for number in itertools.count()
+            if all(number >= len(found) or found[number] <= start_s for found in lanes)
+        )
+        for found in lanes:
+            found.extend([0.0] * (depth + 1 - len(found)))
+            found[depth] = placement.end_s
+        yield placement, depth
+
+
+def _lane(gpu: Gpu, depth: int, *, is_fine: bool) -> str:
+    if not is_fine:
+        return clean(gpu.node)
+    return f"{clean(gpu.node)}:{gpu.index}" + (f" ({depth + 1})" if depth else "")
 
 
 def _unit(span_s: float) -> tuple[float, str]:

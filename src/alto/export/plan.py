@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -47,22 +49,32 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:
-    """Which task runs where and when, and how good that is."""
+    """Which task runs where and when, which of them share an executor, and how good that is."""
+    num_tasks = Counter(placement.executor for placement in schedule.placements if placement.executor)
+    shared = [executor for executor, number in num_tasks.items() if number > 1]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("task", "GPUs"):
         table.add_column(heading)
     for heading in ("start", "end"):
         table.add_column(heading, justify="right")
+    if shared:
+        table.add_column("trained in one process with")
     for placement in schedule.placements:
         gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in placement.gpus)
+        others = [
+            clean(other.task)
+            for other in schedule.placements
+            if placement.executor in shared and other.executor == placement.executor and other is not placement
+        ]
         table.add_row(
             Text(clean(placement.task)),
             Text(clean(gpus)),
             format_duration(placement.start_s),
             format_duration(placement.end_s),
+            *([Text(", ".join(others))] if shared else []),
         )
     quality = {
-        "optimal": "no schedule is shorter",
+        "optimal": "no schedule with the same tasks together is shorter" if shared else "no schedule is shorter",
         "feasible": f"none is shorter than {format_duration(schedule.bound_s)}",
         "heuristic": f"none is shorter than {format_duration(schedule.bound_s)}",
     }[schedule.status]

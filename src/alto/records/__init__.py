@@ -25,7 +25,17 @@ from alto.records.jobs import (
 )
 from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
 from alto.records.results import AdapterCheck, FinalistScore, TaskResult
-from alto.records.scheduling import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Placement, Schedule, SimulationOutcome
+from alto.records.scheduling import (
+    MAX_DURATION_S,
+    MIN_DURATION_S,
+    Gpu,
+    Node,
+    Placement,
+    Schedule,
+    Sharing,
+    SimulationOutcome,
+    TaskEstimate,
+)
 
 __all__ = [
     "MAX_DURATION_S",
@@ -55,9 +65,11 @@ __all__ = [
     "RungResult",
     "Schedule",
     "Segments",
+    "Sharing",
     "SimulationOutcome",
     "Standing",
     "StartValue",
+    "TaskEstimate",
     "TaskPlan",
     "TaskResult",
     "Throughput",

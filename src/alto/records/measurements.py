@@ -78,6 +78,9 @@ class TaskPlan:
         packings: Other packings, for comparison.
         duration_s: Seconds of training and evaluation without early exit: an upper bound.
         expected_duration_s: Seconds with the rungs of its early exit; the same where it has none.
+        expected_step_s: Of these, the seconds that steps take whatever they train: tasks that train together in one
+            process pay them once.
+        modules: Digest of the names of all modules that its jobs target.
         is_cached: The profile is from an earlier run.
         profile_s: Duration of the measurement, in seconds.
         notes: Notices about the data and the model, as sentences.
@@ -100,6 +103,8 @@ class TaskPlan:
     throughput: Throughput
     duration_s: float
     expected_duration_s: float
+    expected_step_s: float
+    modules: str
     is_cached: bool
     profile_s: float
     notes: tuple[str, ...] = ()

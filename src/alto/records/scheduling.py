@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MAX_DURATION_S", "MIN_DURATION_S", "Gpu", "Node", "Placement", "Schedule", "SimulationOutcome"]
+__all__ = [
+    "MAX_DURATION_S",
+    "MIN_DURATION_S",
+    "Gpu",
+    "Node",
+    "Placement",
+    "Schedule",
+    "Sharing",
+    "SimulationOutcome",
+    "TaskEstimate",
+]
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
 """Bounds of a task's estimated duration in seconds: beyond them, sums and shares of times lose precision."""
@@ -33,6 +43,42 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What is known of a task that may share an executor with others.
+
+    Attributes:
+        base: The frozen base model: tasks with equal ones can share an executor; never empty.
+        step_s: Seconds of the task's duration that its steps take whatever they train, from 0 to that duration. Tasks
+            that step together pay this once.
+        num_slots: Slots that its jobs use at most.
+        slot_bytes: One of its slots. Slots of a shared bank are as large as the largest.
+        pass_bytes: Memory beside the bank: base model and largest micro-batch. Tasks that share need that of the
+            largest.
+        capacity_bytes: Memory that may be planned with.
+    """
+
+    base: str
+    step_s: float
+    num_slots: int
+    slot_bytes: int
+    pass_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEstimate:
+    """What a task is expected to take.
+
+    Attributes:
+        duration_s: Seconds in an executor of its own, early exit included.
+        sharing: What is known for sharing an executor; None where it has one of its own.
+    """
+
+    duration_s: float
+    sharing: Sharing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where and when one task runs.
 
@@ -40,13 +86,15 @@ class Placement:
         task: Name of the task.
         gpus: In rising order. All on one node wherever a node is large enough.
         start_s: Seconds after the schedule was made.
-        duration_s: Seconds, as estimated.
+        duration_s: Seconds, as estimated; of a task that shares an executor, beside the others there.
+        executor: Tasks with the same one share it; empty: the task has one of its own.
     """
 
     task: str
     gpus: tuple[Gpu, ...]
     start_s: float
     duration_s: float
+    executor: str = ""
 
     @property
     def end_s(self) -> float:
@@ -60,7 +108,8 @@ class Schedule:
     Attributes:
         method: Method that made it: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
         status: ``optimal`` (makespan proven), ``feasible`` (the solver ran out of time) or ``heuristic``.
-        bound_s: Lower bound of the makespan, in seconds.
+        bound_s: Lower bound of the makespan, in seconds, for tasks that share executors as they do here: which tasks
+            share is decided before (:func:`alto.scheduler.colocated`), and another division may end sooner.
         notice: Why another method was used than the requested one; empty where it was used.
     """
 
@@ -91,7 +140,7 @@ class SimulationOutcome:
         planner: The methods that made the plans, where there were others.
         makespan_s: From the first arrival to the end of the last task.
         mean_completion_s, p99_completion_s: From arrival to end, of the tasks that finished; 0 where none did.
-        utilisation: Share of the available GPU time until the end in which a task held the GPU, in [0, 1].
+        utilisation: Share of the available GPU time until the end in which an executor held the GPU, in [0, 1].
         num_replans, num_attempts: Plans made, executors started.
         num_finished, num_failed: Tasks.
         planned: Where every task was to run when it was first planned, times from the first arrival.

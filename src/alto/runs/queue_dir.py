@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from alto.errors import RunError, RunNotFoundError
-from alto.records import MAX_DURATION_S, MIN_DURATION_S
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
 from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
@@ -36,6 +36,12 @@ __all__ = ["QueueDir", "QueueEntry"]
 _SPEC = "queue.yaml"
 _MAX_BYTES = 64 * 1024**2
 
+_WRITTEN_IF_SET = ("command", "is_cancelled", "base", "sharing")
+"""Keys of a task that are left out where they have their defaults."""
+
+_MOST = 2.0**63
+"""Of seconds and bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEntry:
@@ -44,11 +50,13 @@ class QueueEntry:
     Attributes:
         task: Its name in the queue, unique there.
         num_gpus: GPUs that it runs on.
-        duration_s: Estimated seconds, early exit included.
+        duration_s: Estimated seconds in an executor of its own, early exit included.
         priority, tenant: See :class:`alto.spec.Task`.
         command: Id of the command by which it was submitted; empty where it was there from the start, or was submitted
             by the process that works on the queue.
         is_cancelled: It was cancelled.
+        base: Its base model: equal for tasks that one process can train; empty where that is not known.
+        sharing: What is known for sharing an executor; None where it has one of its own.
     """
 
     task: str
@@ -58,6 +66,13 @@ class QueueEntry:
     tenant: str = ""
     command: str = ""
     is_cancelled: bool = False
+    base: str = ""
+    sharing: Sharing | None = None
+
+    @property
+    def estimate(self) -> TaskEstimate:
+        """What it is expected to take."""
+        return TaskEstimate(duration_s=self.duration_s, sharing=self.sharing)
 
 
 class QueueDir:
@@ -122,7 +137,7 @@ class QueueDir:
         """
         try:
             facts = yaml.safe_load(read_bytes(self._spec_file, _MAX_BYTES).decode("utf-8"))
-            entries = [QueueEntry(**entry) for entry in facts["tasks"]]
+            entries = [_entry(entry) for entry in facts["tasks"]]
             for entry in entries:
                 _check(entry)
             settings = dict(facts["settings"])
@@ -169,13 +184,19 @@ class QueueDir:
 
 
 def _facts(entry: QueueEntry) -> dict[str, Any]:
-    """The written form of an entry; keys that only live queues have are written if they differ from their defaults."""
+    """The written form of an entry."""
     facts = asdict(entry)
-    return {key: value for key, value in facts.items() if value or key not in ("command", "is_cancelled")}
+    return {key: value for key, value in facts.items() if value or key not in _WRITTEN_IF_SET}
+
+
+def _entry(facts: Mapping[str, Any]) -> QueueEntry:
+    """The entry of its written form."""
+    sharing = facts.get("sharing")
+    return QueueEntry(**{**facts, "sharing": None if sharing is None else Sharing(**sharing)})
 
 
 def _check(entry: QueueEntry) -> None:
-    is_text = all(isinstance(text, str) for text in (entry.task, entry.tenant, entry.command))
+    is_text = all(isinstance(text, str) for text in (entry.task, entry.tenant, entry.command, entry.base))
     # A task's name is that of a folder in the queue's own.
     if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
         raise ValueError(f"the task {entry.task!r}")
@@ -185,6 +206,12 @@ def _check(entry: QueueEntry) -> None:
         raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
     if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
         raise ValueError(f"a duration of {entry.duration_s!r} s")
+    if entry.sharing is not None:
+        numbers = asdict(entry.sharing)
+        base = numbers.pop("base")
+        is_valid = isinstance(base, str) and bool(base)
+        if not is_valid or not all(is_number(number, least=0, most=_MOST) for number in numbers.values()):
+            raise ValueError(f"the sharing {entry.sharing!r}")
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -44,6 +44,7 @@ class Attempt:
         gpus: GPUs of the executor.
         start: When it started, in unix seconds.
         reason: Why it ended.
+        executor: Tasks with the same one shared it; empty: it had one of its own.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Attempt:
     end: float | None = None
     outcome: str | None = None
     reason: str = ""
+    executor: str = ""
 
     def duration_s(self, now: float) -> float:
         """Seconds that it took, or has taken until ``now`` (unix seconds) if it still runs."""
@@ -189,7 +191,9 @@ class QueueHistory(JournalFold):
                 self._on_planned(event, time)
             case events.ExecutorStarted():
                 task = self.tasks[event.task]
-                task.attempts.append(Attempt(number=event.attempt, gpus=event.gpus, start=time))
+                task.attempts.append(
+                    Attempt(number=event.attempt, gpus=event.gpus, start=time, executor=event.executor)
+                )
                 task.state, task.failure = TaskStage.RUNNING, ""
             case events.ExecutorExited():
                 task = self.tasks[event.task]

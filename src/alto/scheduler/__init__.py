@@ -1,7 +1,7 @@
 """Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
 from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, remaining_duration_s
-from alto.scheduler.fair_shares import TokenShares, jain_index, slot_shares
+from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
     LIST_METHODS,
@@ -10,6 +10,8 @@ from alto.scheduler.inter_task import (
     SchedulingProblem,
     TaskDemand,
     check_schedule,
+    colocated,
+    finish_times_s,
     schedule_tasks,
 )
 from alto.scheduler.intra_task import plan_residents
@@ -32,6 +34,7 @@ __all__ = [
     "ParkReason",
     "RankDemand",
     "RankSlots",
+    "ReceivedShare",
     "ResidentLimits",
     "ResidentPlan",
     "RunningTask",
@@ -42,8 +45,10 @@ __all__ = [
     "assign_ranks",
     "check_schedule",
     "choose_packing",
+    "colocated",
     "estimate_duration_s",
     "expected_duration_s",
+    "finish_times_s",
     "fit_memory",
     "fit_throughput",
     "forecast_last_jobs",
@@ -55,4 +60,5 @@ __all__ = [
     "saturation",
     "schedule_tasks",
     "slot_shares",
+    "task_weights",
 ]

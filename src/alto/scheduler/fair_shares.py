@@ -5,10 +5,38 @@ Pure: the same tasks in the same order get the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["TokenShares", "jain_index", "slot_shares"]
+__all__ = ["ReceivedShare", "TokenShares", "jain_index", "slot_shares", "task_weights"]
+
+
+_MOST_DIFFERENCE = 20
+"""Of priorities that count; beyond it, a task would wait for ever."""
+
+
+def task_weights(owners: Mapping[str, tuple[str, int]]) -> dict[str, float]:
+    """The weight of each task: all tenants have the same, divided among the tasks of each by priority.
+
+    A task has twice the weight of one of the same tenant whose priority is lower by one; the difference counts up to
+    20.
+
+    Args:
+        owners: Tenant and priority of every task, by its name.
+
+    Returns:
+        Weights that add up to the number of tenants.
+    """
+    highest: dict[str, int] = {}
+    for tenant, priority in owners.values():
+        highest[tenant] = max(priority, highest.get(tenant, priority))
+    parts = {
+        task: 2.0 ** max(priority - highest[tenant], -_MOST_DIFFERENCE) for task, (tenant, priority) in owners.items()
+    }
+    totals = dict.fromkeys(highest, 0.0)
+    for task, (tenant, _) in owners.items():
+        totals[tenant] += parts[task]
+    return {task: parts[task] / totals[tenant] for task, (tenant, _) in owners.items()}
 
 
 def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slots: int) -> dict[str, int]:
@@ -37,6 +65,23 @@ def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slo
     return shares
 
 
+@dataclass(slots=True, kw_only=True)
+class ReceivedShare:
+    """What one task got of the tokens that were trained while others could train too.
+
+    Attributes:
+        num_steps: Steps that it could have trained in.
+        tokens: Tokens that it trained in them.
+        due_tokens: Tokens that were due to it, by its weight among those that could train.
+        all_tokens: Tokens that all trained in them.
+    """
+
+    num_steps: int = 0
+    tokens: int = 0
+    due_tokens: float = 0.0
+    all_tokens: int = 0
+
+
 @dataclass(slots=True)
 class TokenShares:
     """Which tasks train in the next step, so that over many steps each trains tokens in proportion to its weight.
@@ -48,11 +93,11 @@ class TokenShares:
 
     Attributes:
         clocks: Of every task that is there, in tokens of weight 1.
-        trained: Tokens that each task was given, also of those that have left.
+        received: What each task got while there were others.
     """
 
     clocks: dict[str, float] = field(default_factory=dict)
-    trained: dict[str, int] = field(default_factory=dict)
+    received: dict[str, ReceivedShare] = field(default_factory=dict)
 
     def choose(self, costs: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
         """The tasks that train in the next step, in the order of ``costs``; their clocks advance.
@@ -70,8 +115,24 @@ class TokenShares:
         chosen = tuple(task for task in costs if task == first or self.clocks[task] < until)
         for task in chosen:
             self.clocks[task] += costs[task] / weights[task]
-            self.trained[task] = self.trained.get(task, 0) + costs[task]
+        if len(costs) > 1:
+            self._count(costs, weights, chosen)
         return chosen
+
+    def forget(self, task: str) -> None:
+        """Forget a task that has left."""
+        self.clocks.pop(task, None)
+        self.received.pop(task, None)
+
+    def _count(self, costs: Mapping[str, int], weights: Mapping[str, float], chosen: Collection[str]) -> None:
+        num_tokens = sum(costs[task] for task in chosen)
+        total_weight = sum(weights[task] for task in costs)
+        for task in costs:
+            received = self.received.setdefault(task, ReceivedShare())
+            received.num_steps += 1
+            received.tokens += costs[task] if task in chosen else 0
+            received.due_tokens += num_tokens * weights[task] / total_weight
+            received.all_tokens += num_tokens
 
 
 def jain_index(shares: Mapping[str, float]) -> float:

@@ -13,7 +13,7 @@ from alto.errors import SpecError, UnknownKeyError
 from alto.spec.keys import canonical_keys
 from alto.spec.load import overridden, read_mapping
 from alto.spec.quoting import quoted
-from alto.spec.trace import MAX_S, MAX_TASKS, MIN_S, ArrivingTask, read_trace
+from alto.spec.trace import MAX_S, MAX_TASKS, MIN_S, STEP_SHARE, ArrivingTask, read_trace
 from alto.spec.validation import SpecModel
 
 __all__ = ["MEASURED_EXIT_SHARES", "Simulation", "load_simulation"]
@@ -33,7 +33,7 @@ class Simulation(SpecModel):
     Attributes:
         nodes, gpus_per_node: The cluster.
         trace: Recorded tasks: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
-            and optionally ``tenant`` and ``priority``. None generates tasks.
+            and optionally ``tenant``, ``priority``, ``base`` and ``step_share``. None generates tasks.
         num_tasks: Number of generated tasks.
         arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
         arrivals_per_hour: Tasks that arrive in an hour on average.
@@ -41,6 +41,10 @@ class Simulation(SpecModel):
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
         duration_median_s, duration_p99_s: Median and 99th percentile of their durations without early exit; the two set
             the distribution.
+        bases: Base models of the generated tasks; those on one GPU with the same one may share an executor. 0: none
+            does.
+        step_share: Share of a generated task's duration that its steps take whatever they train; tasks that share an
+            executor pay that once.
         early_exit_shares: The share of its work that a task does with early exit is drawn from these; the default is
             measured by replay on a recorded sweep. An empty list simulates no early exit.
         estimate_error: Estimates are wrong by up to this factor, upwards or downwards, until a task is half done.
@@ -74,6 +78,10 @@ class Simulation(SpecModel):
         default=3600.0, ge=MIN_S, le=MAX_S, description="median duration without early exit"
     )
     duration_p99_s: float = Field(default=36000.0, ge=MIN_S, le=MAX_S, description="99th percentile of the durations")
+    bases: int = Field(default=0, ge=0, le=MAX_TASKS, description="base models that generated tasks may share")
+    step_share: float = Field(
+        default=STEP_SHARE, ge=0, le=1, description="share of a generated task's duration for steps as such"
+    )
     early_exit_shares: tuple[float, ...] = Field(
         default=MEASURED_EXIT_SHARES, description="shares of the work done with early exit"
     )

@@ -85,6 +85,8 @@ class Task(SpecModel):
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: A task of a lower priority never delays a waiting one of a higher.
         tenant: Whose quota of GPUs the task counts against.
+        share_executor: Whether the task may be trained in one process with other tasks on the same base model
+            (``alto run``), where all are done sooner; its results are the same.
         max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
             the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
@@ -136,6 +138,7 @@ class Task(SpecModel):
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
+    share_executor: bool = Field(default=True, description="may be trained in one process with other tasks")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     select_by: Literal["metric", "eval_accuracy"] = Field(default="metric", description="what chooses the winner")

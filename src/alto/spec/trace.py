@@ -16,13 +16,16 @@ from alto.spec.outside import read_bytes, strict_json
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
-__all__ = ["MAX_S", "MAX_TASKS", "MIN_S", "ArrivingTask", "read_trace"]
+__all__ = ["MAX_S", "MAX_TASKS", "MIN_S", "STEP_SHARE", "ArrivingTask", "read_trace"]
 
 MIN_S, MAX_S = 0.001, 1e9
 """Bounds of durations, a millisecond and thirty years: between them a clock in floats counts every second."""
 
 MAX_TASKS = 10**6
 """Largest number of tasks of a simulation; more take hours."""
+
+STEP_SHARE = 0.5
+"""Default share of a task's duration that its steps take whatever they train."""
 
 _MAX_BYTES = 512 * 1024**2
 
@@ -36,6 +39,8 @@ class ArrivingTask(SpecModel):
         duration_s: Seconds of all of its work on them, without early exit.
         tenant: Whose quota it counts against.
         priority: A task of a lower priority never delays a waiting one of a higher.
+        base: Base model: tasks on one GPU with equal ones may share an executor; empty: the task has its own.
+        step_share: Share of its duration that its steps take whatever they train; tasks that share pay that once.
     """
 
     arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
@@ -43,6 +48,8 @@ class ArrivingTask(SpecModel):
     duration_s: float = Field(ge=MIN_S, le=MAX_S, description="duration without early exit")
     tenant: str = Field(default="", description="whose GPUs it counts against")
     priority: int = Field(default=0, description="priority")
+    base: str = Field(default="", description="base model that it may share")
+    step_share: float = Field(default=STEP_SHARE, ge=0, le=1, description="share of the duration for steps as such")
 
     def __init__(self, /, **values: Any) -> None:
         super().__init__(**canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the trace"))
@@ -87,7 +94,7 @@ def _csv_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 def _cell(key: str, text: Any) -> Any:
     """A cell converted to its field's type; text that is not a number is kept, and refused by the field."""
-    kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int}
+    kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int, "step_share": float}
     try:
         return kinds[key](text) if key in kinds else text
     except (TypeError, ValueError):

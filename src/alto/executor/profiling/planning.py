@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from dataclasses import replace
 
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
@@ -11,7 +13,7 @@ from alto.executor.profiling.measure import MARGIN, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
-from alto.records import PackingForecast, TaskPlan
+from alto.records import PackingForecast, TaskPlan, Throughput
 from alto.scheduler import (
     JobWork,
     Packing,
@@ -122,11 +124,13 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     references_s = 0.0
     if context.objective.needs_reference:  # an upper bound: they may be cached
         references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
-    expected_s = (
-        expected_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
-        if rungs
-        else duration_s
-    )
+
+    def expected(throughput: Throughput) -> float:
+        if not rungs:
+            return estimate_duration_s(works, throughput, limits, validation_tokens=validation_tokens)
+        return expected_duration_s(works, throughput, limits, validation_tokens=validation_tokens, rungs=rungs)
+
+    modules = {module.name for job in jobs for module in job.shape.targets}
     parameters = [job.shape.num_parameters for job in jobs]
     return TaskPlan(
         task=task.name,
@@ -145,7 +149,9 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         memory=profile.memory,
         throughput=profile.throughput,
         duration_s=references_s + duration_s,
-        expected_duration_s=references_s + expected_s,
+        expected_duration_s=references_s + expected(profile.throughput),
+        expected_step_s=expected(replace(profile.throughput, job_s=0.0, token_s=0.0, eval_token_s=0.0)),
+        modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
     )

@@ -29,6 +29,7 @@ WIRE_NAMES: Mapping[type, str] = {
     run.OutOfMemory: "oom",
     run.GpusOffered: "gpus_offered",
     run.CheckpointSaved: "checkpoint",
+    run.ShareReceived: "share_received",
     run.TaskInterrupted: "task_interrupted",
     run.FinalistsJudged: "finalists_judged",
     run.AdapterChecked: "adapter_checked",

@@ -126,16 +126,18 @@ class ExecutorStarted:
         task: Name of the task in the queue.
         attempt: Counts the executors of the task, from 1.
         gpus: Node and number of each.
+        executor: Tasks with the same one are trained in one process; empty: it has one of its own.
     """
 
     task: str
     attempt: int
     gpus: tuple[Gpu, ...]
+    executor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorExited:
-    """The processes of a task's executor are gone.
+    """Nothing of an attempt at a task runs any more.
 
     Attributes:
         task: Name of the task in the queue.

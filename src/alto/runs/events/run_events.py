@@ -36,6 +36,7 @@ __all__ = [
     "OutOfMemory",
     "ProfileMeasured",
     "RunEvent",
+    "ShareReceived",
     "TaskCompleted",
     "TaskInterrupted",
     "TaskResumed",
@@ -240,6 +241,23 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareReceived:
+    """The task has trained beside others in one executor, and ends or is stopped; counted since it was attached.
+
+    Attributes:
+        num_steps: Steps in which it and at least one other could train.
+        num_tokens: Tokens that it trained in them.
+        share: Its share of all tokens of these steps, in [0, 1].
+        due_share: The share that was due to it by its weight, in [0, 1].
+    """
+
+    num_steps: int
+    num_tokens: int
+    share: float
+    due_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInterrupted:
     """The run was stopped by Ctrl-C or SIGTERM, with everything saved.
 
@@ -318,6 +336,7 @@ RunEvent: TypeAlias = (
     | OutOfMemory
     | GpusOffered
     | CheckpointSaved
+    | ShareReceived
     | TaskInterrupted
     | FinalistsJudged
     | AdapterChecked

@@ -1,19 +1,39 @@
-"""Which task runs on which GPUs, and when: ``P | size_j | C_max`` with nodes, releases, priorities and quotas. Pure."""
+"""Which task runs on which GPUs, and when: ``P | size_j | C_max`` with nodes, releases, priorities and quotas, and with
+tasks that share executors. Pure."""
 
+from alto.scheduler.inter_task.colocation import (
+    Member,
+    alone_rates,
+    finish_times_s,
+    fits,
+    member_of,
+    members_ending_at,
+)
 from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
 from alto.scheduler.inter_task.reservations import fewest_nodes
 from alto.scheduler.inter_task.schedule import METHODS, schedule_tasks
+from alto.scheduler.inter_task.sharing import Colocation, Group
+from alto.scheduler.inter_task.sharing_search import colocated
 from alto.scheduler.inter_task.validate import check_schedule
 
 __all__ = [
     "LIST_METHODS",
     "LIST_ORDERS",
     "METHODS",
+    "Colocation",
+    "Group",
+    "Member",
     "RunningTask",
     "SchedulingProblem",
     "TaskDemand",
+    "alone_rates",
     "check_schedule",
+    "colocated",
     "fewest_nodes",
+    "finish_times_s",
+    "fits",
+    "member_of",
+    "members_ending_at",
     "schedule_tasks",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from alto.errors import SpecError
-from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Sharing
 from alto.spec.outside import is_number
 
 __all__ = ["RunningTask", "SchedulingProblem", "TaskDemand"]
@@ -24,6 +24,7 @@ class TaskDemand:
         release_s: It starts no earlier; seconds from now.
         priority: A task of a lower priority never delays a waiting one of a higher.
         tenant: Whose quota its GPUs count against.
+        sharing: What is known for sharing an executor, which only tasks on one GPU do; None: it has its own.
     """
 
     task: str
@@ -32,6 +33,15 @@ class TaskDemand:
     release_s: float = 0.0
     priority: int = 0
     tenant: str = ""
+    sharing: Sharing | None = None
+
+    def lasting(self, duration_s: float) -> TaskDemand:
+        """The same task with another duration, of which its steps take the same share."""
+        sharing = self.sharing
+        if sharing is not None:
+            step_s = min(sharing.step_s / self.duration_s * duration_s, duration_s)
+            sharing = replace(sharing, step_s=step_s)
+        return replace(self, duration_s=duration_s, sharing=sharing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +50,21 @@ class RunningTask:
 
     Attributes:
         gpus: Its GPUs.
+        remaining_s: As estimated; of a task that shares an executor, beside the others there.
         tenant: Whose quota its GPUs count against.
+        priority: Its priority.
+        executor: Tasks with the same one share it, and its GPU; empty: the task has one of its own.
+        sharing: What is known for sharing; ``step_s`` is the part of ``remaining_s`` that its steps would take if it
+            ran alone for that time. Others may join an executor whose tasks all have it.
     """
 
     task: str
     gpus: tuple[Gpu, ...]
     remaining_s: float
     tenant: str = ""
+    priority: int = 0
+    executor: str = ""
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +78,8 @@ class SchedulingProblem:
         quotas: The most GPUs a tenant has at a time; a tenant that is not named has no limit.
 
     Raises:
-        SpecError: A name or a GPU is given twice, a duration or quota is out of bounds, or a task can never be placed.
+        SpecError: A name or a GPU is given twice, a duration, a quota or a part of a sharing is out of bounds, tasks of
+            one executor have different GPUs, or a task can never be placed.
     """
 
     nodes: tuple[Node, ...]
@@ -84,6 +103,9 @@ class SchedulingProblem:
                     f"task {task.task!r}: expected to run for 0 to {MAX_DURATION_S:g} more seconds, found "
                     f"{task.remaining_s}; correct its estimate"
                 )
+            if task.sharing is not None:
+                _check_sharing(f"task {task.task!r}", task.sharing, task.remaining_s)
+        self._check_executors()
         for demand in self.pending:
             self._check(demand)
 
@@ -95,6 +117,15 @@ class SchedulingProblem:
             if len(set(node.gpus)) < len(node.gpus):
                 raise SpecError(
                     f"node {node.name!r}: expected each GPU once, found {', '.join(map(str, node.gpus))}; correct them"
+                )
+
+    def _check_executors(self) -> None:
+        gpus: dict[str, tuple[Gpu, ...]] = {}
+        for task in self.running:
+            if task.executor and gpus.setdefault(task.executor, task.gpus) != task.gpus:
+                raise SpecError(
+                    f"task {task.task!r}: expected the GPUs of its executor {task.executor!r}, "
+                    f"{gpus[task.executor]}, found {task.gpus}; correct them"
                 )
 
     @cached_property
@@ -113,6 +144,8 @@ class SchedulingProblem:
                 f"{where}: expected a duration above 0 seconds, from {MIN_DURATION_S:g} to {MAX_DURATION_S:g}, found "
                 f"{demand.duration_s}; correct its estimate"
             )
+        if demand.sharing is not None:
+            _check_sharing(where, demand.sharing, demand.duration_s)
         if not is_number(demand.release_s, least=0, most=MAX_DURATION_S):
             raise SpecError(
                 f"{where}: expected a release of 0 or more seconds from now, {MAX_DURATION_S:g} at most, found "
@@ -129,3 +162,17 @@ class SchedulingProblem:
                 f"{where}: expected at most {quota} GPUs, which is the quota of tenant {demand.tenant!r}, found "
                 f"{demand.num_gpus}; ask for fewer, or raise the quota"
             )
+
+
+def _check_sharing(where: str, sharing: Sharing, duration_s: float) -> None:
+    if not sharing.base:
+        raise SpecError(f"{where}: expected a base model in its sharing, found none; name it, or share nothing")
+    if not is_number(sharing.step_s, least=0, most=duration_s):
+        raise SpecError(
+            f"{where}: expected steps that take 0 to {duration_s:g} seconds, its duration, found {sharing.step_s}; "
+            "correct step_s"
+        )
+    for name, least in (("num_slots", 1), ("slot_bytes", 0), ("pass_bytes", 0), ("capacity_bytes", 0)):
+        found = getattr(sharing, name)
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            raise SpecError(f"{where}: expected {name} of at least {least}, found {found!r}; correct it")

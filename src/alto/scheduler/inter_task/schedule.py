@@ -11,6 +11,7 @@ from alto.scheduler.inter_task.milp import milp_schedule
 from alto.scheduler.inter_task.outcome import schedule_from
 from alto.scheduler.inter_task.problem import SchedulingProblem
 from alto.scheduler.inter_task.reservations import place
+from alto.scheduler.inter_task.sharing_search import apart, colocated
 
 __all__ = ["METHODS", "schedule_tasks"]
 
@@ -27,6 +28,9 @@ def schedule_tasks(
 ) -> Schedule:
     """A schedule of the tasks of ``problem`` that wait.
 
+    Which of them share an executor is decided first (:func:`colocated`); every method then places executors. ``fifo``
+    never shares: it is the baseline of batching alone, first come first served.
+
     Args:
         method: One of :data:`METHODS`, in any case.
         time_limit_s: A solver that has not proven its schedule by then gives the best it has. Loading OR-tools, about
@@ -41,6 +45,15 @@ def schedule_tasks(
     name = method.lower()
     if name not in METHODS:
         raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+    colocation = apart(problem) if name == "fifo" else colocated(problem)
+    found = _schedule(colocation.problem, name, time_limit_s=time_limit_s, hint=colocation.hint(hint), gap=gap)
+    return colocation.expanded(found)
+
+
+def _schedule(
+    problem: SchedulingProblem, name: str, *, time_limit_s: float, hint: Schedule | None, gap: float
+) -> Schedule:
+    """A schedule of tasks that do not share."""
     if name == "cp-sat":
         return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint, gap=gap)
     if name == "milp":

@@ -17,16 +17,19 @@ class StartTask:
         task: Name of the task.
         gpus: Its GPUs.
         attempt: 1 for the first.
+        executor: The executor that trains it, which runs already where an earlier action has the same; empty: one that
+            no other task joins. Unique in the queue's life.
     """
 
     task: str
     gpus: tuple[Gpu, ...]
     attempt: int
+    executor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopTask:
-    """End the executor of a task; the queue counts its GPUs as taken until an event reports its end."""
+    """End an attempt of a task, not of others in its executor; until an event reports its end, it keeps its GPUs."""
 
     task: str
 

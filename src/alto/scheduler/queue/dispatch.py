@@ -52,9 +52,10 @@ def schedule_of_now(
             fitting[count] = sum(sizes[: fewest_nodes(nodes, count)]) >= count
         return fitting[count] and count <= left.get(demand.tenant, count)
 
-    # A task that cannot start keeps later ones of its shape from starting, too.
+    # A task that cannot start keeps later ones of its shape from starting, too. None shares: where so many tasks wait,
+    # every GPU has one, and who should share cannot be seen from the first tasks alone.
     pending = [
-        task.demand
+        task.demand if task.demand.sharing is None else replace(task.demand, sharing=None)
         for tasks in waiting.first(sum(sizes), now_s)
         for task in itertools.takewhile(lambda task: can_start(task.demand), tasks)
     ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule
-from alto.scheduler.inter_task import RunningTask, SchedulingProblem
+from alto.scheduler.inter_task import SchedulingProblem
 from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
 from alto.scheduler.queue.dispatch import schedule_of_now
 from alto.scheduler.queue.events import (
@@ -29,9 +28,10 @@ from alto.scheduler.queue.events import (
     Submitted,
     Woken,
 )
+from alto.scheduler.queue.executors import Executors
 from alto.scheduler.queue.gpus import GpuPool
 from alto.scheduler.queue.settings import MAX_ATTEMPTS_IN_ALL, QueueSettings
-from alto.scheduler.queue.task import QueuedTask, TaskState
+from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
 from alto.scheduler.queue.waiting import Waiting
 
 __all__ = ["Queue", "Solve"]
@@ -39,12 +39,6 @@ __all__ = ["Queue", "Solve"]
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
 """Makes a schedule of the waiting tasks. Its hint is the rest of the previous plan, on the same clock; a task that it
 does not place waits for the next plan."""
-
-_OVERRUN = 0.1
-"""Estimated remaining time of a task that exceeds its estimate, as a share of its time so far."""
-
-_LEAST_S = 1e-3
-"""Smallest estimate of an attempt, in seconds."""
 
 
 class Queue:
@@ -54,6 +48,10 @@ class Queue:
     run stay where they are. A task is started when its planned start has come and its GPUs are free, never on GPUs
     that the plan holds for one before it, and never beyond the quota of its tenant. A task that can continue on fewer
     GPUs is restarted on fewer where others wait and the total time is reduced.
+
+    Tasks that may share are started in executors that others can join; see :class:`Executors`. A task that is to join
+    one starts at once, or waits for the next plan where that executor has ended. A task that was lost beside others has
+    an executor of its own from then on.
 
     The queue has no clock and no side effects: events carry their time, and its driver carries out the actions.
     """
@@ -65,8 +63,7 @@ class Queue:
         self._now_s = 0.0
         self._tasks: dict[str, QueuedTask] = {}
         self._waiting = Waiting(settings.list_method)
-        self._with_gpus: dict[str, QueuedTask] = {}
-        self._in_use: Counter[str] = Counter()  # GPUs by tenant
+        self._executors = Executors(self._pool, settings.quotas)
         self._to_come: list[tuple[float, int, QueuedTask]] = []  # heap of tasks that may not start yet
         self._plan: Schedule | None = None
         self._next: list[Placement] = []  # what the plan has not started yet, on the queue's clock
@@ -87,7 +84,9 @@ class Queue:
         while self._to_come and (self._to_come[0][0] <= self._now_s or not _waits_until(*self._to_come[0])):
             heapq.heappop(self._to_come)
         wakes = [self._to_come[0][0]] if self._to_come else []
-        planned = (found for found in self._next if found.start_s > self._now_s and self._are_free(found.gpus))
+        planned = (
+            found for found in self._next if found.start_s > self._now_s and self._executors.are_free(found.gpus)
+        )
         wakes += [placement.start_s for placement in planned][:1]
         return min(wakes, default=None)
 
@@ -105,7 +104,7 @@ class Queue:
         self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
         lost = {event.gpu for event in events if isinstance(event, GpuLost)}
-        for task in self._with_gpus.values() if lost else ():
+        for task in self._executors.tasks.values() if lost else ():
             task.has_lost_gpu = task.has_lost_gpu or not lost.isdisjoint(task.gpus)
         actions: list[Action] = []
         num_gpus = len(self._pool)
@@ -169,7 +168,7 @@ class Queue:
                 return self._stop(task, actions)
             case Profiled(duration_s=duration_s) if task.state is TaskState.WAITING:
                 self._waiting.remove(task)
-                task.demand = replace(task.demand, duration_s=max(duration_s, _LEAST_S))
+                task.demand = task.demand.lasting(max(duration_s, LEAST_S))
                 self._waiting.add(task)
                 return self._moved(task, task.demand.duration_s)
             case Profiled():
@@ -187,7 +186,7 @@ class Queue:
                 task.offer = event
                 return ""
             case Finished():
-                self._leave_gpus(task)
+                self._executors.leave(task, self._now_s)
                 self._end(task, TaskState.FINISHED)
                 return f"{task.name} finished"
             case Failed():
@@ -219,7 +218,7 @@ class Queue:
 
     def _take_offers(self, actions: list[Action]) -> None:
         """End tasks that can continue on fewer GPUs, as long as others wait."""
-        for task in self._with_gpus.values() if self._waiting else ():
+        for task in self._executors.tasks.values() if self._waiting else ():
             offer = task.offer
             if task.state is not TaskState.RUNNING or offer is None or offer.num_gpus >= len(task.gpus):
                 continue
@@ -229,7 +228,7 @@ class Queue:
                 actions.append(StopTask(task=task.name))
 
     def _shrink(self, task: QueuedTask, offer: Offered) -> str:
-        task.demand = replace(task.demand, num_gpus=offer.num_gpus, duration_s=max(offer.duration_s, _LEAST_S))
+        task.demand = replace(task.demand.lasting(max(offer.duration_s, LEAST_S)), num_gpus=offer.num_gpus)
         task.planned_s, task.ready_s = task.demand.duration_s, self._now_s
         task.state = TaskState.WAITING
         self._wait(task)
@@ -237,7 +236,10 @@ class Queue:
 
     def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
         was_stopping, is_shrinking = task.state is TaskState.STOPPING, task.state is TaskState.SHRINKING
-        self._leave_gpus(task)
+        # A task that was to stop ends so by itself; its neighbours report where the executor was lost.
+        is_lost = event.is_retryable and not (was_stopping or is_shrinking or task.has_lost_gpu)
+        if self._executors.leave(task, self._now_s, is_lost=is_lost) and is_lost:
+            task.isolated_by = task.attempt
         task.reason = event.reason
         if was_stopping:
             self._end(task, TaskState.STOPPED)
@@ -249,7 +251,7 @@ class Queue:
         if verdict:
             return self._give_up(task, verdict, actions)
         if event.remaining_s is not None:
-            task.demand = replace(task.demand, duration_s=max(event.remaining_s, _LEAST_S))
+            task.demand = task.demand.lasting(max(event.remaining_s, LEAST_S))
         task.planned_s = task.demand.duration_s
         # After the loss of a GPU no pause is needed.
         task.ready_s = self._now_s + (0.0 if task.has_lost_gpu else self._settings.pause_s(task.num_failures))
@@ -283,17 +285,18 @@ class Queue:
 
     def _forgive(self, gpu: Gpu) -> None:
         """A task that failed on a GPU which is now reported as lost, and pauses since, does not count the failure or
-        pause."""
+        pause, and may share as before."""
         for task in self._waiting:
             if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
                 task.has_lost_gpu = True
                 task.num_failures = max(0, task.num_failures - 1)
                 task.ready_s = self._now_s
+                task.isolated_by = 0 if task.isolated_by == task.attempt else task.isolated_by
 
     def _moved(self, task: QueuedTask, estimate_s: float) -> str:
         if abs(estimate_s - task.planned_s) <= self._settings.estimate_change * task.planned_s:
             return ""
-        before, task.planned_s = task.planned_s, max(estimate_s, _LEAST_S)
+        before, task.planned_s = task.planned_s, max(estimate_s, LEAST_S)
         return f"{task.name} is now estimated to take {estimate_s:.4g} s, not {before:.4g} s"
 
     # Waiting tasks and owners of GPUs.
@@ -303,11 +306,6 @@ class Queue:
         self._note_what_is_missing(task)
         if task.ready_s > self._now_s:
             heapq.heappush(self._to_come, (task.ready_s, task.number, task))
-
-    def _leave_gpus(self, task: QueuedTask) -> None:
-        self._pool.give_back(task.gpus)
-        self._in_use[task.demand.tenant] -= len(task.gpus)
-        del self._with_gpus[task.name]
 
     def _end(self, task: QueuedTask, state: TaskState) -> None:
         task.state = state
@@ -336,18 +334,19 @@ class Queue:
         schedule = self._plan_whole(left) if self._is_planned_whole() else self._plan_now()
         if schedule is None:
             return []
+        schedule = self._executors.named(schedule)
         self._plan = _shifted(schedule, self._now_s)
         self._next = sorted(self._plan.placements, key=lambda placement: placement.start_s)
         return [Planned(reason=reason, schedule=schedule)]
 
     def _is_planned_whole(self) -> bool:
         most = self._settings.max_planned
-        return most is None or len(self._waiting) + len(self._with_gpus) <= most or self._waiting.has_priorities
+        return most is None or len(self._waiting) + len(self._executors.tasks) <= most or self._waiting.has_priorities
 
     def _plan_whole(self, left: Schedule | None) -> Schedule | None:
         num_gpus, now = len(self._pool), self._now_s
         pending = tuple(
-            task.demand if task.ready_s <= now else replace(task.demand, release_s=task.ready_s - now)
+            task.wanted if task.ready_s <= now else replace(task.wanted, release_s=task.ready_s - now)
             for task in self._waiting
             if task.demand.num_gpus <= num_gpus and not self._is_spent(task)
         )
@@ -356,7 +355,7 @@ class Queue:
         problem = SchedulingProblem(
             nodes=self._pool.nodes,
             pending=pending,
-            running=tuple(running for task in self._with_gpus.values() if (running := self._running(task)).gpus),
+            running=self._executors.running(now),
             quotas=self._settings.quotas,
         )
         return self._solve(problem, left)
@@ -370,7 +369,7 @@ class Queue:
             nodes=self._pool.nodes,
             free=self._pool.free_nodes,
             quotas=self._settings.quotas,
-            in_use=self._in_use,
+            in_use=self._executors.in_use,
             now_s=self._now_s,
         )
 
@@ -391,15 +390,6 @@ class Queue:
         left = _shifted(replace(self._plan, placements=tuple(waiting)), -self._now_s)
         return replace(left, placements=tuple(replace(p, start_s=max(0.0, p.start_s)) for p in left.placements))
 
-    def _running(self, task: QueuedTask) -> RunningTask:
-        overrun_s = _OVERRUN * (self._now_s - task.started_s)
-        return RunningTask(
-            task=task.name,
-            gpus=tuple(gpu for gpu in task.gpus if gpu in self._pool),
-            remaining_s=max(task.expected_end_s - self._now_s, overrun_s, _LEAST_S),
-            tenant=task.demand.tenant,
-        )
-
     def _start_due(self) -> list[Action]:
         started: list[Action] = []
         held: set[Gpu] = set()
@@ -409,7 +399,8 @@ class Queue:
             task = self._tasks[placement.task]
             if task.state is not TaskState.WAITING:
                 continue
-            if self._may_start(task, placement.gpus) and held.isdisjoint(placement.gpus):
+            is_free = held.isdisjoint(placement.gpus) or self._executors.is_there(placement)
+            if is_free and self._executors.may_start(task, placement):
                 started.append(self._start(task, placement))
             else:
                 held.update(placement.gpus)
@@ -418,21 +409,11 @@ class Queue:
             self._next[:num_due] = blocked
         return started
 
-    def _may_start(self, task: QueuedTask, gpus: Sequence[Gpu]) -> bool:
-        # Tasks that the plan expected to end earlier may take longer.
-        quota = self._settings.quotas.get(task.demand.tenant, math.inf)
-        return self._are_free(gpus) and self._in_use[task.demand.tenant] + len(gpus) <= quota
-
-    def _are_free(self, gpus: Sequence[Gpu]) -> bool:
-        return self._pool.free.issuperset(gpus)
-
     def _start(self, task: QueuedTask, placement: Placement) -> StartTask:
         self._waiting.remove(task)
-        self._pool.take(placement.gpus)
-        self._in_use[task.demand.tenant] += len(placement.gpus)
-        self._with_gpus[task.name] = task
-        task.begin_attempt(placement.gpus, self._now_s)
-        return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt)
+        is_open = self._plan is not None and self._plan.method != "fifo"
+        self._executors.start(task, placement, self._now_s, is_open=is_open)
+        return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt, executor=task.executor)
 
 
 def _waits_until(ready_s: float, _: int, task: QueuedTask) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from alto.records import Gpu
 from alto.scheduler.inter_task import TaskDemand
 from alto.scheduler.queue.events import Offered
 
-__all__ = ["QueuedTask", "TaskState"]
+__all__ = ["LEAST_S", "QueuedTask", "TaskState"]
+
+LEAST_S = 1e-3
+"""Smallest estimate of an attempt, in seconds."""
 
 
 class TaskState(StrEnum):
@@ -41,6 +44,9 @@ class QueuedTask:
         attempt: The latest one; 0 before the first.
         num_failures: Attempts that count against the cap.
         gpus: Of the latest attempt.
+        executor: Of the latest attempt: tasks with the same one share it; empty: nobody may join it.
+        isolated_by: Attempt that was lost while it shared its executor: since then the task shares with nobody, so that
+            a neighbour that ends the executor does not end this task again; 0: none was.
         started_s, expected_end_s: Of the latest attempt.
         ended_s: When it finished, failed for good or was stopped.
         offer: Remaining seconds of the latest attempt on fewer GPUs; None where it was not reported.
@@ -58,6 +64,8 @@ class QueuedTask:
     attempt: int = 0
     num_failures: int = 0
     gpus: tuple[Gpu, ...] = ()
+    executor: str = ""
+    isolated_by: int = 0
     started_s: float = 0.0
     expected_end_s: float = 0.0
     ended_s: float | None = None
@@ -71,6 +79,11 @@ class QueuedTask:
         return self.demand.task
 
     @property
+    def wanted(self) -> TaskDemand:
+        """Its demand as it is planned now."""
+        return replace(self.demand, sharing=None) if self.isolated_by else self.demand
+
+    @property
     def has_gpus(self) -> bool:
         """Whether it holds its GPUs."""
         return self.state in (TaskState.STARTING, TaskState.RUNNING, TaskState.SHRINKING, TaskState.STOPPING)
@@ -79,11 +92,12 @@ class QueuedTask:
     def has_ended(self) -> bool:
         return self.ended_s is not None
 
-    def begin_attempt(self, gpus: tuple[Gpu, ...], now_s: float) -> None:
-        """Note that an executor is started on ``gpus``."""
+    def begin_attempt(self, gpus: tuple[Gpu, ...], now_s: float, executor: str = "") -> None:
+        """Note that an executor is started on ``gpus``, or joined there."""
         self.state = TaskState.STARTING
         self.attempt += 1
         self.gpus = gpus
+        self.executor = executor
         self.started_s = now_s
         self.planned_s = self.demand.duration_s
         self.expected_end_s = now_s + self.demand.duration_s

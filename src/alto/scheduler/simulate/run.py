@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from alto.records import Node, Schedule, SimulationOutcome
+from alto.records import Gpu, Node, Placement, Schedule, SimulationOutcome
 from alto.scheduler.inter_task import LIST_METHODS, SchedulingProblem, schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings, TaskState
 from alto.scheduler.simulate.workload import draw_tasks
@@ -79,7 +79,7 @@ def simulate(
     makespan_s = max(world.now_s - first_s, 0.0)
     finished = [task for task in queue.tasks.values() if task.state is TaskState.FINISHED]
     took_s = [(task.ended_s or 0.0) - task.submitted_s for task in finished]
-    busy_s = sum(len(attempt.gpus) * attempt.duration_s for attempt in world.attempts)
+    busy_s = sum(len(gpus) * (end_s - start_s) for gpus, start_s, end_s in _uses(world.attempts))
     return SimulationOutcome(
         method=name,
         early_exit=early_exit,
@@ -96,6 +96,16 @@ def simulate(
         planned=tuple(world.planned.values()),
         actual=tuple(world.attempts),
     )
+
+
+def _uses(attempts: Iterable[Placement]) -> list[tuple[tuple[Gpu, ...], float, float]]:
+    """GPUs, start and end of every executor, which has its GPUs from its first task to its last."""
+    uses: dict[str | int, tuple[tuple[Gpu, ...], float, float]] = {}
+    for number, attempt in enumerate(attempts):
+        _, start_s, end_s = uses.get(attempt.executor, (attempt.gpus, attempt.start_s, attempt.end_s))
+        span = (attempt.gpus, min(start_s, attempt.start_s), max(end_s, attempt.end_s))
+        uses[attempt.executor or number] = span
+    return list(uses.values())
 
 
 class _Solver:

@@ -31,6 +31,11 @@ class SimulatedTask:
     exit_share: float
     estimate_factor: float
 
+    @property
+    def step_share(self) -> float:
+        """Share of its work that its steps take whatever they train."""
+        return self.task.step_share
+
 
 def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
     """The tasks of ``simulation`` in the order of their arrival; the same for every method."""
@@ -50,13 +55,19 @@ def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
 
 def _made_up(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
     tasks, now_s = [], 0.0
+    of_base = random.Random(f"bases {simulation.seed}")  # so that tasks are the same with and without bases
     counts, shares = list(simulation.gpus), list(simulation.gpus.values())
     for _ in range(simulation.num_tasks):
         if simulation.arrivals_per_hour is not None:
             now_s += draw.expovariate(simulation.arrivals_per_hour / 3600)
         (count,) = draw.choices(counts, shares)
         duration_s = min(max(_duration_s(simulation, draw), MIN_S), MAX_S)  # the tail of a Pareto distribution is heavy
-        tasks.append(ArrivingTask(arrival_s=now_s, gpus=count, duration_s=duration_s))
+        base = f"base-{of_base.randrange(simulation.bases)}" if simulation.bases else ""
+        tasks.append(
+            ArrivingTask(
+                arrival_s=now_s, gpus=count, duration_s=duration_s, base=base, step_share=simulation.step_share
+            )
+        )
     return tasks
 
 

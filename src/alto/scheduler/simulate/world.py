@@ -6,9 +6,9 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from alto.records import Gpu, Node, Placement, Schedule
+from alto.records import Gpu, Node, Placement, Schedule, Sharing
 from alto.scheduler.inter_task import TaskDemand
 from alto.scheduler.queue import (
     Failed,
@@ -26,31 +26,17 @@ from alto.scheduler.queue import (
     Submitted,
     Woken,
 )
+from alto.scheduler.simulate.executors import Executor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
 from alto.spec import Simulation
 from alto.spec.trace import MIN_S
 
 __all__ = ["World"]
 
-_TOLD_AT = 0.5
-"""Share of an attempt after which its executor reports its own pace."""
-
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
 """GPUs lost or back, while no task runs or rests, after which the tasks that wait are given up: each GPU was lost ten
 times then, and never were there as many as a task needs."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """The true state of a running task."""
-
-    task: SimulatedTask
-    left_s: float
-    luck: random.Random
-    attempt: int = 0
-    gpus: tuple[Gpu, ...] = ()
-    started_s: float = 0.0
 
 
 class World:
@@ -76,12 +62,13 @@ class World:
         self._simulation = simulation
         self._queue = queue
         self._early_exit = early_exit
-        self._works: dict[str, _Work] = {}
+        self._works: dict[str, Work] = {}
+        self._executors: dict[str, Executor] = {}  # by task
         self._open: set[str] = set()
         self._num_running = 0
         self._num_gpu_changes = 0
         self._order = itertools.count()
-        self._to_come: list[tuple[float, int, QueueEvent]] = []
+        self._to_come: list[tuple[float, int, QueueEvent, Executor | None, int]] = []
         self._gpu_luck = {
             gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
             for node in nodes
@@ -103,7 +90,7 @@ class World:
         for task in tasks:
             true_s = task.task.duration_s * (task.exit_share if self._early_exit else 1.0)
             luck = random.Random(f"{task.name} {self._simulation.seed}")
-            self._works[task.name] = _Work(task=task, left_s=true_s, luck=luck)
+            self._works[task.name] = Work(task=task, left_s=true_s, luck=luck)
             demand = TaskDemand(
                 task=task.name,
                 num_gpus=task.task.gpus,
@@ -112,6 +99,8 @@ class World:
                 priority=task.task.priority,
                 tenant=task.task.tenant,
             )
+            if task.task.base and task.task.gpus == 1:
+                demand = replace(demand, sharing=_sharing(task, demand.duration_s))
             self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
         for gpu in self._gpu_luck:
             self._lose_later(gpu, 0.0)
@@ -134,7 +123,9 @@ class World:
         self.now_s = self._to_come[0][0]
         events: list[QueueEvent] = []
         while self._to_come and self._to_come[0][0] <= self.now_s:
-            events += self._happen(heapq.heappop(self._to_come)[2])
+            *_, event, executor, version = heapq.heappop(self._to_come)
+            if executor is None or executor.version == version:
+                events += self._happen(event)
         self._apply(events)
         if not self._is_only_gpus(events) or wake_s is not None or self._num_running:
             self._num_gpu_changes = 0
@@ -161,35 +152,46 @@ class World:
     def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
         return all(isinstance(event, GpuLost | GpuAdded) for event in events)
 
-    def _at(self, time_s: float, event: QueueEvent) -> None:
-        heapq.heappush(self._to_come, (time_s, next(self._order), event))
+    def _at(self, time_s: float, event: QueueEvent, executor: Executor | None = None) -> None:
+        """Let ``event`` happen then; of ``executor``, only if no task joins or leaves it before."""
+        version = executor.version if executor is not None else 0
+        heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
 
     def _note(self, schedule: Schedule) -> None:
         for placement in schedule.placements:
             if placement.task not in self.planned:
-                self.planned[placement.task] = Placement(
-                    task=placement.task,
-                    gpus=placement.gpus,
-                    start_s=self.now_s + placement.start_s,
-                    duration_s=placement.duration_s,
-                )
+                self.planned[placement.task] = replace(placement, start_s=self.now_s + placement.start_s)
 
     def _begin(self, start: StartTask) -> None:
         work = self._works[start.task]
-        work.attempt, work.gpus, work.started_s = start.attempt, start.gpus, self.now_s
+        work.attempt, work.gpus = start.attempt, start.gpus
         self._num_running += 1
-        rate = self._simulation.crashes_per_hour / 3600
-        crash_s = work.luck.expovariate(rate) if rate else float("inf")
-        name, attempt = start.task, start.attempt
-        self._at(self.now_s, Started(time_s=self.now_s, task=name, attempt=attempt))
-        if crash_s < work.left_s:
-            at_s = self.now_s + crash_s
-            self._at(at_s, Failed(time_s=at_s, task=name, attempt=attempt, reason="crashed", is_retryable=True))
-            return
-        left_s = (1 - _TOLD_AT) * work.left_s
-        told_s, end_s = self.now_s + work.left_s - left_s, self.now_s + work.left_s
-        self._at(told_s, Progressed(time_s=told_s, task=name, attempt=attempt, remaining_s=left_s))
-        self._at(end_s, Finished(time_s=end_s, task=name, attempt=attempt))
+        executor = self._running(start.executor)
+        if executor is None:
+            rate = self._simulation.crashes_per_hour / 3600
+            crash_s = self.now_s + work.luck.expovariate(rate) if rate else float("inf")
+            executor = Executor(name=start.executor, crash_s=crash_s)
+        executor.join(work, self.now_s)
+        self._executors[start.task] = executor
+        self._at(self.now_s, Started(time_s=self.now_s, task=start.task, attempt=start.attempt))
+        self._foresee(executor)
+
+    def _running(self, name: str) -> Executor | None:
+        if not name:
+            return None
+        return next((found for found in self._executors.values() if found.name == name), None)
+
+    def _foresee(self, executor: Executor) -> None:
+        """Let happen what happens to the tasks of ``executor`` if it does not change before."""
+        for outlook in executor.outlooks():
+            name, attempt, end_s = outlook.work.task.name, outlook.work.attempt, outlook.end_s
+            if outlook.told_s is not None:
+                told = Progressed(time_s=outlook.told_s, task=name, attempt=attempt, remaining_s=outlook.remaining_s)
+                self._at(outlook.told_s, told, executor)
+            end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
+            if outlook.is_lost:
+                end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
+            self._at(end_s, end, executor)
 
     def _happen(self, event: QueueEvent) -> list[QueueEvent]:
         """The queue's events for ``event``."""
@@ -199,6 +201,7 @@ class World:
                 # An executor that was lost with its GPU has no more events.
                 if work.attempt != event.attempt or not work.gpus:
                     return []
+                work.has_told = work.has_told or isinstance(event, Progressed)
                 if isinstance(event, Failed):
                     return [self._fail(work, event.reason)]
                 if isinstance(event, Finished):
@@ -220,13 +223,12 @@ class World:
             at_s = now_s + self._gpu_luck[gpu].expovariate(1 / (hours * 3600))
             self._at(at_s, GpuLost(time_s=at_s, gpu=gpu))
 
-    def _fail(self, work: _Work, reason: str) -> Failed:
+    def _fail(self, work: Work, reason: str) -> Failed:
         """End an attempt; what was done since the last checkpoint is lost."""
-        done_s = self.now_s - work.started_s
-        interval_s = self._simulation.checkpoint_interval_s
-        saved_s = done_s - (done_s % interval_s if interval_s else 0.0)
-        work.left_s = max(0.0, work.left_s - saved_s)
         self._end_attempt(work)
+        interval_s = self._simulation.checkpoint_interval_s
+        saved_s = work.done_s - (work.done_s % interval_s if interval_s else 0.0)
+        work.left_s = max(0.0, work.left_s - saved_s)
         return Failed(
             time_s=self.now_s,
             task=work.task.name,
@@ -236,8 +238,32 @@ class World:
             remaining_s=work.left_s,
         )
 
-    def _end_attempt(self, work: _Work) -> None:
-        done_s = self.now_s - work.started_s
-        self.attempts.append(Placement(task=work.task.name, gpus=work.gpus, start_s=work.started_s, duration_s=done_s))
+    def _end_attempt(self, work: Work) -> None:
+        name = work.task.name
+        executor = self._executors.pop(name)
+        self.attempts.append(
+            Placement(
+                task=name,
+                gpus=work.gpus,
+                start_s=work.started_s,
+                duration_s=self.now_s - work.started_s,
+                executor=executor.name,
+            )
+        )
+        executor.leave(work, self.now_s)
+        if executor.works:
+            self._foresee(executor)
         work.gpus = ()
         self._num_running -= 1
+
+
+def _sharing(task: SimulatedTask, duration_s: float) -> Sharing:
+    """Memory is not simulated: any tasks fit together."""
+    return Sharing(
+        base=task.task.base,
+        step_s=task.step_share * duration_s,
+        num_slots=1,
+        slot_bytes=0,
+        pass_bytes=0,
+        capacity_bytes=0,
+    )

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from alto.cluster.base import Launch
-from alto.cluster.local_executor import _ALLOCATOR_VARIABLES, _environment
+from alto.cluster.executor_process import _ALLOCATOR_VARIABLES, ProcessShape
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +16,7 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def allocator_of(devices: tuple[str, ...]) -> dict[str, str]:
-    launch = Launch(task="tiny", run_dir="runs/tiny", entry="none:none", gpus=(), attempt=0)
-    found = os.environ | _environment(devices, num_threads=2, launch=launch)
+    found = os.environ | ProcessShape(devices=devices, num_threads=2).environment()
     return {name: value for name, value in found.items() if name in _ALLOCATOR_VARIABLES}
 
 

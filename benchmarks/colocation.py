@@ -1,0 +1,316 @@
+"""Six small tasks on one base model: one executor for all against one for each, on the same cores; what a process that
+is kept saves at the start of a task; and how fairly tasks whose rows differ in length are treated.
+
+    python benchmarks/colocation.py --scale cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS_DIR, ROOT, Result, publish
+
+from alto import Engine, Task, TaskResult
+from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, open_cluster
+from alto.data import read_task_rows, sample_rows
+from alto.engine.estimates import base_key
+from alto.engine.work import TRAIN
+from alto.executor import Executor, Ranks, RunStart, SharedBank, TaskContext, TaskSession, load_base
+from alto.records import Gpu, Placement, Schedule
+from alto.runs import Journal, RunDir, read_queue_history
+from alto.runs.events import JobAdmitted
+from alto.scheduler import jain_index
+from alto.spec import BaseModelSpec
+
+GOALS = {
+    "colocated_over_separate": (">=", 1.3),
+    "start_over_cold": ("<=", 0.2),
+    "jain_index": (">=", 0.95),
+}
+
+NUM_TASKS = 6
+ROW_TOKENS = (50, 100, 200, 400, 700, 1000)
+
+COLD = """
+import sys
+from alto.cluster import run_entry
+print(run_entry(sys.argv[1], sys.argv[2], lambda: False).outcome)
+"""
+"""A process that has nothing imported, as every executor of version 0.1 was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What one scale runs.
+
+    Attributes:
+        rows: Of GSM8K, for each task.
+        epochs: Of each task.
+        repeats: Of both ways, by turns.
+        turns: Turns of the executor over which tokens are counted.
+    """
+
+    rows: int
+    epochs: int
+    repeats: int
+    turns: int
+
+
+SCALES = {
+    "smoke": Scale(rows=8, epochs=1, repeats=1, turns=20),
+    "cpu": Scale(rows=60, epochs=2, repeats=3, turns=200),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    scale = SCALES[options.scale]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tasks = make_tasks(scale, options.data, folder)
+        starts = measure_starts(tasks[0], folder / "starts", scale.repeats)
+        runs: dict[str, list[Run]] = {"separate": [], "colocated": []}
+        for repeat in range(scale.repeats):
+            order = list(runs) if repeat % 2 == 0 else list(reversed(runs))
+            for way in order:
+                runs[way].append(run(way, tasks, folder / f"{way}-{repeat}"))
+        tokens = measure_fairness(folder / "fairness", scale.turns)
+    failures = gate(runs)
+    result = Result.of(
+        benchmark="colocation",
+        scale=options.scale,
+        gate_failures=failures,
+        figures={} if failures else figures(runs, starts, tokens),
+        goals=GOALS if options.scale == "cpu" else {},
+        rows=[
+            *({"way": way, "seconds": found.seconds} for way, several in runs.items() for found in several),
+            *({"start": kind, "seconds": seconds} for kind, several in starts.items() for seconds in several),
+            *({"row_tokens": number, "tokens": trained} for number, trained in tokens.items()),
+        ],
+        notes=[
+            f"{NUM_TASKS} tasks of two jobs on alto-tiny, {scale.rows} rows of GSM8K each, {scale.epochs} epochs, no "
+            "early exit. Separate: a CPU slot and an executor for each task. Colocated: one slot with all cores. "
+            "Timed from the call to the last exported adapter, processes and evaluations in it; by turns.",
+            "Start: from the start of the task to the admission of its first job, directly before its first step. "
+            "Cold: a new Python process, as version 0.1 had for every executor. Forked: by the zygote, which has "
+            "everything imported. Kept: by a process that has the base model loaded.",
+            f"Fairness: equal tasks with rows of {', '.join(map(str, ROW_TOKENS))} tokens; tokens trained in "
+            f"{scale.turns} turns of one executor.",
+        ],
+    )
+    return publish(result, options.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One of the two ways, once.
+
+    Attributes:
+        seconds: From the call to the last adapter.
+        most_processes: Different executors.
+    """
+
+    seconds: float
+    results: list[TaskResult]
+    most_processes: int
+
+
+def make_tasks(scale: Scale, data: Path, folder: Path) -> list[Task]:
+    """Small tasks, each on rows of its own."""
+    rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
+    tasks = []
+    for number in range(NUM_TASKS):
+        own = sample_rows(rows, scale.rows, seed=number)
+        (folder / f"rows-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own), encoding="utf-8")
+        tasks.append(
+            Task(
+                name=f"task-{number}",
+                model="alto-tiny",
+                dataset=str(folder / f"rows-{number}.jsonl"),
+                num_train_epochs=scale.epochs,
+                eval_steps=0.25,
+                max_length=512,
+                early_exit=False,
+                report_to="none",
+                max_slots=2,
+                max_tokens_per_step=4096,
+                max_tokens_per_pass=4096,
+                gradient_checkpointing=False,
+                search_space={"learning_rate": [5e-4, 2e-3], "per_device_train_batch_size": [1]},
+            )
+        )
+    return tasks
+
+
+def run(way: str, tasks: Sequence[Task], output_dir: Path) -> Run:
+    """Run all tasks at once, in one executor or in one for each."""
+    num_slots = 1 if way == "colocated" else len(tasks)
+    schedule = Schedule(
+        method="lpt",
+        status="heuristic",
+        bound_s=0.0,
+        placements=tuple(
+            Placement(
+                task=task.name,
+                gpus=(Gpu("local", number % num_slots),),
+                start_s=0.0,
+                duration_s=60.0,
+                executor="all" if way == "colocated" else "",
+            )
+            for number, task in enumerate(tasks)
+        ),
+    )
+    engine = Engine(strategy="single", total_gpus=num_slots, output_dir=output_dir)
+    began = time.perf_counter()
+    results = engine.batched_execution(tasks, schedule)
+    seconds = time.perf_counter() - began
+    (root,) = output_dir.glob("queue-*")
+    attempts = [attempt for task in read_queue_history(root).tasks.values() for attempt in task.attempts]
+    executors = {attempt.executor or f"{attempt.gpus} {attempt.start}" for attempt in attempts}
+    print(f"{way}: {seconds:.1f} s in {len(executors)} executors", flush=True)
+    return Run(seconds=seconds, results=results, most_processes=len(executors))
+
+
+def gate(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """What makes the timings worthless: not the executors that were meant, or other adapters."""
+    failures = []
+    for way, expected in (("separate", NUM_TASKS), ("colocated", 1)):
+        failures += [
+            f"{way}: {found.most_processes} executors" for found in runs[way] if found.most_processes != expected
+        ]
+    for one, other in zip(runs["separate"][0].results, runs["colocated"][0].results, strict=True):
+        if one.best_job != other.best_job or abs(one.best_validation_loss / other.best_validation_loss - 1) > 1e-3:
+            failures.append(
+                f"{one.task}: {one.best_job} at {one.best_validation_loss:.5f} by itself, {other.best_job} at "
+                f"{other.best_validation_loss:.5f} beside others"
+            )
+    return failures
+
+
+def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds from the start of a task to the admission of its first job: cold, forked, and by a kept process."""
+    folder.mkdir()
+    found: dict[str, list[float]] = {"cold": [], "forked": [], "kept": []}
+    for repeat in range(repeats):
+        root = folder / f"cold-{repeat}"
+        RunDir(root).begin(task)
+        began = time.time()
+        subprocess.run([sys.executable, "-c", COLD, TRAIN, str(root)], check=True, stdout=subprocess.DEVNULL)
+        found["cold"].append(_first_admission(root) - began)
+    with contextlib.closing(open_cluster("local", total_gpus=1)) as cluster:
+        for number in range(repeats + 1):
+            root = folder / f"kept-{number}"
+            RunDir(root).begin(task)
+            launch = Launch(
+                task="a",
+                run_dir=str(root),
+                entry=TRAIN,
+                gpus=(Gpu("local", 0),),
+                attempt=1,
+                base=base_key(task),
+            )
+            began = time.time()
+            cluster.start(launch)
+            admitted: list[float] = []
+            while True:
+                events = cluster.poll(1.0)
+                admitted += [
+                    event.entry.time
+                    for event in events
+                    if isinstance(event, EntryWritten) and isinstance(event.entry.event, JobAdmitted)
+                ]
+                ended = [event for event in events if isinstance(event, ExecutorEnded)]
+                if ended:
+                    break
+            assert ended[0].outcome is Outcome.FINISHED, ended[0].reason
+            found["kept" if number else "forked"].append(admitted[0] - began)
+    return found
+
+
+def _first_admission(root: Path) -> float:
+    lines = (json.loads(line) for line in (root / "journal.jsonl").read_text("utf-8").splitlines())
+    return next(float(line["time"]) for line in lines if line["event"] == "job_admitted")
+
+
+def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
+    """Tokens that equal tasks with rows of such lengths train in so many turns of one executor."""
+    folder.mkdir()
+    backbone = load_base(BaseModelSpec(id="alto-tiny"), torch.device("cpu"), Ranks())
+    bank = SharedBank(backbone, Ranks(), "float32")
+    executor = Executor(bank)
+    with contextlib.ExitStack() as stack:
+        for number in ROW_TOKENS:
+            task = _task_of_rows(number, turns, folder, backbone.tokenizer)
+            run_dir = RunDir.create(folder / str(number), task)
+            journal = stack.enter_context(Journal(run_dir.journal_file))
+            data = read_task_rows(task).encode(backbone.tokenizer)
+            context = TaskContext.of(task, backbone, data)
+            executor.attach(str(number), TaskSession.build(context, journal, RunStart(run_dir=run_dir), bank=bank))
+        sessions = dict(executor.sessions)
+        for _ in range(turns):
+            ended = executor.turn()
+            assert not ended, ended
+        return {int(name): found.received.tokens for name, found in sessions.items() if found.received is not None}
+
+
+def _task_of_rows(row_tokens: int, turns: int, folder: Path, tokenizer: Any) -> Task:
+    """Two jobs on rows of about ``row_tokens`` tokens, with more steps than there are turns."""
+    path = folder / f"rows-{row_tokens}.jsonl"
+    num_tokens = len(tokenizer(" ".join(map(str, range(1000, 1100))))["input_ids"]) / 100  # of a number of four digits
+    count = int((row_tokens - 20) / num_tokens)
+    rows = [
+        {"prompt": f"Count from {n}.", "completion": " ".join(map(str, range(n, n + count)))} for n in range(1000, 1020)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return Task(
+        name=f"rows-{row_tokens}",
+        model="alto-tiny",
+        dataset=str(path),
+        validation_dataset=str(path),
+        max_samples=20,
+        max_length=row_tokens + 200,
+        num_train_epochs=turns // 20 + 1,
+        eval_steps=1.0,
+        early_exit=False,
+        report_to="none",
+        max_slots=2,
+        search_space={"learning_rate": [1e-4, 2e-4], "per_device_train_batch_size": [1]},
+    )
+
+
+def figures(
+    runs: Mapping[str, Sequence[Run]], starts: Mapping[str, Sequence[float]], tokens: Mapping[int, int]
+) -> dict[str, float]:
+    """The figures that they come to: medians."""
+    seconds = {way: statistics.median(found.seconds for found in several) for way, several in runs.items()}
+    start = {kind: statistics.median(several) for kind, several in starts.items()}
+    return {
+        "colocated_over_separate": seconds["separate"] / seconds["colocated"],
+        "start_over_cold": start["kept"] / start["cold"],
+        "forked_start_over_cold": start["forked"] / start["cold"],
+        "jain_index": jain_index({str(number): float(trained) for number, trained in tokens.items()}),
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(SCALES), default="smoke")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

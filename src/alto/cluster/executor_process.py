@@ -1,0 +1,182 @@
+"""One process on this machine that works on runs, one after the other or several at once, as its cluster sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from alto.cluster.attempt import AttemptDir, Ending, unwritten_ending
+from alto.cluster.base import Launch, Outcome
+from alto.cluster.orders import EndReport, Orders
+from alto.cluster.process_group import ProcessGroup
+from alto.cluster.rendezvous import FOLDER, Rendezvous
+from alto.cluster.zygote import Zygote
+
+__all__ = ["ExecutorProcess", "ProcessShape"]
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where PyTorch looks for them; the first is its name for all devices, the others are older."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessShape:
+    """What a process has, all its life; runs that need the same can have one after the other.
+
+    Attributes:
+        devices: Its GPUs, as CUDA names them; none where slots of the CPU stand for GPUs.
+        num_threads: Of the CPU, for all of its ranks.
+        num_ranks: Number of its processes.
+        folder: Its working directory.
+        variables: Environment of the process that starts it.
+    """
+
+    devices: tuple[str, ...]
+    num_threads: int
+    num_ranks: int = 1
+    folder: str = field(default_factory=os.getcwd)
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def environment(self) -> dict[str, str]:
+        """Variables of its first process, which shares the cores with its other ranks."""
+        num_threads = max(1, self.num_threads // self.num_ranks)
+        return {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
+            "OMP_NUM_THREADS": str(num_threads),
+            "MKL_NUM_THREADS": str(num_threads),
+            **(_allocator() if self.devices else {}),
+        }
+
+
+class Occupant(Protocol):
+    """One run that a process works on."""
+
+    @property
+    def launch(self) -> Launch:
+        """What is done for it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has written into its journal."""
+
+
+class ExecutorProcess:
+    """A process of a shape, with what it starts.
+
+    Args:
+        zygote: Forks it.
+        shape: What it has.
+        grace_s: For saving, once this process has died.
+
+    Attributes:
+        shape: What it has.
+        executors: Of the runs that it works on.
+        base: Base model of the latest launch that named one; it may be loaded still.
+        is_reusable: Whether it can work on another run.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self, zygote: Zygote, shape: ProcessShape, *, grace_s: float) -> None:
+        self.shape = shape
+        self.executors: list[Occupant] = []
+        self.base = ""
+        self.is_reusable = True
+        self._killed_because = ""
+        self._has_ended = False
+        self._was_shared = False
+        self._orders = Orders.create()
+        self._rendezvous = Rendezvous() if shape.num_ranks > 1 else None
+        self._group = ProcessGroup(
+            zygote,
+            "alto.cluster.worker",
+            (str(self._orders.root), "--grace-s", str(grace_s)),
+            env={
+                **shape.environment(),
+                **(self._rendezvous.variables if self._rendezvous is not None else {FOLDER: ""}),
+            },
+        )
+
+    def work(self, launch: Launch, attempt: AttemptDir) -> int:
+        """Order it to work on the run of ``launch``; returns the number of the order.
+
+        Raises:
+            OSError: The order cannot be written.
+        """
+        self.base = launch.base or self.base
+        return self._orders.work(launch, attempt)
+
+    def ended(self, number: int) -> EndReport | None:
+        """How it has reported the end of the attempt of an order; None where it has not."""
+        report = self._orders.ended(number)
+        if report is not None and not report.is_reusable:
+            self.is_reusable = False
+        return report
+
+    def ask_to_stop(self, number: int) -> None:
+        """Let the attempt of an order save and end; the whole process, where it works on no other."""
+        if len(self.executors) > 1:
+            self._orders.stop(number)
+        else:
+            self.is_reusable = False
+            self._group.ask_to_stop()
+
+    def kill(self, reason: str = "") -> bool:
+        """Kill it; returns whether it is gone."""
+        self.is_reusable = False
+        self._killed_because = self._killed_because or reason
+        self._group.kill()
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether no process of it is left."""
+        if not self._has_ended and self._group.has_ended():
+            self._has_ended, self._was_shared, self.is_reusable = True, len(self.executors) > 1, False
+            if self._rendezvous is not None:
+                self._rendezvous.close()
+        return self._has_ended
+
+    @property
+    def is_being_killed(self) -> bool:
+        """Whether it was killed for a reason, and is not gone yet."""
+        return bool(self._killed_because)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all its executors have written into their journals: no model or data is loaded."""
+        return all(executor.has_begun for executor in self.executors)
+
+    def unreported_ending(self, attempt: AttemptDir) -> Ending:
+        """How an attempt has ended that it did not report, where it has ended itself."""
+        code = self._group.exit_code
+        said = unwritten_ending(code, attempt) if code is not None and not self._was_shared else None
+        return said or Ending(outcome=Outcome.LOST, reason=self._killed_because or self._why_it_is_gone(attempt))
+
+    def close(self) -> None:
+        """Remove its folder of orders, once it has ended."""
+        self._orders.remove()
+
+    def _why_it_is_gone(self, attempt: AttemptDir) -> str:
+        code = self._group.exit_code
+        if code is None:
+            return self._group.why_not_started or "its process is gone, with the one that had started it"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        where = "" if self._was_shared else f"; see {attempt.stderr}"
+        return f"its process {how} and reported no reason{where}"
+
+
+def _allocator() -> dict[str, str]:
+    """Settings of PyTorch's CUDA allocator, read at its first use; the user's own settings are kept.
+
+    Micro-batches differ in length; only with expandable segments can fragmented free memory serve a longer one.
+    """
+    if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        return {}
+    return {_ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}

@@ -1,0 +1,173 @@
+"""What a cluster orders one of its processes to do, and what that process reports: files in a private folder.
+
+::
+
+    <folder>/
+        order-000001.json    what to do; removed once it is read
+        ended-000001.json    how the attempt of that order ended
+        output.log           what the process prints while it works on several runs, or on none
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.base import Launch, Outcome
+from alto.spec.outside import read_json
+
+__all__ = ["EndReport", "Orders", "StopOrder", "WorkOrder"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkOrder:
+    """Work on a run, beside those that the process works on already.
+
+    Attributes:
+        number: Of the order, unique in its process.
+        attempt_dir: Folder of the attempt, in the run directory.
+        entry: As of :class:`alto.cluster.Launch`.
+        task: Name of the task.
+        tenant: Who submitted the task.
+        priority: Of the task.
+        trust_remote_code: As of :class:`alto.cluster.Launch`.
+    """
+
+    number: int
+    attempt_dir: str
+    entry: str
+    task: str
+    tenant: str
+    priority: int
+    trust_remote_code: bool
+
+    @property
+    def attempt(self) -> AttemptDir:
+        """The folder of the attempt."""
+        return AttemptDir(Path(self.attempt_dir))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOrder:
+    """Let the attempt of an order save and end; the others continue.
+
+    Attributes:
+        number: Of this order.
+        stopped: Number of the other one.
+    """
+
+    number: int
+    stopped: int
+
+
+Order = WorkOrder | StopOrder
+_KINDS: dict[str, type[WorkOrder] | type[StopOrder]] = {kind.__name__: kind for kind in (WorkOrder, StopOrder)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReport:
+    """How an attempt ended.
+
+    Attributes:
+        ending: Its end.
+        is_reusable: Whether its process can work on another run after this.
+    """
+
+    ending: Ending
+    is_reusable: bool
+
+
+class Orders:
+    """The folder of one process, which only this user can enter."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.output = root / "output.log"
+        self._num_given = 0
+
+    @classmethod
+    def create(cls) -> Self:
+        """A new folder, removed with this object at the latest.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        orders = cls(Path(tempfile.mkdtemp(prefix="alto-executor-")))  # mode 0700
+        weakref.finalize(orders, shutil.rmtree, orders.root, ignore_errors=True)
+        return orders
+
+    # -- the cluster's side ----------------------------------------------------------------------------------------
+
+    def work(self, launch: Launch, attempt: AttemptDir) -> int:
+        """Order to work on the run of ``launch``; returns the number of the order.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._num_given += 1
+        order = WorkOrder(
+            number=self._num_given,
+            attempt_dir=str(attempt.root),
+            entry=launch.entry,
+            task=launch.task,
+            tenant=launch.tenant,
+            priority=launch.priority,
+            trust_remote_code=launch.trust_remote_code,
+        )
+        self._give(order)
+        return order.number
+
+    def stop(self, number: int) -> None:
+        """Order to end the attempt of order ``number``; errors as of :meth:`work`."""
+        self._num_given += 1
+        self._give(StopOrder(number=self._num_given, stopped=number))
+
+    def ended(self, number: int) -> EndReport | None:
+        """The report of the attempt of order ``number``; None where there is none yet."""
+        try:
+            said = read_json(self._ended(number))
+            ending = Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
+            return EndReport(ending=ending, is_reusable=said["is_reusable"] is True)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def remove(self) -> None:
+        """Remove the folder, once its process has ended."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _give(self, order: Order) -> None:
+        self._write(self.root / f"order-{order.number:06}.json", {type(order).__name__: asdict(order)})
+
+    # -- the side of the process -----------------------------------------------------------------------------------
+
+    def new(self) -> list[Order]:
+        """The orders since the last call, oldest first."""
+        found: list[Order] = []
+        for path in sorted(self.root.glob("order-*.json")):
+            ((kind, fields),) = json.loads(path.read_bytes()).items()
+            found.append(_KINDS[kind](**fields))
+            path.unlink()
+        return found
+
+    def report(self, number: int, report: EndReport) -> bool:
+        """Report the end of an attempt; returns whether it could be written."""
+        with contextlib.suppress(OSError):
+            self._write(self._ended(number), asdict(report.ending) | {"is_reusable": report.is_reusable})
+            return True
+        return False
+
+    def _ended(self, number: int) -> Path:
+        return self.root / f"ended-{number:06}.json"
+
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
+        """Write a file at once: its reader never finds a part of it. It need not survive a crash of the machine."""
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(content), encoding="utf-8")
+        fresh.replace(path)

@@ -1,0 +1,301 @@
+"""Works on the runs that a cluster orders this process to: one after the other, or several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
+from alto.cluster.base import Outcome
+from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
+from alto.cluster.orders import EndReport, Orders, WorkOrder
+from alto.cluster.processes import HELD_SIGNALS
+from alto.errors import RunBusyError, RunWriteError
+from alto.runs import RunDir, writing
+
+__all__ = [
+    "IDLE_INTERVAL_S",
+    "LOCK_TIMEOUT_S",
+    "Heartbeat",
+    "Server",
+    "StopRequest",
+    "redirect_output",
+    "run_is_busy",
+]
+
+LOCK_TIMEOUT_S = 60.0
+"""The run may be held for a while by an executor whose controller was killed."""
+
+BEAT_INTERVAL_S = 0.5
+IDLE_INTERVAL_S = 0.02
+
+
+class StopRequest:
+    """Whether this process was asked to stop, by a signal."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._interrupts = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the stop signals that were blocked until now; a repeated signal changes nothing."""
+        try:
+            for number in HELD_SIGNALS:
+                signal.signal(number, self._on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+            yield
+        finally:
+            for number in HELD_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a signal raise `KeyboardInterrupt` inside, until :meth:`check` is first called: nothing can be lost."""
+        self._interrupts = True
+        try:
+            if self.is_set:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = False
+
+    def check(self) -> bool:
+        """Whether it was; from now on a signal raises nothing."""
+        self._interrupts = False
+        return self.is_set
+
+    def _on_signal(self, _: int, __: FrameType | None) -> None:
+        self.is_set = True
+        if self._interrupts:
+            self._interrupts = False
+            raise KeyboardInterrupt
+
+
+class Heartbeat:
+    """Whether one attempt has to stop. Each check is also its sign of life."""
+
+    def __init__(self, attempt: AttemptDir, request: StopRequest) -> None:
+        self.is_stopping = False
+        self._attempt = attempt
+        self._request = request
+        self._beats_at = 0.0
+
+    def is_interrupted(self) -> bool:
+        """Touch the heartbeat, and return whether the attempt has to stop."""
+        self.beat()
+        return self._request.check() or self.is_stopping
+
+    def beat(self) -> None:
+        """Touch the heartbeat, at most once per interval.
+
+        Raises:
+            RunWriteError: The run's disk cannot be written.
+        """
+        now = time.monotonic()
+        if now >= self._beats_at:
+            with writing(self._attempt.run_dir, self._attempt.heartbeat):
+                self._attempt.heartbeat.touch()
+            self._beats_at = now + BEAT_INTERVAL_S
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """An attempt at a run that this process works on.
+
+    Attributes:
+        entry: What its order names.
+        host: Works on it; None while it waits for the run's lock.
+        waits_until: When it has waited too long for the lock.
+    """
+
+    order: WorkOrder
+    entry: Entry | type[Host]
+    heartbeat: Heartbeat
+    waits_until: float
+    host: Host | None = None
+
+    @property
+    def dir(self) -> AttemptDir:
+        return self.order.attempt
+
+
+class Server:
+    """Carries out orders until it was asked to stop, or an error has left this process in doubt; then what it works on
+    saves and ends.
+
+    Args:
+        orders: The folder of this process.
+        request: Whether it was asked to stop.
+    """
+
+    def __init__(self, orders: Orders, request: StopRequest) -> None:
+        self._orders = orders
+        self._request = request
+        self._attempts: dict[int, _Attempt] = {}
+        self._hosts: dict[str, Host] = {}
+        self._is_reusable = True
+        self._exit_code = 0
+
+    def serve(self) -> int:
+        """Returns the exit code for this process."""
+        self._direct_output()
+        while True:
+            if self._is_reusable or self._request.is_set:
+                self._take_orders()
+                self._begin_waiting()
+            for host in self._hosts.values():
+                self._turn(host)
+            if not any(attempt.host for attempt in self._attempts.values()):
+                if self._request.is_set or not self._is_reusable:
+                    return self._exit_code
+                time.sleep(IDLE_INTERVAL_S)
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def _take_orders(self) -> None:
+        for order in self._orders.new():
+            if isinstance(order, WorkOrder):
+                self._take(order)
+            elif order.stopped in self._attempts:
+                self._attempts[order.stopped].heartbeat.is_stopping = True
+
+    def _take(self, order: WorkOrder) -> None:
+        loaded: list[Entry | type[Host]] = []
+        with _output_to(order.attempt):
+            ending = ending_of(lambda: loaded.append(load_entry(order.entry)))
+        if not loaded:
+            self._report(order, ending)
+            return
+        self._attempts[order.number] = _Attempt(
+            order=order,
+            entry=loaded[0],
+            heartbeat=Heartbeat(order.attempt, self._request),
+            waits_until=time.monotonic() + LOCK_TIMEOUT_S,
+        )
+        self._direct_output()
+
+    def _begin_waiting(self) -> None:
+        """Begin the attempts whose runs no other process works on."""
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.host is None]:
+            if self._request.is_set or attempt.heartbeat.is_stopping:
+                self._end(attempt, KeyboardInterrupt())
+            elif not RunDir(attempt.dir.run_dir).is_locked():
+                self._begin(attempt)
+            elif time.monotonic() > attempt.waits_until:
+                self._end(attempt, run_is_busy(attempt.dir))
+
+    def _begin(self, attempt: _Attempt) -> None:
+        """Hand a run to its host, or do the whole work of an entry that is a function."""
+        # Where others are trained, a signal must not interrupt a change that concerns them too.
+        is_alone = len(self._attempts) == 1
+        notices: str | None = None
+        try:
+            with self._request.interrupting() if is_alone else contextlib.nullcontext(), _output_to(attempt.dir):
+                attempt.heartbeat.beat()
+                if isinstance(attempt.entry, type):
+                    attempt.host = self._hosts.get(attempt.order.entry) or attempt.entry()
+                    self._hosts[attempt.order.entry] = attempt.host
+                    attempt.host.attach(_hosted(attempt))
+                    return
+                self._is_reusable = False  # it may leave anything behind
+                notices = _call(attempt.entry, attempt)
+        except BaseException as error:
+            self._end(attempt, error)
+        else:
+            self._end(attempt, notices or "")
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def _turn(self, host: Host) -> None:
+        if any(attempt.host is host for attempt in self._attempts.values()):
+            for number, ended in host.turn().items():
+                self._end(self._attempts[number], ended)
+            self._is_reusable = self._is_reusable and host.is_usable
+
+    def _end(self, attempt: _Attempt, ended: str | BaseException) -> None:
+        """Report the end of an attempt: notices, or the error that ended it."""
+        del self._attempts[attempt.order.number]
+        with _output_to(attempt.dir):
+            ending = ending_of(lambda: notices_of(ended))
+        self._report(attempt.order, ending)
+
+    def _report(self, order: WorkOrder, ending: Ending) -> None:
+        # An error that is not known may have left anything behind.
+        is_clean = ending.outcome is not Outcome.LOST and not order.trust_remote_code
+        self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
+        with contextlib.suppress(RunWriteError):
+            order.attempt.write_ending(ending)
+        is_reported = self._orders.report(order.number, EndReport(ending=ending, is_reusable=self._is_reusable))
+        if not self._attempts:
+            self._exit_code = exit_code_of(ending, is_written=is_reported)
+            self._is_reusable = self._is_reusable and is_reported
+        self._direct_output()
+
+    def _direct_output(self) -> None:
+        """What is printed goes to the log of an attempt that is alone: no run has the output of another."""
+        alone = next(iter(self._attempts.values())).dir if len(self._attempts) == 1 else None
+        with contextlib.suppress(RunWriteError, OSError):  # then it stays where it was
+            if alone is not None:
+                redirect_output(alone)
+            else:
+                _redirect(self._orders.output, self._orders.output)
+
+
+def redirect_output(attempt: AttemptDir) -> None:
+    """Print into the logs of an attempt from now on, also what processes print that this one starts.
+
+    Raises:
+        RunWriteError: The run's disk cannot be written.
+    """
+    with writing(attempt.run_dir, attempt.root):
+        _redirect(attempt.stdout, attempt.stderr)
+
+
+@contextlib.contextmanager
+def _output_to(attempt: AttemptDir) -> Iterator[None]:
+    """What is printed inside goes to the logs of an attempt."""
+    with contextlib.suppress(RunWriteError):
+        redirect_output(attempt)
+    yield
+
+
+def _redirect(stdout: Path, stderr: Path) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor, path in enumerate((Path(os.devnull), stdout, stderr)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
+def _hosted(attempt: _Attempt) -> HostedRun:
+    order = attempt.order
+    return HostedRun(
+        number=order.number,
+        run_dir=str(attempt.dir.run_dir),
+        is_interrupted=attempt.heartbeat.is_interrupted,
+        tenant=order.tenant,
+        priority=order.priority,
+        trust_remote_code=order.trust_remote_code,
+    )
+
+
+def _call(entry: Entry, attempt: _Attempt) -> str | None:
+    os.environ[TRUST_VARIABLE] = str(int(attempt.order.trust_remote_code))
+    return entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
+
+
+def run_is_busy(attempt: AttemptDir) -> RunBusyError:
+    """The error where another process does not release the run of an attempt."""
+    return RunBusyError(
+        f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
+        f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
+    )

@@ -1,0 +1,107 @@
+"""What tasks are measured to take, cached, so that scheduling the same tasks again starts no executor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from alto.cluster import Cluster
+from alto.executor import cache
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, TaskPlan
+from alto.spec import Task
+from alto.spec.outside import is_number
+
+__all__ = ["base_key", "estimate_of", "known_estimate", "remember_estimate"]
+
+_SCHEDULING = ("name", "priority", "tenant", "report_to", "share_executor")
+"""Keys of a task that do not affect what it takes."""
+
+_CODEC = TypeAdapter(TaskEstimate)
+
+
+def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
+    """What a measured task takes. Tasks on several GPUs, and those that run code of their base model, never share."""
+    sharing = None
+    if task.num_gpus == 1 and not task.trust_remote_code:
+        sharing = Sharing(
+            base=f"{base_key(task)} {plan.modules} {plan.gradient_checkpointing}",
+            step_s=min(plan.expected_step_s, plan.expected_duration_s),
+            num_slots=min(plan.max_slots, plan.num_jobs),
+            slot_bytes=plan.slot_bytes,
+            pass_bytes=plan.memory.peak_bytes(plan.max_tokens_per_pass, 0),
+            capacity_bytes=int(plan.memory.margin * plan.memory.capacity_bytes),
+        )
+    return TaskEstimate(duration_s=plan.expected_duration_s, sharing=sharing)
+
+
+def base_key(task: Task) -> str:
+    """Equal for tasks on the same base model, loaded in the same way, with adapters of the same precision: one process
+    can train them."""
+    how = [task.base_model.key(), task.gradient_checkpointing is True, task.adapter_dtype]
+    digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{task.model} {digest}"
+
+
+def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
+    """What the task was measured to take on such a cluster with so many processes; None where that is not cached.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+    """
+    key = _key(task, cluster, num_ranks)
+    found = cache.load("estimates", key)
+    if found is None:
+        return None
+    try:
+        estimate = _CODEC.validate_json(json.dumps(found), strict=True)
+    except ValidationError:
+        estimate = None
+    if estimate is None or not is_number(estimate.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
+        cache.discard("estimates", key, f"an estimate of {found!r:.40}")
+        return None
+    return estimate if task.share_executor else replace(estimate, sharing=None)
+
+
+def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
+    """Cache what an executor on ``cluster`` has measured.
+
+    Args:
+        task: The task.
+        cluster: The cluster that it is trained on.
+        num_ranks: Number of processes that train it.
+        estimate: What it takes.
+    """
+    cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
+
+
+def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
+    files = [path for path in (task.dataset, task.validation_dataset) if path is not None]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
+    return {
+        "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},
+        "files": [_state_of(Path(path).expanduser()) for path in files],
+        "weights": cache.weights_of(task.model),
+        "nodes": [len(node.gpus) for node in cluster.nodes],
+        "has_gpus": cluster.has_gpus,
+        "ranks": num_ranks,
+        "device": device,
+        "versions": cache.versions(),
+    }
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Size and modification time of a local file; None for anything else."""
+    if not path.is_file():
+        return None
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

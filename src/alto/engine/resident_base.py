@@ -1,0 +1,87 @@
+"""The base model that this process has loaded, kept for the tasks that come after."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from alto.backbone import Backbone, base_differences, base_fingerprint, release_memory
+from alto.errors import RunBusyError
+from alto.executor import Ranks, load_base
+from alto.lora import eject
+from alto.spec import BaseModelSpec
+
+__all__ = ["ResidentBase"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """A base model in memory, and what it was loaded from."""
+
+    spec: BaseModelSpec
+    backbone: Backbone
+    fingerprint: dict[str, object]
+
+
+class ResidentBase:
+    """At most one base model; another one replaces it, once nothing uses it."""
+
+    def __init__(self) -> None:
+        self._loaded: _Loaded | None = None
+        self._num_users = 0
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """The base model is not replaced until the block is left; the last user leaves it without adapters."""
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self.clean()
+
+    def clean(self) -> None:
+        """Leave the base model without adapters, where nothing uses it."""
+        if not self._num_users and self._loaded is not None:
+            eject(self._loaded.backbone.model)
+            release_memory()
+
+    def load(
+        self, spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool
+    ) -> Backbone:
+        """The base model, loaded where it is not in memory; it is loaded again where its files have changed.
+
+        Args:
+            spec: Which base model, and how it is loaded.
+            device: Device of its weights.
+            ranks: This process, alone.
+            gradient_checkpointing: Recompute each layer's activations in the backward pass.
+
+        Raises:
+            RunBusyError: Tasks of this process use another base model.
+            AltoError: As :func:`alto.executor.load_base`.
+        """
+        fingerprint = base_fingerprint(spec)
+        if self._loaded is not None and self._is_same(self._loaded, spec, fingerprint, gradient_checkpointing):
+            return self._loaded.backbone
+        if self._num_users:
+            raise RunBusyError(
+                f"expected {spec.id!r} to be the base model of the tasks that this process trains, found that it is "
+                "another one, or has changed on disk; the task is started again in a process of its own"
+            )
+        self._loaded = None
+        release_memory()
+        backbone = load_base(spec, device, ranks, gradient_checkpointing=gradient_checkpointing)
+        self._loaded = _Loaded(spec=spec, backbone=backbone, fingerprint=fingerprint)
+        return backbone
+
+    @staticmethod
+    def _is_same(loaded: _Loaded, spec: BaseModelSpec, fingerprint: dict[str, object], checkpointing: bool) -> bool:
+        return (
+            loaded.spec == spec
+            and loaded.backbone.is_checkpointed == checkpointing
+            and not base_differences(loaded.fingerprint, fingerprint)
+        )

@@ -1,0 +1,230 @@
+"""Which tasks share an executor: those that end sooner so, by the list schedule ``lpt``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from alto.records import MAX_DURATION_S, Gpu
+from alto.scheduler.inter_task.division import Bin, Division, divide, neighbours
+from alto.scheduler.inter_task.lists import list_reservations
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
+from alto.scheduler.inter_task.sharing import (
+    Colocation,
+    Group,
+    Kind,
+    RunningExecutor,
+    composed,
+    group_of,
+    kind_of,
+    running_executors,
+)
+
+__all__ = ["apart", "colocated"]
+
+_MAX_TRIES = 400
+_MAX_PLACED = 25_000
+"""Divisions that are tried in all, each of which costs a list schedule; and tasks in all of these schedules."""
+
+_LEAST_TRIES = 4
+"""Divisions that are tried of each kind of tasks, where there are many kinds."""
+
+_FEWER = 0.8
+"""Where tasks are many, the next number of executors that is tried, as a share of the one before."""
+
+_ALL_COUNTS = 12
+"""Tasks of a kind up to which every number of executors is tried."""
+
+_ROUNDING = 1e-9
+"""A gain that is smaller, relative to the makespan, is none."""
+
+
+def apart(problem: SchedulingProblem) -> Colocation:
+    """Every waiting task in an executor of its own that nobody joins."""
+    return composed(problem, running_executors(problem))
+
+
+def colocated(problem: SchedulingProblem) -> Colocation:
+    """Which waiting tasks share an executor, and which join a running one, so that the makespan gains.
+
+    Tasks may share that have the same base, priority and release, one GPU each, and fit into memory together; a tenant
+    with a quota shares with itself only. Tasks join an executor that runs only where no task of a higher priority
+    waits, for they delay what follows on its GPU.
+
+    For every such kind of tasks, the highest priority first, then the most work, and for ever fewer new executors, with
+    and without those that run, the tasks are divided so that own work is even (:func:`divide`); then tasks are moved
+    and swapped one by one as long as that helps. A division is kept where the tasks of its priority and higher ones end
+    sooner by the list schedule ``lpt``, and those of no priority later than with all tasks apart: so nobody shares for
+    the good of a lower priority, and the makespan of ``lpt`` is never above that of tasks apart. Executors that are
+    joined count as ends too. Where ends are equal, fewer tasks share.
+    """
+    executors = running_executors(problem)
+    kinds: dict[Kind, list[TaskDemand]] = {}
+    for demand in problem.pending:
+        if (kind := kind_of(problem, demand)) is not None:
+            kinds.setdefault(kind, []).append(demand)
+    highest = max((demand.priority for demand in problem.pending), default=0)
+    joinable = {
+        kind: [found for found in executors if found.kind == kind] for kind in kinds if kind.priority == highest
+    }
+    with_choice = [kind for kind, demands in kinds.items() if len(demands) > 1 or joinable.get(kind)]
+    if not with_choice:
+        return composed(problem, executors)
+    best = _Best(problem, executors)
+    work_s = {kind: sum(demand.duration_s for demand in kinds[kind]) for kind in with_choice}
+    for kind in sorted(with_choice, key=lambda kind: (-kind.priority, -work_s[kind], kind)):
+        num_tries = min(_MAX_TRIES, _MAX_PLACED // len(problem.pending)) // len(with_choice)
+        best.num_left = max(best.num_left + num_tries, _LEAST_TRIES)
+        _Search(best, kinds[kind], joinable.get(kind, ())).run()
+    return best.colocation
+
+
+class _Best:
+    """The best groups so far, of tasks of any kind.
+
+    Attributes:
+        problem: The scheduling problem.
+        executors: The executors that run.
+        groups: The groups.
+        colocation: The problem with these groups.
+        num_left: Divisions that may still be tried.
+    """
+
+    def __init__(self, problem: SchedulingProblem, executors: Sequence[RunningExecutor]) -> None:
+        self.problem = problem
+        self.executors = executors
+        self.groups: tuple[Group, ...] = ()
+        self.colocation = composed(problem, executors)
+        self.num_left = 0
+        self._priorities = sorted({demand.priority for demand in problem.pending}, reverse=True)
+        self._apart = self._ends = self._ends_of(self.colocation)
+
+    def take_if_better(self, groups: Sequence[Group], priority: int) -> bool:
+        """Whether ``groups`` are better for tasks of ``priority`` and higher, and taken; counts as a try."""
+        self.num_left -= 1
+        if any(group.end_s > MAX_DURATION_S for group in groups):
+            return False
+        found = composed(self.problem, self.executors, groups)
+        ends = self._ends_of(found)
+        if any(end > before for end, before in zip(ends, self._apart, strict=True)):
+            return False
+        count = self._priorities.index(priority) + 1
+        before = (*self._ends[:count], _num_shared(self.groups))
+        if not _is_less((*ends[:count], _num_shared(groups)), before):
+            return False
+        self.groups, self._ends, self.colocation = tuple(groups), ends, found
+        return True
+
+    def ends_by_task(self) -> Mapping[str, float]:
+        """When the executor of each task ends; of a new group, for the task that stands for all."""
+        ends = {found.demand.task: found.end for found in list_reservations(self.colocation.problem, "lpt")}
+        return ends | {demand.task: group.end_s for group in self.colocation.joins for demand in group.tasks}
+
+    def _ends_of(self, colocation: Colocation) -> tuple[float, ...]:
+        """The last end of each priority, the highest first."""
+        ends = dict.fromkeys(self._priorities, 0.0)
+        for group in colocation.joins:
+            priority = group.tasks[0].priority
+            ends[priority] = max(ends[priority], group.end_s)
+        for reservation in list_reservations(colocation.problem, "lpt"):
+            priority = reservation.demand.priority
+            ends[priority] = max(ends[priority], reservation.end)
+        return tuple(ends.values())
+
+
+class _Search:
+    """The search for a division of the tasks of one kind, beside the best groups of others.
+
+    Args:
+        best: The best groups so far.
+        demands: The tasks.
+        running: The executors that they may join.
+    """
+
+    def __init__(self, best: _Best, demands: Sequence[TaskDemand], running: Sequence[RunningExecutor]) -> None:
+        self._best = best
+        self._demands = demands
+        self._running = {found.first.executor: found for found in running}
+        self._joined = [Bin(executor=name, running=found.sharings) for name, found in self._running.items()]
+        self._others = best.groups
+        self._tried: set[frozenset[tuple[str, ...]]] = set()
+        self._division: Division = (*(Bin(tasks=(demand,)) for demand in demands), *self._joined)
+
+    def run(self) -> None:
+        self._try_counts([], [])
+        if self._joined:
+            self._try_counts(
+                self._joined, [sum(member.own_s for member in found.members) for found in self._running.values()]
+            )
+        while self._refine():
+            pass
+
+    def _try_counts(self, joined: Sequence[Bin], held_s: Sequence[float]) -> None:
+        """Try ever fewer new executors, beside ``joined``, which have ``held_s`` seconds of own work to do."""
+        taken = {gpu for item in joined for gpu in self._running[item.executor].first.gpus}
+        ready_s = sorted(self._free_at_s(taken)) or [0.0]
+        for count in _counts(len(self._demands), self._best.problem.num_gpus, has_running=bool(joined)):
+            loads_s = [ready_s[number % len(ready_s)] for number in range(count)]
+            self._try(divide(self._demands, [*[Bin()] * count, *joined], [*loads_s, *held_s]))
+
+    def _free_at_s(self, taken: set[Gpu]) -> list[float]:
+        """When each GPU comes free, without those in ``taken``."""
+        free_s = {Gpu(node.name, index): 0.0 for node in self._best.problem.nodes for index in node.gpus}
+        for executor in self._best.executors:
+            free_s |= {gpu: executor.remaining_s for gpu in executor.first.gpus if gpu in free_s}
+        return [time_s for gpu, time_s in free_s.items() if gpu not in taken]
+
+    def _refine(self) -> bool:
+        """Change the division a little where that is better; whether it is."""
+        ends = self._best.ends_by_task()
+
+        def end_s(item: Bin) -> float:
+            return max((ends.get(demand.task, 0.0) for demand in item.tasks), default=0.0)
+
+        for division in neighbours(sorted(self._division, key=end_s, reverse=True)):
+            if self._best.num_left <= 0:
+                return False
+            if self._try(division):
+                return True
+        return False
+
+    def _try(self, division: Division) -> bool:
+        """Keep a division if it is better than the best so far; whether it is."""
+        groups = [
+            group_of(item.tasks, self._running[item.executor].members if item.executor else (), item.executor)
+            for item in division
+            if len(item.tasks) > 1 or (item.tasks and item.executor)
+        ]
+        names = frozenset((group.executor, *sorted(demand.task for demand in group.tasks)) for group in groups)
+        if self._best.num_left <= 0 or names in self._tried:
+            return False
+        self._tried.add(names)
+        if not self._best.take_if_better([*self._others, *groups], self._demands[0].priority):
+            return False
+        there = {item.executor for item in division}
+        self._division = (*division, *(item for item in self._joined if item.executor not in there))
+        return True
+
+
+def _counts(num_tasks: int, num_gpus: int, *, has_running: bool) -> list[int]:
+    """Numbers of new executors to try, falling: all where tasks are few, else ever larger steps, and one a GPU."""
+    least = 0 if has_running else 1
+    most = num_tasks if has_running else num_tasks - 1
+    if num_tasks <= _ALL_COUNTS:
+        return list(range(most, least - 1, -1))
+    counts = {most, least, *(count for count in (num_gpus, 2 * num_gpus) if least <= count <= most)}
+    count = float(most)
+    while (count := count * _FEWER) >= 1:
+        counts.add(round(count))
+    return sorted(counts, reverse=True)
+
+
+def _num_shared(groups: Iterable[Group]) -> int:
+    return sum(len(group.tasks) for group in groups)
+
+
+def _is_less(found: Sequence[float], best: Sequence[float]) -> bool:
+    """Whether the first number that differs by more than rounding is the smaller one."""
+    for one, other in zip(found, best, strict=True):
+        if abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
+            return one < other
+    return False

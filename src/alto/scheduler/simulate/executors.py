@@ -1,0 +1,117 @@
+"""Simulated executors: how the tasks in them advance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from alto.records import Gpu
+from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
+from alto.scheduler.simulate.workload import SimulatedTask
+
+__all__ = ["Executor", "Outlook", "Work"]
+
+_TOLD_AT = 0.5
+"""Share of an attempt after which its executor reports its own pace."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """The true state of a task.
+
+    Attributes:
+        task: The task.
+        left_s: Seconds that the latest attempt had to do at its start, alone.
+        luck: Random values of its own.
+        attempt: The latest one.
+        gpus: Of the running attempt; empty where none runs.
+        started_s: Start of the latest attempt.
+        done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
+        has_told: Whether it has reported its pace.
+    """
+
+    task: SimulatedTask
+    left_s: float
+    luck: random.Random
+    attempt: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    started_s: float = 0.0
+    done_s: float = 0.0
+    has_told: bool = False
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds that it has to do, alone."""
+        return max(self.left_s - self.done_s, 0.0)
+
+    @property
+    def member(self) -> Member:
+        """What it has to do."""
+        return member_of(self.remaining_s, self.task.step_share * self.remaining_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What happens to a task if no task joins or leaves its executor before.
+
+    Attributes:
+        work: The task.
+        end_s: When it ends, or is lost, by the virtual clock.
+        is_lost: Whether it is lost then, with its executor.
+        told_s: When it reports its pace; None: it does not.
+        remaining_s: What it reports.
+    """
+
+    work: Work
+    end_s: float
+    is_lost: bool = False
+    told_s: float | None = None
+    remaining_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Executor:
+    """One executor; its tasks advance by the model of time in :mod:`alto.scheduler.inter_task.colocation`.
+
+    Attributes:
+        name: Of the queue; empty where nobody may join.
+        crash_s: When it is lost if it still runs, by the virtual clock.
+        works: Its tasks.
+        version: Counts the tasks that have joined and left: an outlook of an earlier one is void.
+    """
+
+    name: str
+    crash_s: float
+    works: list[Work] = field(default_factory=list)
+    version: int = 0
+    _since_s: float = 0.0
+
+    def join(self, work: Work, now_s: float) -> None:
+        self._advance(now_s)
+        work.started_s, work.done_s, work.has_told = now_s, 0.0, False
+        self.works.append(work)
+
+    def leave(self, work: Work, now_s: float) -> None:
+        self._advance(now_s)
+        self.works.remove(work)
+
+    def outlooks(self) -> Iterator[Outlook]:
+        """What happens to each of its tasks, counted from the last change."""
+        members = [work.member for work in self.works]
+        ends_s, rates = finish_times_s(members), alone_rates(members)
+        for work, last_s, rate in zip(self.works, ends_s, rates, strict=True):
+            end_s = self._since_s + work.remaining_s / rate
+            if self.crash_s < end_s:
+                yield Outlook(work=work, end_s=self.crash_s, is_lost=True)
+                continue
+            half_s = (1 - _TOLD_AT) * work.left_s
+            told_s = max(end_s - half_s / rate, self._since_s)
+            remaining_s = half_s if len(members) == 1 else max(self._since_s + last_s - told_s, 0.0)
+            yield Outlook(work=work, end_s=end_s, told_s=None if work.has_told else told_s, remaining_s=remaining_s)
+
+    def _advance(self, now_s: float) -> None:
+        for work, rate in zip(self.works, alone_rates([work.member for work in self.works]), strict=True):
+            work.done_s += (now_s - self._since_s) * rate
+        self._since_s = now_s
+        self.version += 1

@@ -1,0 +1,190 @@
+"""Tasks of several users in one process, trained as by themselves: real runs, real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from shared_runs import SharedRuns, assert_as_alone, shared_tasks
+from tiny import read_journal, save_model
+
+import alto
+from alto.cluster import HostedRun, Outcome, open_cluster
+from alto.cluster.local import LocalCluster
+from alto.engine import work
+from alto.engine.estimates import remember_estimate
+from alto.engine.runner import TaskRunner
+from alto.errors import DiskFullError
+from alto.executor import TaskSession
+from alto.records import Sharing, TaskEstimate
+from alto.runs import RunDir
+from alto.spec import Task
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
+    return shared_tasks(save_model(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """The run of each task by itself, in this process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
+
+
+@pytest.fixture
+def shared(tmp_path: Path, tasks: Mapping[str, Task]) -> Iterator[SharedRuns]:
+    cluster = LocalCluster()
+    yield SharedRuns(cluster, tmp_path, tasks)
+    cluster.close()
+
+
+def test_tasks_train_together_as_by_themselves(shared: SharedRuns, alone: Mapping[str, str]) -> None:
+    for name in shared.tasks:
+        shared.attach(name)
+        shared.until_told("job_admitted", name)
+    for name in shared.tasks:
+        ended = shared.until_ended(name)
+        assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
+        assert_as_alone(shared.roots[name], alone[name])
+        assert (shared.roots[name] / "report.html").exists()
+    received = {
+        name: event for name in shared.tasks for event in shared.told(name) if event["event"] == "share_received"
+    }
+    assert len(received) >= 2
+    for event in received.values():
+        assert 0 < event["share"] < 1
+        assert 0 < event["due_share"] < 1
+    for name in shared.tasks:
+        others = [other.encode() for other in shared.tasks if other != name]
+        for file, content in shared.files(name).items():
+            assert not any(other in content for other in others), f"{file} of {name} speaks of another task"
+    shared.attach("alder", attempt=2)  # it has its result
+    assert shared.until_ended("alder", 2).outcome is Outcome.FINISHED
+
+
+def test_a_task_with_a_bad_row_ends_alone(shared: SharedRuns, alone: Mapping[str, str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "completion": " 2"}\n{"prompt": 7}\n', encoding="utf-8")
+    shared.tasks = {**shared.tasks, "cedar": shared.tasks["cedar"].replace(dataset=str(rows))}
+    shared.attach("alder")
+    shared.until_told("train", "alder")
+    shared.attach("cedar")
+    ended = shared.until_ended("cedar")
+    assert ended.outcome is Outcome.FAILED
+    assert "rows.jsonl" in ended.reason
+    assert shared.until_ended("alder").outcome is Outcome.FINISHED
+    assert_as_alone(shared.roots["alder"], alone["alder"])
+
+
+def test_a_task_on_another_base_is_refused_and_changes_nothing(
+    shared: SharedRuns, alone: Mapping[str, str], tmp_path: Path
+) -> None:
+    shared.tasks = {**shared.tasks, "cedar": shared.tasks["cedar"].replace(model="alto-tiny")}
+    shared.attach("alder")
+    shared.until_told("job_admitted", "alder")
+    shared.attach("cedar")
+    ended = shared.until_ended("cedar")
+    assert (ended.outcome, ended.error) == (Outcome.LOST, "RunBusyError")
+    assert "expected 'alto-tiny' to be the base model of the tasks that this process trains" in ended.reason
+    assert shared.until_ended("alder").outcome is Outcome.FINISHED
+    assert_as_alone(shared.roots["alder"], alone["alder"])
+
+
+def test_a_killed_process_loses_no_task(shared: SharedRuns, alone: Mapping[str, str]) -> None:
+    for name in shared.tasks:
+        shared.attach(name)
+    for name in shared.tasks:
+        shared.until_told("eval", name)
+    os.kill(shared.pid, signal.SIGKILL)
+    for name in shared.tasks:
+        assert shared.until_ended(name).outcome is Outcome.LOST
+        shared.attach(name, attempt=2)
+    for name in shared.tasks:
+        assert shared.until_ended(name, 2).outcome is Outcome.FINISHED
+        assert_as_alone(shared.roots[name], alone[name])
+
+
+def test_one_task_is_cancelled_and_resumed_later(shared: SharedRuns, alone: Mapping[str, str]) -> None:
+    shared.attach("alder")
+    shared.until_told("job_admitted", "alder")
+    shared.attach("birch")
+    shared.until_told("job_admitted", "birch")
+    shared.cluster.stop("alder")
+    assert shared.until_ended("alder").outcome is Outcome.INTERRUPTED
+    assert shared.until_ended("birch").outcome is Outcome.FINISHED
+    pid = shared.pid
+    shared.attach("alder", attempt=2)
+    assert shared.until_ended("alder", 2).outcome is Outcome.FINISHED
+    assert shared.pid == pid
+    for name in ("alder", "birch"):
+        assert_as_alone(shared.roots[name], alone[name])
+
+
+def test_a_changed_base_is_loaded_again_by_the_process_that_has_it(shared: SharedRuns, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    shared.tasks = {name: task.replace(model=str(model)) for name, task in shared.tasks.items()}
+    shared.attach("alder")
+    assert shared.until_ended("alder").outcome is Outcome.FINISHED
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}), encoding="utf-8")
+    pid = shared.pid
+    shared.attach("cedar")
+    assert shared.until_ended("cedar").outcome is Outcome.FINISHED
+    assert shared.pid == pid
+    expected = TaskRunner().begin(shared.tasks["cedar"], tmp_path / "expected").run_dir
+    assert_as_alone(shared.roots["cedar"], expected)
+
+
+@pytest.mark.parametrize("kept_alone", ["nobody", "one task", "the queue"])
+def test_a_queue_trains_tasks_in_one_process_where_they_and_it_allow_that(
+    kept_alone: str,
+    tasks: Mapping[str, Task],
+    alone: Mapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one slot, with steps that take nearly as long for one task as for three."""
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    sharing = Sharing(base="m", step_s=9.0, num_slots=2, slot_bytes=10**6, pass_bytes=10**8, capacity_bytes=10**10)
+    asked = dict(tasks)
+    if kept_alone == "one task":
+        asked["birch"] = asked["birch"].replace(share_executor=False)
+    engine = alto.Engine(
+        strategy="single", total_gpus=1, output_dir=tmp_path / "runs", share_executor=kept_alone != "the queue"
+    )
+    with contextlib.closing(open_cluster("local", total_gpus=1)) as cluster:
+        for task in asked.values():
+            remember_estimate(task, cluster, 1, TaskEstimate(duration_s=10.0, sharing=sharing))
+    results = engine.batched_execution(list(asked.values()), engine.schedule(list(asked.values())))
+    for name, result in zip(asked, results, strict=True):
+        assert_as_alone(result.run_dir, alone[name])
+    (root,) = (tmp_path / "runs").glob("queue-*")
+    started = [event for event in read_journal(root) if event["event"] == "executor_started"]
+    executors = {event["task"]: event.get("executor") for event in started}
+    assert len(started) == 3
+    together = [name for name in asked if executors[name] and list(executors.values()).count(executors[name]) > 1]
+    assert together == {"nobody": list(asked), "one task": ["alder", "cedar"], "the queue": []}[kept_alone]
+
+
+def test_a_session_that_cannot_begin_does_not_keep_the_bank(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = work.Training()
+    for name in ("alder", "cedar"):
+        RunDir(tmp_path / name).begin(tasks[name])
+    with monkeypatch.context() as broken:
+        broken.setattr(TaskSession, "begin", lambda self: (_ for _ in ()).throw(DiskFullError("no room")))
+        with pytest.raises(DiskFullError):
+            host.attach(HostedRun(number=1, run_dir=str(tmp_path / "alder"), is_interrupted=lambda: False))
+    host.attach(HostedRun(number=2, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+    while not (ended := host.turn()):
+        pass
+    assert ended == {2: ""}
+    assert_as_alone(tmp_path / "cedar", alone["cedar"])

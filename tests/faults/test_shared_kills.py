@@ -1,0 +1,69 @@
+"""An executor with four tasks is killed at any instant: none is lost, and each has the result that it has alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from shared_runs import SharedRuns, assert_as_alone, shared_tasks
+from tiny import save_model
+
+from alto.cluster import ExecutorEnded, Outcome
+from alto.cluster.local import LocalCluster
+from alto.engine.runner import TaskRunner
+from alto.spec import Task
+
+NUM_KILLS = 50
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
+    model = save_model(tmp_path_factory.mktemp("model"))
+    tasks = shared_tasks(model, tmp_path_factory.mktemp("rows"), checkpoint_interval_s=0.01)
+    return {**tasks, "dogwood": tasks["cedar"].replace(name="dogwood", early_exit={"enabled": True})}
+
+
+@pytest.fixture(scope="module")
+def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
+
+
+def killed_after(runs: SharedRuns, num_entries: int, attempt: int) -> bool:
+    """Kill the process once its tasks have written so many lines into their journals; whether they were not done by
+    then."""
+    if runs.until_written(num_entries, attempt):
+        os.kill(runs.pid, signal.SIGKILL)
+    return any(runs.until_ended(name, attempt).outcome is Outcome.LOST for name in runs.attached)
+
+
+@pytest.mark.slow("campaigns")
+def test_four_tasks_whose_process_is_killed_fifty_times(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
+) -> None:
+    draw = random.Random(20)
+    num_kills, trial = 0, 0
+    while num_kills < NUM_KILLS:
+        trial += 1
+        (tmp_path / str(trial)).mkdir()
+        cluster = LocalCluster()
+        runs = SharedRuns(cluster, tmp_path / str(trial), tasks)
+        is_open, attempt = dict.fromkeys(tasks, True), 0
+        while any(is_open.values()):
+            attempt += 1
+            runs.attached = [name for name, open_ in is_open.items() if open_]
+            for name in runs.attached:
+                runs.attach(name, attempt)
+            num_kills += killed_after(runs, draw.randrange(0, 80) if num_kills < NUM_KILLS else 10**9, attempt)
+            for name in runs.attached:
+                ended = runs.until_ended(name, attempt)
+                assert isinstance(ended, ExecutorEnded)
+                assert ended.outcome in (Outcome.LOST, Outcome.FINISHED), ended
+                is_open[name] = ended.outcome is Outcome.LOST
+        cluster.close()
+        for name in tasks:
+            assert_as_alone(runs.roots[name], alone[name])

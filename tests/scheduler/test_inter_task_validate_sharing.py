@@ -1,0 +1,185 @@
+"""The validator refuses every kind of broken sharing, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from budgets import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import nodes_of
+from sharing_problems import demand_of, running_of, sharing_of, sharing_problems
+
+from alto.errors import ScheduleError, SpecError
+from alto.records import Gpu, Placement, Schedule
+from alto.scheduler import SchedulingProblem, check_schedule, schedule_tasks
+
+G0, G1 = Gpu("n0", 0), Gpu("n0", 1)
+PROBLEM = SchedulingProblem(
+    nodes=nodes_of(2),
+    pending=(
+        demand_of("one", 10.0, 6.0, num_slots=2, capacity_bytes=20),
+        demand_of("two", 12.0, 6.0, num_slots=2, capacity_bytes=20),
+        demand_of("joins", 8.0, 4.0, base="r", tenant="a"),
+        demand_of("later", 5.0, 1.0, base="r", tenant="a"),
+    ),
+    running=(running_of("old", G1, 20.0, 5.0, base="r", tenant="a"),),
+    quotas={"a": 1},
+)
+PLACEMENTS = {
+    "one": Placement(task="one", gpus=(G0,), start_s=1.0, duration_s=14.0, executor="new"),
+    "two": Placement(task="two", gpus=(G0,), start_s=1.0, duration_s=17.0, executor="new"),
+    "joins": Placement(task="joins", gpus=(G1,), start_s=0.0, duration_s=12.0, executor="e"),
+    "later": Placement(task="later", gpus=(G1,), start_s=24.0, duration_s=5.0),
+}
+Change = Callable[[dict[str, Placement]], object]
+Other = Callable[[SchedulingProblem], SchedulingProblem]
+
+
+def schedule_of(placements: dict[str, Placement]) -> Schedule:
+    return Schedule(method="lpt", status="heuristic", placements=tuple(placements.values()), bound_s=5.0)
+
+
+def with_(task: str, **changes: object) -> Change:
+    return lambda placements: placements.update({task: dataclasses.replace(placements[task], **changes)})
+
+
+def both(*changes: Change) -> Change:
+    return lambda placements: [change(placements) for change in changes]
+
+
+def asked(task: str, **changes: object) -> Other:
+    """The problem with another demand of ``task``, or with another sharing of it."""
+
+    def change(problem: SchedulingProblem) -> SchedulingProblem:
+        of_sharing = {name: changes[name] for name in changes if name in ("base", "capacity_bytes", "slot_bytes")}
+        of_demand = {name: changes[name] for name in changes if name not in of_sharing}
+        pending = [
+            dataclasses.replace(demand, **{"sharing": dataclasses.replace(demand.sharing, **of_sharing), **of_demand})
+            if demand.task == task
+            else demand
+            for demand in problem.pending
+        ]
+        return dataclasses.replace(problem, pending=tuple(pending))
+
+    return change
+
+
+def runs(**changes: object) -> Other:
+    return lambda problem: dataclasses.replace(problem, running=(dataclasses.replace(problem.running[0], **changes),))
+
+
+def test_a_valid_schedule_passes() -> None:
+    check_schedule(PROBLEM, schedule_of(PLACEMENTS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_("two", gpus=(G1,)), r"executor 'new': expected tasks of one GPU"),
+        (with_("joins", gpus=(G0,)), r"executor 'e': expected tasks of one GPU"),
+        (with_("two", start_s=2.0), r"executor 'new': expected tasks that start together, .* \[1.0, 2.0\]"),
+        (with_("joins", start_s=20.0), r"executor 'e': expected tasks that join it before it ends, .* 20.0 s"),
+        (with_("one", duration_s=9.0), r"'one': expected a duration of 10.0 s or more beside others, found 9.0"),
+        (with_("one", duration_s=float("nan")), r"'one': expected a duration of 10.0 s or more"),
+        # 4 + 6 seconds of own work, and 6 of steps
+        (with_("two", duration_s=15.5), r"executor 'new': expected the last end no sooner than 17.0 s, found 16.5"),
+        (with_("two", executor=""), r"'two': expected a duration of 12.0 s, found 17.0"),
+        (
+            both(with_("two", executor="", duration_s=12.0), with_("one", duration_s=10.0)),
+            r"GPU 0 of node 'n0': expected it free at 1.0 s for task '(one|two)'",
+        ),
+        (with_("two", executor="other"), r"GPU 0 of node 'n0': expected it free at 1.0 s for task"),
+        (with_("two", executor="e"), r"executor 'e': expected tasks of one (base|GPU)"),
+        (with_("joins", executor="new"), r"executor 'new': expected tasks of one base"),
+        # The running task has 20 s, and the one that joins it 4 s of own work.
+        (
+            with_("later", start_s=23.0),
+            r"GPU 1 of node 'n0': expected it free at 23.0 s for task 'later', .* until 24.0",
+        ),
+        (with_("later", gpus=(G0,), start_s=18.0), r"tenant 'a': expected at most 1 GPUs at 18.0 s, found 2"),
+    ],
+)
+def test_a_broken_schedule_is_refused(change: Change, message: str) -> None:
+    placements = dict(PLACEMENTS)
+    change(placements)
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule(PROBLEM, schedule_of(placements))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (asked("two", base="other"), r"executor 'new': expected tasks of one base"),
+        (asked("two", priority=1), r"executor 'new': expected tasks of one priority"),
+        (asked("two", tenant="a"), r"executor 'new': expected a tenant that has a quota alone, found , a"),
+        (asked("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
+        (asked("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
+        (asked("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
+        (asked("joins", tenant=""), r"executor 'e': expected a tenant that has a quota alone"),
+        (runs(sharing=None), r"executor 'e': expected tasks on one GPU that may share"),
+        (runs(priority=3), r"executor 'e': expected tasks of one priority"),
+        (runs(executor=""), r"GPU 1 of node 'n0': expected it free at 0.0 s for task"),
+        (
+            runs(remaining_s=0.0, sharing=sharing_of(0.0, base="r")),
+            r"executor 'e': expected tasks that join it before it ends",
+        ),
+    ],
+)
+def test_a_schedule_of_another_problem_is_refused(other: Other, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule(other(PROBLEM), schedule_of(PLACEMENTS))
+
+
+@settings(max_examples=examples(100))
+@given(sharing_problems(), st.data())
+def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: st.DataObject) -> None:
+    schedule = schedule_tasks(problem, method="lpt")
+    shared = [place for place in schedule.placements if place.executor]
+    if not shared:
+        return
+    chosen = data.draw(st.sampled_from(shared))
+    # Sooner than alone, and later than the end of all that runs.
+    late_s = 1.0 + max((task.remaining_s for task in problem.running), default=0.0)
+    for changes in ({"duration_s": chosen.duration_s * 1e-3}, {"start_s": chosen.start_s + late_s}):
+        moved = dataclasses.replace(chosen, **changes)
+        others = [place for place in schedule.placements if place is not chosen]
+        if "start_s" in changes and not any(place.executor == chosen.executor for place in others):
+            running = [task for task in problem.running if task.executor == chosen.executor]
+            if not running:
+                continue
+        with pytest.raises(ScheduleError):
+            check_schedule(problem, dataclasses.replace(schedule, placements=(*others, moved), bound_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base": ""}, "expected a base model in its sharing, found none"),
+        ({"step_s": 10.5}, "expected steps that take 0 to 10 seconds, its duration, found 10.5"),
+        ({"step_s": float("nan")}, "expected steps that take 0 to 10 seconds"),
+        ({"num_slots": 0}, "expected num_slots of at least 1, found 0"),
+        ({"slot_bytes": -1}, "expected slot_bytes of at least 0, found -1"),
+        ({"pass_bytes": 0.5}, "expected pass_bytes of at least 0, found 0.5"),
+    ],
+)
+def test_an_impossible_sharing_is_refused(change: dict[str, object], message: str) -> None:
+    demand = demand_of("x", 10.0, 6.0)
+    broken = dataclasses.replace(demand, sharing=dataclasses.replace(demand.sharing, **change))
+    with pytest.raises(SpecError, match=message):
+        SchedulingProblem(nodes=nodes_of(1), pending=(broken,))
+
+
+def test_tasks_of_one_executor_are_on_one_gpu() -> None:
+    running = (running_of("x", G0, 5.0, 1.0), running_of("y", G1, 5.0, 1.0))
+    with pytest.raises(SpecError, match="task 'y': expected the GPUs of its executor 'e'"):
+        SchedulingProblem(nodes=nodes_of(2), pending=(), running=running)
+
+
+def test_another_duration_keeps_the_share_of_the_steps() -> None:
+    longer = demand_of("x", 10.0, 4.0).lasting(25.0)
+    assert longer.sharing is not None
+    assert (longer.duration_s, longer.sharing.step_s) == (25.0, pytest.approx(10.0))
+    assert dataclasses.replace(longer, sharing=None).lasting(1.0).duration_s == 1.0
