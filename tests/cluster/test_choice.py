@@ -76,4 +76,4 @@ def test_the_page_s_cluster_runs_tasks(tmp_path: Path, monkeypatch: pytest.Monke
     assert [line["outcome"] for line in lines if "outcome" in line] == ["finished", "finished"], (
         "measured, then trained"
     )
-    assert {line["entry"].rpartition(":")[2] for line in lines if "entry" in line} == {"plan", "train"}
+    assert {line["entry"].rpartition(":")[2] for line in lines if "entry" in line} == {"Planning", "Training"}

@@ -192,7 +192,8 @@ def test_a_node_without_alto_fails_with_the_remedy(
     start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent: Any = ModuleType("absent_on_nodes")
-    exec("class Starter:\n    def __init__(self, launch, **_): ...\n    def poll(self, *_): ...", vars(absent))
+    methods = ("__init__(self, **_)", "start(self, launch)", "poll(self, *_)")
+    exec("class Starter:\n" + "".join(f"    def {method}: ...\n" for method in methods), vars(absent))
     monkeypatch.setitem(sys.modules, "absent_on_nodes", absent)
     monkeypatch.setattr(of_ray, "Starter", absent.Starter)
     started = start_cluster("works")

@@ -136,7 +136,9 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seconds.keys() == {"long", "short"}
     assert seconds["short"] < seconds["long"]
     assert schedule.status == "optimal"
-    assert schedule.makespan_s == pytest.approx(sum(seconds.values()))
+    # One after the other, or in one process where what was measured says that this is sooner.
+    is_shared = len({placement.executor for placement in schedule.placements} - {""}) == 1
+    assert schedule.makespan_s == pytest.approx(max(seconds.values()) if is_shared else sum(seconds.values()))
     assert not (tmp_path / "runs").exists()
     with monkeypatch.context() as context:
         context.setattr(LocalCluster, "start", None)  # what they take was found out once

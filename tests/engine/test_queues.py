@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, dispatcher
+from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Launch, Outcome, running_attempt
 from alto.early_exit import audit
 from alto.engine.estimates import base_key, estimate_of
 from alto.engine.measuring import Measurement
@@ -251,7 +251,7 @@ def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Starting again on fewer slots costs a second, however busy the machine is.
-    monkeypatch.setattr(dispatcher._Attempt, "start_s", property(lambda _: 1.0, lambda *_: None))
+    monkeypatch.setattr(running_attempt.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
     # Of a task whose limits are all set nothing is measured, and it does not know its pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}

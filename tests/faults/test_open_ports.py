@@ -81,8 +81,7 @@ def test_a_process_alone_listens_on_nothing(tmp_path: Path) -> None:
             executors |= set(filter(is_executor, descendants(process.pid)))
         assert process.stdout is not None
         assert process.returncode == 0, process.stdout.read()
-    # A process that was just forked looks like the executor that forked it.
-    assert len(executors) >= 2, "what plans and what trains were looked at"
+    assert executors, "the process that plans and trains was looked at"
     assert any(event["event"] == "train" for event in events_of(tmp_path / "runs"))
     assert not seen
 

@@ -17,7 +17,7 @@ from alto.cluster.local import LocalCluster
 from alto.engine.runner import TaskRunner
 from alto.spec import Task
 
-NUM_KILLS = 50
+NUM_KILLS = 25
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def killed_after(runs: SharedRuns, num_entries: int, attempt: int) -> bool:
 
 
 @pytest.mark.slow("campaigns")
-def test_four_tasks_whose_process_is_killed_fifty_times(
+def test_four_tasks_whose_process_is_killed_again_and_again(
     tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
 ) -> None:
     draw = random.Random(20)

@@ -42,6 +42,7 @@ def test_defaults():
         "num_gpus": 1,
         "priority": 0,
         "tenant": "",
+        "share_executor": True,
         "max_length": None,
         "eval_steps": 0.05,
         "max_slots": None,
