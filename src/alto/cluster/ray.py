@@ -226,8 +226,8 @@ class RayCluster:
         gives_up_at = time.monotonic() + timeout_s
         while True:
             with self._connected():
-                told = [event for actor in list(self._actors) for event in self._handle(actor)]
-                events = [*self._count_nodes(), *told, *self._lose_stranded(), *self._lose_dead()]
+                handled = [event for actor in list(self._actors) for event in self._handle(actor)]
+                events = [*self._count_nodes(), *handled, *self._lose_stranded(), *self._lose_dead()]
                 self._end_idle()
                 left_s = gives_up_at - time.monotonic()
                 if events or left_s <= 0:
