@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,4 +96,33 @@ def test_threads_of_one_process_do_not_write_into_each_others_file(
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda text: replace_file(tmp_path / "file", text), ["a" * 5, "b" * 9]))
     assert (tmp_path / "file").read_text(encoding="utf-8") in ("a" * 5, "b" * 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_process_left_of_a_file_is_removed_with_the_next_one(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib, signal
+from alto.runs import replace_file
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+replace_file(pathlib.Path({str(tmp_path / "file")!r}), "of the killed one")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.read_text(encoding="utf-8") == "of the killed one"
+    replace_file(tmp_path / "file", "of the next")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_another_process_writes_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, written = os.fsync, []
+
+    def write_another(descriptor: int) -> None:
+        sync(descriptor)
+        if not written:
+            written.append("inner")
+            replace_file(tmp_path / "file", "of the second")
+
+    monkeypatch.setattr(os, "fsync", write_another)
+    replace_file(tmp_path / "file", "of the first")
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "of the first"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import re
-import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from alto.errors import AltoError, DiskFullError, RunWriteError
+from alto.runs.lock import LockFile
 
 __all__ = ["cache_home", "is_disk_full", "replace_file", "sync_folder", "write_error", "writing"]
 
+_LOCK_TIMEOUT_S = 1.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -60,9 +63,15 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` by ``content`` (text as UTF-8), durably; an attempt that fails leaves nothing behind."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.new")
+    """Replace ``path`` by ``content`` (text as UTF-8), durably.
+
+    An attempt that fails leaves nothing behind; what a killed process left is removed by the next attempt.
+    """
+    _remove_abandoned(path)
+    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
+    lock = LockFile(fresh)  # held for as long as this process lives and writes
     try:
+        lock.acquire(_LOCK_TIMEOUT_S)
         with fresh.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
@@ -71,7 +80,19 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+    finally:
+        lock.release()
     sync_folder(path.parent)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary files of ``path`` that no living process writes."""
+    for fresh in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        lock = LockFile(fresh)
+        with contextlib.suppress(OSError):  # another user's file stays
+            if lock.acquire(0):
+                fresh.unlink(missing_ok=True)
+        lock.release()
 
 
 def sync_folder(folder: Path) -> None:
