@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,16 @@ from alto.cluster.local import LocalCluster
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Started]:
+def machine(start_cluster: Callable[..., Started]) -> Started:
+    return start_cluster("Together", 2)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Started]:
+    """This machine, for what is its own: Ray sets the environment of its nodes, and reserves GPUs for each actor."""
     cluster = LocalCluster(total_gpus=2)
     yield Started(cluster, tmp_path, "Together")
+    cluster.close()
     cluster.close()
 
 
@@ -90,23 +97,23 @@ def test_an_error_that_nobody_expected_ends_the_process_after_the_others(machine
     wait_for(lambda: not is_alive(pid), "the end of the process", meanwhile=machine.poll)
 
 
-def test_a_task_that_needs_the_same_base_gets_the_process_that_has_it(machine: Started) -> None:
-    pid = begin(machine, "a", "")
-    assert end(machine, "a") is Outcome.FINISHED
-    assert begin(machine, "b", "", gpu=1) == pid, "slots of the CPU are alike"
-    assert end(machine, "b") is Outcome.FINISHED
-    other = begin(machine, "c", "", base="n", gpu=1)
+def test_a_task_that_needs_the_same_base_gets_the_process_that_has_it(local: Started) -> None:
+    pid = begin(local, "a", "")
+    assert end(local, "a") is Outcome.FINISHED
+    assert begin(local, "b", "", gpu=1) == pid, "slots of the CPU are alike"
+    assert end(local, "b") is Outcome.FINISHED
+    other = begin(local, "c", "", base="n", gpu=1)
     assert other != pid
     assert not is_alive(pid), "its memory may be wanted"
-    assert end(machine, "c") is Outcome.FINISHED
+    assert end(local, "c") is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("change", ["variable", "folder", "trust_remote_code", "num_ranks"])
 def test_what_a_process_cannot_change_needs_another(
-    machine: Started, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    local: Started, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pid = begin(machine, "a")
-    assert end(machine, "a") is Outcome.FINISHED
+    pid = begin(local, "a")
+    assert end(local, "a") is Outcome.FINISHED
     settings = {}
     if change == "variable":
         monkeypatch.setenv("SOMETHING", "else")
@@ -114,9 +121,9 @@ def test_what_a_process_cannot_change_needs_another(
         monkeypatch.chdir(tmp_path)
     else:
         settings = {"trust_remote_code": True} if change == "trust_remote_code" else {"num_ranks": 2, "gpus": (0, 1)}
-    machine.start("b", base="m", **settings)
-    assert machine.until_told("began", "b")["pid"] != pid
-    assert end(machine, "b") is Outcome.FINISHED
+    local.start("b", base="m", **settings)
+    assert local.until_told("began", "b")["pid"] != pid
+    assert end(local, "b") is Outcome.FINISHED
 
 
 def test_an_idle_process_ends_after_a_while(tmp_path: Path) -> None:
@@ -139,11 +146,11 @@ def test_a_task_is_not_lost_where_its_process_ends_at_that_moment(machine: Start
     assert end(machine, "b") is Outcome.FINISHED
 
 
-def test_no_process_and_no_folder_is_left_when_the_cluster_is_closed(machine: Started, tmp_path: Path) -> None:
-    pids = [begin(machine, "a"), begin(machine, "b", "y", gpu=1)]
-    folders = [process._orders.root for process in machine.cluster._machine._pool._gpus]  # type: ignore[attr-defined]
+def test_no_process_and_no_folder_is_left_when_the_cluster_is_closed(local: Started, tmp_path: Path) -> None:
+    pids = [begin(local, "a"), begin(local, "b", "y", gpu=1)]
+    folders = [process._orders.root for process in local.cluster._machine._pool._gpus]  # type: ignore[attr-defined]
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
-    machine.cluster.close()
+    local.cluster.close()
     assert not any(map(is_alive, pids))
     assert not any(folder.exists() for folder in folders)
 

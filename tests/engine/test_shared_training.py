@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -123,6 +124,26 @@ def test_one_task_is_cancelled_and_resumed_later(shared: SharedRuns, alone: Mapp
     shared.attach("alder", attempt=2)
     assert shared.until_ended("alder", 2).outcome is Outcome.FINISHED
     assert shared.pid == pid
+    for name in ("alder", "birch"):
+        assert_as_alone(shared.roots[name], alone[name])
+
+
+def test_a_task_whose_folder_cannot_be_written_any_more_ends_alone(
+    shared: SharedRuns, alone: Mapping[str, str]
+) -> None:
+    for name in ("alder", "birch"):
+        shared.attach(name)
+        shared.until_told("job_admitted", name)
+    jobs = shared.roots["birch"] / "jobs"
+    shutil.rmtree(jobs, ignore_errors=True)
+    jobs.write_text("where a folder was", encoding="utf-8")
+    ended = shared.until_ended("birch")
+    assert (ended.outcome, ended.error) == (Outcome.LOST, "RunWriteError")
+    assert str(shared.roots["birch"]) in ended.reason
+    assert shared.until_ended("alder").outcome is Outcome.FINISHED
+    jobs.unlink()
+    shared.attach("birch", attempt=2)
+    assert shared.until_ended("birch", 2).outcome is Outcome.FINISHED
     for name in ("alder", "birch"):
         assert_as_alone(shared.roots[name], alone[name])
 
