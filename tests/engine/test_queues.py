@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -115,6 +116,7 @@ def test_commands_know_a_queue_by_its_folder(
     assert done.exit_code == 0, done.output
     assert "3 of 3 tasks done on 2 CPU slots" in done.stdout
     assert "a-2" in done.stdout
+    assert len(re.findall(r"finished .* 100 % +\d+\.\d+ ", done.stdout)) == 3  # progress and loss of every task
 
 
 def test_a_queue_whose_journal_is_torn_goes_on(

@@ -35,16 +35,21 @@ def progress(console: Console, *, silent: bool) -> Iterator[list[Observer]]:
 
 
 @contextlib.contextmanager
-def queue_progress(console: Console, *, silent: bool) -> Iterator[tuple[QueueProgress, list[Observer]]]:
-    """The progress of a queue, and the observers that keep and show it, as :func:`progress` does for a run."""
+def queue_progress(console: Console, known: QueueProgress, *, silent: bool) -> Iterator[list[Observer]]:
+    """Observers that keep and show the progress of a queue, as :func:`progress` does for a run.
+
+    Args:
+        console: Where it is shown.
+        known: The progress before the first observed entry; it is updated.
+        silent: Whether nothing is shown.
+    """
     from alto.export import open_queue_view
 
     if silent:
-        known = QueueProgress()
-        yield known, [known.apply]
+        yield [known.apply]
         return
-    with open_queue_view(console) as view:
-        yield view.progress, [_until_pipe_closes(view.observe)]
+    with open_queue_view(console, known) as view:
+        yield [_until_pipe_closes(view.observe)]
 
 
 def _until_pipe_closes(observe: Observer) -> Observer:

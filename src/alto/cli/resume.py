@@ -10,7 +10,7 @@ from alto.cli.options import AsJson, Quiet, Strategy, TrustRemoteCode
 from alto.cli.paths import Run
 from alto.cli.run import work_on_queue
 from alto.cli.tune import train
-from alto.runs import QueueDir
+from alto.runs import QueueDir, QueueProgress
 
 __all__ = ["resume"]
 
@@ -46,6 +46,7 @@ def resume(
                 run,
                 engine.resume_queue(run, trust_remote_code=trust_remote_code, keep_open=wait_for_tasks),
             ),
+            QueueProgress.before_resume(run),
             as_json=as_json,
             quiet=quiet,
             output_dir=run.parent,

@@ -14,6 +14,7 @@ from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
 from alto.cli.output import print_error, print_json, print_notices, queue_progress, result_facts
 from alto.errors import SpecError, TaskInterruptedError
 from alto.records import TaskResult
+from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task
 
 if TYPE_CHECKING:
@@ -68,9 +69,11 @@ def run(
         raise typer.BadParameter("expected task files, or --wait-for-tasks", param_hint="FILES")
     tasks = [load_task(file, overrides or ()) for file in files or ()]
     limits = dict(_quota(text) for text in quotas or ())
+    progress = QueueProgress()
 
     def work(engine: Engine) -> tuple[Path, list[TaskResult]]:
         with engine.queue(tasks, method=method, trust_remote_code=trust_remote_code) as queue:
+            progress.folder = QueueDir(queue.root)
             if wait_for_tasks:
                 typer.echo(
                     f"Waits for tasks: alto submit {queue.root} FILE; end it with: alto drain {queue.root}", err=True
@@ -82,6 +85,7 @@ def run(
 
     work_on_queue(
         work,
+        progress,
         as_json=as_json,
         quiet=quiet,
         strategy=strategy,
@@ -94,17 +98,22 @@ def run(
 
 
 def work_on_queue(
-    work: Callable[[Engine], tuple[Path, list[TaskResult]]], *, as_json: bool, quiet: bool, **settings: object
+    work: Callable[[Engine], tuple[Path, list[TaskResult]]],
+    progress: QueueProgress,
+    *,
+    as_json: bool,
+    quiet: bool,
+    **settings: object,
 ) -> None:
-    """Run ``work``, which returns a queue's folder and results, on an engine with ``settings``, and show the
-    progress."""
+    """Run ``work``, which returns a queue's folder and results, on an engine with ``settings``, and show its
+    ``progress``, which may have begun before."""
     from alto.engine import Engine
     from alto.export import queue_summary
 
     console = Console()
     with catching_signals() as interrupt:
         try:
-            with queue_progress(console, silent=quiet or as_json) as (progress, views):
+            with queue_progress(console, progress, silent=quiet or as_json) as views:
                 observers = [interrupt.observe, *views]
                 root, results = work(Engine(observers=observers, is_interrupted=interrupt.requested, **settings))  # type: ignore[arg-type]
         except TaskInterruptedError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
-from alto.cluster.running_attempt import RunningAttempt, history_before
+from alto.cluster.running_attempt import RunningAttempt
 from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 from alto.errors import QueueCommandError
 from alto.records import MAX_DURATION_S
@@ -21,6 +21,7 @@ from alto.runs import (
     Observer,
     RunDir,
     has_result,
+    history_before,
 )
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed

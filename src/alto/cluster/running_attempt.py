@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from alto.cluster.base import Launch
-from alto.errors import RunError
-from alto.runs import NOT_FOLDABLE, RunDir, RunHistory, read_intact_entries
+from alto.runs import RunHistory
 
-__all__ = ["RunningAttempt", "history_before"]
+__all__ = ["RunningAttempt"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,11 +28,3 @@ class RunningAttempt:
     history: RunHistory = field(default_factory=RunHistory)
     began_at: float | None = None
     share_before: float = 0.0
-
-
-def history_before(run_dir: str, seq: int) -> RunHistory:
-    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
-    try:
-        return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
-    except (RunError, *NOT_FOLDABLE):
-        return RunHistory()

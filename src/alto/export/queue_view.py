@@ -39,17 +39,24 @@ _WIDTH_OF_BARS = 100
 _WIDTH_OF_LOSSES = 75
 
 
-def open_queue_view(console: Console) -> LiveQueueView | PlainQueueView:
-    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere."""
+def open_queue_view(console: Console, progress: QueueProgress | None = None) -> LiveQueueView | PlainQueueView:
+    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere.
+
+    Args:
+        console: Where it is shown.
+        progress: The progress before the first observed entry, which the view updates; by default there is none.
+    """
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
-    return LiveQueueView(console) if can_redraw else PlainQueueView(console.file)
+    return LiveQueueView(console, progress) if can_redraw else PlainQueueView(console.file, progress)
 
 
 class LiveQueueView:
     """Redraws tasks and GPUs in place; a context manager. ``observe`` may be called from any thread."""
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
-        self.progress = QueueProgress()
+    def __init__(
+        self, console: Console, progress: QueueProgress | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.progress = QueueProgress() if progress is None else progress
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
@@ -97,8 +104,8 @@ class LiveQueueView:
 class PlainQueueView:
     """Writes one line per noteworthy event to ``stream``; a context manager like the live view."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self.progress = QueueProgress()
+    def __init__(self, stream: IO[str], progress: QueueProgress | None = None) -> None:
+        self.progress = QueueProgress() if progress is None else progress
         self._stream = stream
 
     def __enter__(self) -> PlainQueueView:

@@ -5,7 +5,7 @@ from alto.runs.choice import choice_notes
 from alto.runs.events import Event, JournalEntry
 from alto.runs.files import cache_home, is_disk_full, replace_file, sync_folder, write_error, writing
 from alto.runs.fold import NOT_FOLDABLE
-from alto.runs.history import RunHistory, read_history
+from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
 from alto.runs.journal import (
     Journal,
@@ -65,6 +65,7 @@ __all__ = [
     "ending_in_time",
     "gpus_to_json",
     "has_result",
+    "history_before",
     "in_background",
     "is_disk_full",
     "load_run_task",

@@ -11,16 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.errors import RunError
 from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, StartValue
 from alto.runs import events
 from alto.runs.events import Event, settings_of
-from alto.runs.fold import JournalFold
+from alto.runs.fold import NOT_FOLDABLE, JournalFold
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
+from alto.runs.journal import read_intact_entries
 from alto.runs.run_dir import RunDir
 from alto.spec.early_exit import EarlyExit
 from alto.spec.metric import LOSS, score_of
 
-__all__ = ["RunHistory", "read_history"]
+__all__ = ["RunHistory", "history_before", "read_history"]
 
 
 class RunHistory(JournalFold):
@@ -290,3 +292,11 @@ def read_history(run_dir: str | Path) -> RunHistory:
         RunError: The journal is damaged.
     """
     return RunHistory.read(RunDir(Path(run_dir)).journal_file)
+
+
+def history_before(run_dir: str | Path, seq: int) -> RunHistory:
+    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
+    try:
+        return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
+    except (RunError, *NOT_FOLDABLE):
+        return RunHistory()

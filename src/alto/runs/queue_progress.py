@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from alto.errors import RunError
 from alto.records import Gpu
-from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskStarted
-from alto.runs.history import RunHistory, read_history
+from alto.runs.events import JournalEntry, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
+from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskHistory, TaskStage, read_queue_history
 
@@ -22,9 +23,11 @@ class QueueProgress:
         runs: The journals of the tasks' runs, by task; a task that has not begun has none.
         unreadable: Why the journal of a task's run cannot be read, by task.
         num_measured: Tasks whose duration was measured before the queue began.
+        folder: The queue's folder; None while it is unknown.
     """
 
     def __init__(self) -> None:
+        self.folder: QueueDir | None = None
         self.queue = QueueHistory()
         self.runs: dict[str, RunHistory] = {}
         self.unreadable: dict[str, str] = {}
@@ -40,12 +43,31 @@ class QueueProgress:
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         progress.queue = read_queue_history(queue_dir)
-        for task in progress.queue.tasks:
-            try:
-                progress.runs[task] = read_history(folder.run_of(task).root)
-            except RunError as error:
-                progress.unreadable[task] = str(error)
+        progress._read_runs(folder, progress.queue.tasks)
         return progress
+
+    @classmethod
+    def before_resume(cls, queue_dir: str | Path) -> QueueProgress:
+        """The progress of the tasks' runs in ``queue_dir``, from their journals.
+
+        The queue's own journal is left out: when the queue is resumed, its entries are observed again.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunError: The queue's file is damaged. Of a task whose journal is, the progress is unknown.
+        """
+        progress, folder = cls(), QueueDir.open(queue_dir)
+        entries, _ = folder.read()
+        progress._read_runs(folder, [entry.task for entry in entries])
+        return progress
+
+    def _read_runs(self, folder: QueueDir, tasks: Iterable[str]) -> None:
+        self.folder = folder
+        for task in tasks:
+            try:
+                self.runs[task] = read_history(folder.run_of(task).root)
+            except RunError as error:
+                self.unreadable[task] = str(error)
 
     def apply(self, entry: JournalEntry) -> None:
         """Fold in an event of the queue, or one of the run of a task that the queue relays."""
@@ -55,6 +77,10 @@ class QueueProgress:
             case TaskRelayed(task=task, entry=JournalEntry(event=TaskStarted(), is_replayed=False) as first):
                 self.runs[task] = RunHistory.of([first])
             case TaskRelayed(task=task, entry=relayed):
+                if isinstance(relayed.event, TaskResumed) and self.folder is not None:
+                    # The run's journal was cut back to a checkpoint; what was cut off is trained again.
+                    self.runs[task] = history_before(self.folder.run_of(task).root, relayed.seq)
+                    self.unreadable.pop(task, None)
                 self.runs.setdefault(task, RunHistory()).apply(relayed)
             case _:
                 self.queue.apply(entry)
