@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from alto.cli.simulate import simulate
-from alto.errors import SpecError, UnknownKeyError
+from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 
 app = typer.Typer()
 app.command()(simulate)
@@ -36,6 +37,35 @@ def test_every_method_with_and_without_early_exit_is_json_and_a_picture(file: Pa
 def test_a_capacity_is_one_command(file: Path):
     found = CliRunner().invoke(app, [str(file), "--finish-within", "25s", "--set", "early_exit_shares=[]"])
     assert found.output.startswith("4 GPUs (2 nodes of 2)")
+
+
+@pytest.fixture
+def without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ortools", "ortools.sat", "ortools.sat.python"):
+        monkeypatch.setitem(sys.modules, module, None)
+
+
+@pytest.mark.usefixtures("without_ortools")
+def test_by_default_cp_sat_is_left_out_with_a_notice_where_ortools_is_missing(file: Path):
+    found = CliRunner().invoke(app, [str(file), "--json", "--set", "methods=[]", "--set", "early_exit_shares=[]"])
+    assert [outcome["method"] for outcome in json.loads(found.stdout)["outcomes"]] == ["fifo", "sjf", "lpt"]
+    assert found.stderr.count('pip install "alto-lora[scheduler]"') == 1
+    capacity = CliRunner().invoke(app, [str(file), "--finish-within", "1h", "--set", "methods=[]"])
+    assert "\nlpt, with early exit" in capacity.stdout
+
+
+@pytest.mark.usefixtures("without_ortools")
+@pytest.mark.parametrize("arguments", [["--method", "cp-sat"], ["--set", "methods=[cp-sat]"]])
+def test_cp_sat_is_an_error_where_it_is_named_and_ortools_is_missing(file: Path, arguments: list[str]):
+    found = CliRunner().invoke(app, [str(file), *arguments])
+    assert isinstance(found.exception, UnsupportedError)
+
+
+def test_by_default_cp_sat_is_the_last_method(file: Path):
+    pytest.importorskip("ortools")
+    found = CliRunner().invoke(app, [str(file), "--json", "--set", "methods=[]", "--set", "early_exit_shares=[]"])
+    methods = [outcome["method"] for outcome in json.loads(found.stdout)["outcomes"]]
+    assert (methods, found.stderr) == (["fifo", "sjf", "lpt", "cp-sat"], "")
 
 
 @pytest.mark.parametrize(

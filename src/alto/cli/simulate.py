@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -109,10 +110,17 @@ def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _usual_methods(simulation: Simulation) -> list[str]:
+    """The methods where the user names none; without OR-tools, a notice on stderr says that ``cp-sat`` is left out."""
     from alto.scheduler.simulate import MAX_SOLVED
 
     num_tasks = simulation.num_tasks if simulation.trace is None else len(simulation.trace)
-    return ["fifo", "sjf", "lpt", *(["cp-sat"] if num_tasks <= MAX_SOLVED else [])]
+    methods = ["fifo", "sjf", "lpt"]
+    if num_tasks > MAX_SOLVED:
+        return methods
+    if find_spec("ortools") is None:
+        typer.echo('note: cp-sat is left out, it needs ortools: pip install "alto-lora[scheduler]"', err=True)
+        return methods
+    return [*methods, "cp-sat"]
 
 
 def _seconds(text: str) -> float:
