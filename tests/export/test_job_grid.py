@@ -46,8 +46,9 @@ def test_preferences_have_two_columns_of_their_own(preference_run):
 
 
 def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_longest(preference_run):
-    lines = lines_of(preference_run, width=58)
-    assert lines[-1] == "no space for: best val, margin"
+    assert lines_of(preference_run, width=58)[-1] == "no space for: train, val"
+    assert lines_of(preference_run, width=51)[-1] == "no space for: train, val, margin"
+    assert lines_of(preference_run, width=46)[-1] == "no space for: lr, train, val, margin"
 
 
 @pytest.mark.parametrize(
@@ -55,16 +56,16 @@ def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_long
     [
         (80, "why"),
         (70, "why"),
-        (62, "why, best val"),
-        (52, "r, why, best val"),
-        (46, "lr, r, why, best val"),
+        (62, "why, train"),
+        (52, "why, train, val"),
+        (46, "r, why, train, val"),
     ],
 )
 def test_what_does_not_fit_is_left_out_and_said(small_run, width, dropped):
     lines = lines_of(small_run, width=width)
     assert all(cell_len(line) <= width for line in lines)
     assert set(lines[-1].removeprefix("no space for: ").split(", ")) == set(dropped.split(", "))
-    assert {"job", "stage", "done", "val"} <= set(headings(lines))
+    assert {"job", "stage", "done", "best"} <= set(headings(lines))
 
 
 def test_losses_are_never_cut(small_run):

@@ -184,6 +184,30 @@ def test_live_screen_fits_the_width(small_run, width):
     assert all(cell_len(line) <= width for line in screen(small_run, width=width))
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_best_line_is_wrapped_not_cut(preference_run, width):
+    history = RunHistory.of(entries(preference_run))
+    target = Console(file=io.StringIO(), width=width, color_system=None)
+    target.print(final_summary(history))
+    summary = target.file.getvalue().splitlines()
+    best = (
+        "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
+    )
+    assert best in " ".join(line.strip() for line in summary)
+    assert all(cell_len(line) <= width for line in summary)
+    lines = screen(preference_run, width=width, height=20)
+    assert best in " ".join(line.strip() for line in lines)
+    assert len(lines) < 20  # and the line of the cursor
+
+
+def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
+    for job in sweep[0]["jobs"]:
+        job["config"]["warmup_ratio"] = float(f"0.{job['job'][-2:]}123456789")
+    lines = screen(sweep, width=60, height=20)
+    assert any(line.startswith("best") for line in lines)
+    assert len(lines) < 20  # and the line of the cursor
+
+
 def test_before_the_first_event():
     assert screen([]) == ["Preparing …"]
 

@@ -38,9 +38,10 @@ OUTCOME_STYLES = {
     "underperforming": "dim",
     "pending": "dim",
 }
-# The order in which columns are dropped on a narrow terminal; a column that is not named here stays. Settings go from
-# the last to the first, after the columns named before KEEP_SETTINGS.
-BAR, NOTE, BEST, SETTING, TRAIN, STAYS = range(6)
+# The order in which columns are dropped on a narrow terminal; a column of worth STAYS is never dropped. Settings and
+# metrics are dropped from the last to the first. The best loss and the first metric belong to the checkpoint that is
+# kept, and are dropped after the losses of the latest step.
+BAR, NOTE, TRAIN, LATEST, METRIC, SETTING, FIRST_METRIC, STAYS = range(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +118,14 @@ class JobGrid:
         losses = {
             "done": ([format_share(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.train_loss) for row in rows], TRAIN),
-            "val": ([_loss(row.validation_loss) for row in rows], STAYS),
-            "best val": ([_loss(row.best_validation_loss if row.best_step else None) for row in rows], BEST),
+            "val": ([_loss(row.validation_loss) for row in rows], LATEST),
+            "best val": ([_loss(row.best_validation_loss if row.best_step else None) for row in rows], STAYS),
         }
         for name, (cells, worth_of) in losses.items():
             columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
         for index, metric in enumerate(self.metrics):
             cells = [format_metric(metric, row.metrics[index]) for row in rows]
-            worth = (BEST, len(self.metrics) - index)
+            worth = (METRIC if index else FIRST_METRIC, len(self.metrics) - index)
             columns.append(_text_column(short_metric(metric), cells, worth=worth, narrowest=6, is_number=True))
         if any(self.notes):
             notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]

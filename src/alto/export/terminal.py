@@ -155,10 +155,12 @@ class LiveView:
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
         notes = [row.explanation or self._outlook(history.jobs[row.job_id], now) for row in rows]
+        best = _best_line(table, history)
+        num_wrapped = len(best.wrap(self._console, self._console.size.width)) - 1
         return Group(
             *_header(history),
             *self._progress(now),
-            _best_line(table, history),
+            best,
             "",
             JobGrid(
                 settings=table.columns,
@@ -166,7 +168,7 @@ class LiveView:
                 rows=rows,
                 notes=notes,
                 note_name="next / why",
-                max_rows=max(1, height - FRAME_LINES - GRID_LINES),
+                max_rows=max(1, height - FRAME_LINES - num_wrapped - GRID_LINES),
             ),
         )
 
@@ -249,7 +251,7 @@ def _header(history: RunHistory) -> list[RenderableType]:
 def _best_line(table: JobTable, history: RunHistory) -> Text:
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
-        return Text("best: no job has a finite validation loss yet", style="dim", no_wrap=True, overflow="ellipsis")
+        return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
@@ -261,8 +263,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         f", {metrics}" if metrics else "",
         (f" ({best.label})", "dim"),
         chosen,
-        no_wrap=True,
-        overflow="ellipsis",
+        overflow="fold",
     )
 
 
