@@ -175,6 +175,34 @@ def test_overrides_refused(write, override, error, reason):
         load_task(write(BASE), [override])
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["learning_rate=1e-4", "lr=1e-3"],
+        ["lr=1e-3", "name=x", "learning_rate=1e-3"],
+        ["base_model=a", "model=b"],
+        ["search_space.rank=[4]", "search_space.lora_r=[8]"],
+        ["search_space.paired.lr=[1e-4]", " search_space . paired . learning_rate = [1e-4]"],
+    ],
+)
+def test_two_spellings_of_one_key_among_the_overrides_are_refused(write, overrides):
+    with pytest.raises(ConflictingKeysError, match=r"found both '.*' and '.*'\. Remove one\."):
+        load_task(write(BASE), overrides)
+
+
+def test_of_overrides_with_one_spelling_the_last_counts(write):
+    assert load_task(write(BASE), ["lr=1e-4", "lr=1e-3"]).fixed == {"learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize("written", ["lr", "learning_rate"])
+@pytest.mark.parametrize("override", ["lr=5e-4", "learning_rate=5e-4"])
+@pytest.mark.parametrize("place", ["search_space: {{{}: [1.0e-4, 1.0e-3]}}\n", "{}: 0.1\n"])
+def test_an_override_replaces_a_key_that_the_file_fixes_or_searches_in_any_spelling(write, place, written, override):
+    task = load_task(write(BASE + place.format(written)), [override])
+    assert task.fixed == {"learning_rate": 5e-4}
+    assert len(task.jobs) == 1
+
+
 def test_yaml_merge_keys_are_no_repeats(write):
     path = write(BASE + "early_exit: {<<: {window: 3, policy: paper}, window: 4}\n")
     assert load_task(path).early_exit == EarlyExit(policy="paper", window=4)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.spec.early_exit import EarlyExit
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES
@@ -36,7 +36,7 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
         overrides: ``key=value`` each, applied in order. Dots lead into nested settings
             (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML in which ``1e-4`` is a
             number. An override replaces the field under any of its spellings, and fixes a job's field that the file
-            searches.
+            searches. Of several with the same spelling the last counts; two spellings of one key are an error.
 
     Raises:
         SpecError: No such file, no YAML, not a mapping, an invalid override, or an invalid task.
@@ -139,9 +139,23 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
 
 
 def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:
-    """``values`` with ``key=value`` overrides applied in order, as :func:`load_task` does."""
+    """``values`` with ``key=value`` overrides applied in order, as :func:`load_task` does.
+
+    Raises:
+        ConflictingKeysError: Two overrides name one key by different spellings.
+        SpecError: An override is invalid.
+    """
+    spelled: dict[tuple[str, ...], str] = {}
     for override in overrides:
         values = _override(values, override)
+        keys = [key.strip() for key in override.partition("=")[0].split(".")]
+        written = ".".join(keys)
+        earlier = spelled.setdefault(tuple(_ALIASES.get(key, key) for key in keys), written)
+        if earlier != written:
+            raise ConflictingKeysError(
+                f"The overrides should give one key by one spelling, found both {quoted(earlier)} and "
+                f"{quoted(written)}. Remove one."
+            )
     return values
 
 
