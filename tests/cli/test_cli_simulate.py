@@ -34,6 +34,13 @@ def test_every_method_with_and_without_early_exit_is_json_and_a_picture(file: Pa
     assert "node-0000:1" in page.read_text(encoding="utf-8")
 
 
+def test_the_labels_are_explained_under_the_table(file: Path):
+    found = CliRunner().invoke(app, [str(file)])
+    table, legend = found.stdout.split("B: first come first served")
+    assert "B+S+EE" in table
+    assert legend == "; S: with a scheduler; EE: with early exit\n"
+
+
 def test_a_capacity_is_one_command(file: Path):
     found = CliRunner().invoke(app, [str(file), "--finish-within", "25s", "--set", "early_exit_shares=[]"])
     assert found.output.startswith("4 GPUs (2 nodes of 2)")

@@ -49,6 +49,14 @@ def test_every_fact_is_a_line() -> None:
         assert line in drawn.splitlines()
 
 
+def test_one_row_and_one_token_are_singular() -> None:
+    counts = {**make(("a", True)).counts, "validation_rows": 1, "validation_tokens": 1}
+    example = PreviewExample(num_tokens=1, segments=(("a", True),))
+    drawn = draw(make(("a", True), counts=counts, examples=(example,)), marked=True)
+    assert "validation:  1 row, 1 token; " in drawn
+    assert "--- example 1, 1 token\n" in drawn
+
+
 def test_trained_parts_stand_between_marks_or_in_colour() -> None:
     preview = make(("<|user|>q<|assistant|>", False), ("a<|end|>", True))
     assert "<|user|>q<|assistant|>⟦a<|end|>⟧" in draw(preview, marked=True)

@@ -52,7 +52,7 @@ def test_the_caller_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_KERNELS", "trition")
-    with pytest.raises(SpecError, match=r"ALTO_KERNELS.*\['reference', 'torch', 'triton'\].*'trition'"):
+    with pytest.raises(SpecError, match=r"ALTO_KERNELS: expected one of reference, torch, triton, found 'trition'"):
         choose_backend()
 
 

@@ -23,6 +23,7 @@ from alto.spec import Simulation, load_simulation
 
 __all__ = ["simulate"]
 
+_LEGEND = "B: first come first served; S: with a scheduler; EE: with early exit"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -83,6 +84,7 @@ def simulate(
         print_json({"outcomes": [_facts(outcome) for outcome in outcomes]})
     else:
         Console().print(_table(outcomes))
+        typer.echo(_LEGEND)
         for note in _notes(outcomes):
             typer.echo(note)
     if html is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from alto.export.wording import clean, format_count
+from alto.export.wording import clean, format_count, format_count_of
 from alto.records import DataPreview, PreviewExample, Segments
 
 __all__ = ["preview_text"]
@@ -52,14 +52,14 @@ def visible(text: str) -> str:
 
 
 def _split_line(preview: DataPreview, split: str) -> str:
-    rows, tokens, truncated, skipped = (
-        format_count(preview.counts[f"{split}_{what}"]) for what in ("rows", "tokens", "truncated_rows", "skipped_rows")
-    )
-    return f"{rows} rows, {tokens} tokens; {truncated} truncated, {skipped} left out"
+    counts = preview.counts
+    rows, tokens = (format_count_of(counts[f"{split}_{what}s"], what) for what in ("row", "token"))
+    truncated, skipped = (format_count(counts[f"{split}_{what}_rows"]) for what in ("truncated", "skipped"))
+    return f"{rows}, {tokens}; {truncated} truncated, {skipped} left out"
 
 
 def _example(example: PreviewExample, number: int, marked: bool) -> Text:
-    text = Text(f"\n--- example {number}, {example.num_tokens} tokens\n")
+    text = Text(f"\n--- example {number}, {format_count_of(example.num_tokens, 'token')}\n")
     _append(text, example.segments, marked)
     for side, segments in (("chosen", example.chosen), ("rejected", example.rejected)):
         if segments:

@@ -26,6 +26,7 @@ __all__ = [
     "describe_rungs",
     "describe_task",
     "format_count",
+    "format_count_of",
     "format_duration",
     "format_loss",
     "format_setting",
@@ -209,6 +210,11 @@ def format_share(share: float) -> str:
 def format_count(count: float) -> str:
     """A whole number with thousands separated."""
     return f"{count:,.0f}"
+
+
+def format_count_of(count: int, unit: str) -> str:
+    """``1 row``, ``1,200 rows``."""
+    return f"{format_count(count)} {unit}{'' if count == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -35,7 +35,7 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
     name = name or os.environ.get("ALTO_KERNELS") or _best(torch.device(device))
     if name not in _MODULES:
         raise SpecError(
-            f"ALTO_KERNELS: expected one of {sorted(_MODULES)}, found {name!r}; unset it to let ALTO choose"
+            f"ALTO_KERNELS: expected one of {', '.join(sorted(_MODULES))}, found {name!r}; unset it to let ALTO choose"
         )
     if name == "triton":
         _check_triton()
