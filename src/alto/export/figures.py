@@ -217,9 +217,9 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     for stay in history.occupancy:
         role = _role(history.jobs[stay.job], history.best)
         bar = bars.setdefault(role, _empty_bar(role))
-        start = _worked_s(history, stay.start) / seconds
+        start = history.worked_s(stay.start) / seconds
         end = history.last_seen_at if stay.end is None else stay.end
-        length = max(0.0, _worked_s(history, end) / seconds - start) if end is not None else 0.0
+        length = max(0.0, history.worked_s(end) / seconds - start) if end is not None else 0.0
         bar["base"].append(start)
         bar["x"].append(length)
         lane = _lane(stay.rank, stay.local_slot, has_ranks=has_ranks)
@@ -233,7 +233,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         lanes=[_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
         unit=unit,
         gaps=[
-            (_worked_s(history, start) / seconds, f"interrupted for {format_duration(end - start)}")
+            (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
             for start, end in history.interruptions
         ],
     )
@@ -241,14 +241,6 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
 
 def _lane(rank: int, slot: int, *, has_ranks: bool) -> str:
     return f"rank {rank}, slot {slot}" if has_ranks else f"slot {slot}"
-
-
-def _worked_s(history: RunHistory, time: float) -> float:
-    """Seconds of work on the run before ``time``."""
-    if history.started_at is None:
-        return 0.0
-    idle_s = sum(max(0.0, min(time, end) - start) for start, end in history.interruptions)
-    return max(0.0, time - history.started_at - idle_s)
 
 
 def _curve(

@@ -188,7 +188,7 @@ def _headline(queue: QueueHistory) -> str:
 
 
 def _plan_line(queue: QueueHistory, now: float) -> str:
-    elapsed = f"{format_duration(max(0.0, now - (queue.started_at or now)))} so far"
+    elapsed = f"{format_duration(queue.worked_s(now))} so far"
     if not queue.plans:
         return elapsed
     plan = queue.plans[-1]
