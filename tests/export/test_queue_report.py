@@ -126,3 +126,8 @@ def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, 
     page = page_of([begun[0], lost, *begun[1:]])
     assert "No process ran the queue" not in page
     assert "interrupted for" not in page
+
+
+def test_attempts_are_numbered_by_order_though_the_journal_counts_anew(interrupted_queue, tmp_path):
+    attempts = _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"][1].attempts
+    assert [attempt.split(":")[0] for attempt in attempts] == ["1 on local", "2 on local"]

@@ -40,7 +40,7 @@ class Attempt:
     """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs.
 
     Attributes:
-        number: Number of the attempt, from 1.
+        number: Which attempt at its task it is, from 1; the journal counts anew after every resumption.
         gpus: GPUs of the executor.
         start: When it started, in unix seconds.
         reason: Why it ended.
@@ -199,9 +199,8 @@ class QueueHistory(JournalFold):
                 self._on_planned(event, time)
             case events.ExecutorStarted():
                 task = self.tasks[event.task]
-                task.attempts.append(
-                    Attempt(number=event.attempt, gpus=event.gpus, start=time, executor=event.executor)
-                )
+                number = len(task.attempts) + 1
+                task.attempts.append(Attempt(number=number, gpus=event.gpus, start=time, executor=event.executor))
                 task.state, task.failure = TaskStage.RUNNING, ""
             case events.ExecutorExited():
                 task = self.tasks[event.task]
