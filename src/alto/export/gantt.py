@@ -38,7 +38,7 @@ def gantt_figure(
     at a time have lanes of it below each other.
 
     Args:
-        planned: Placements of the first plan, drawn as thin bars above the actual ones; may be empty.
+        planned: Placements that were planned, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
         nodes: Nodes of the cluster.
         gaps: Interruptions, which are cut out of the placements: the second at which each is, and its seconds.

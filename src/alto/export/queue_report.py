@@ -15,6 +15,8 @@ from alto.runs import Attempt, QueueHistory, TaskHistory, TaskStage, read_histor
 __all__ = ["write_queue_report"]
 
 REPORT_NAME = "report.html"
+ADVICE = "; continue with: "
+"""Begins the part of a reason that says how to continue an attempt."""
 
 
 def write_queue_report(queue_dir: str | Path) -> Path:
@@ -52,7 +54,7 @@ def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
         "name": queue_dir.name,
         "queue": queue,
         "num_gpus": queue.num_gpus,
-        "method": queue.started.method if queue.started is not None else "",
+        "methods": list(dict.fromkeys(plan.method for plan in queue.plans)),
         "is_finished": queue.is_completed,
         "devices": "GPUs" if queue.has_gpus else "CPU slots",
         "num_finished": len(queue.in_state(TaskStage.FINISHED)),
@@ -77,7 +79,11 @@ def _row(task: TaskHistory, queue: QueueHistory, queue_dir: Path) -> _Row:
         spent_s=task.spent_s(queue.last_seen_at or 0.0),
         best_loss=_best_loss(run_dir),
         report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
-        attempts=[_attempt(attempt) for attempt in task.attempts] + ([clean(task.failure)] if task.failure else []),
+        attempts=[
+            _attempt(attempt, is_open=attempt is task.attempts[-1] and task.state is not TaskStage.FINISHED)
+            for attempt in task.attempts
+        ]
+        + ([clean(task.failure)] if task.failure else []),
     )
 
 
@@ -89,7 +95,9 @@ def _best_loss(run_dir: Path) -> float | None:
     return None if best is None else best.best_validation_loss
 
 
-def _attempt(attempt: Attempt) -> str:
+def _attempt(attempt: Attempt, *, is_open: bool) -> str:
+    """The attempt in words; how to continue it only where it ``is_open``: no later attempt has done so."""
     gpus = ", ".join(f"{clean(gpu.node)}:{gpu.index}" for gpu in attempt.gpus)
     ended = "runs" if attempt.outcome is None else attempt.outcome
-    return f"{attempt.number} on {gpus}: {ended}" + (f" ({clean(attempt.reason)})" if attempt.reason else "")
+    reason = clean(attempt.reason if is_open else attempt.reason.partition(ADVICE)[0])
+    return f"{attempt.number} on {gpus}: {ended}" + (f" ({reason})" if reason else "")
