@@ -31,6 +31,10 @@ __all__ = [
     "occupancy_figure",
 ]
 
+FAR = 10
+"""Losses that many times their scale above the lowest are those of diverged jobs. The scale is the extent of the best
+curves, the lowest loss, or 1.0, whichever is the highest."""
+
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
 
@@ -120,9 +124,11 @@ def choose_view(
     """The range that shows the jobs worth comparing, however far others diverge.
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
-    curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
-    jobs may diverge without flattening the rest. Where higher is better, the rule is mirrored. The lowest point of
-    the curve ``best`` is in view in any case, and where values are bounded everything is.
+    curves typically began. Losses up to four extents above the lowest stay in view, and those that are no outliers
+    of the best quarter: at most three interquartile ranges above its upper quartile. So up to three quarters of the
+    jobs may diverge without flattening the rest. In view are also the curve ``best`` from its lowest point to at least
+    its median, and the lowest points of half of the jobs, except those so high (``FAR``) that their jobs have diverged.
+    Where higher is better, the rule is mirrored; where values are bounded, everything is in view.
 
     Args:
         curves: Values of the curve by job id.
@@ -139,7 +145,11 @@ def choose_view(
     low = min(core[0])
     began = statistics.median(curve[0] for curve in core)
     extent = max(began - low, min(core[-1]) - low, 0.02 * abs(low), 1e-6)
-    limit = math.inf if is_bounded else max(low + 4 * extent, min(finite.get(best, [low])))
+    far = low + FAR * max(extent, abs(low), 1.0)
+    half = [lowest for curve in by_lowest[: math.ceil(len(by_lowest) / 2)] if (lowest := min(curve)) <= far]
+    fence = _outer_fence([loss for curve in core for loss in curve if loss <= far])
+    wanted = (low + 4 * extent, fence, statistics.median_high(finite.get(best, [low])), *half)
+    limit = math.inf if is_bounded else max(wanted)
     high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
     margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
@@ -151,6 +161,12 @@ def choose_view(
         worst=sign * max(max(curve) for curve in finite.values()),
         num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
     )
+
+
+def _outer_fence(values: Sequence[float]) -> float:
+    """Three interquartile ranges above the upper quartile: Tukey's limit of far outliers."""
+    lower, _, upper = statistics.quantiles([*values, *values], n=4, method="inclusive")
+    return upper + 3 * (upper - lower)
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
