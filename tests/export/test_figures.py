@@ -126,12 +126,11 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
     history = RunHistory.of(entries(small_run))
     figure = curve_figure(history, job_table(history).rows, VALIDATION_LOSS)
     roles = [trace["meta"]["role"] for trace in figure.traces]
-    assert roles == ["rung", "underperforming", "diverging", "overfitting", "best"]
-    assert figure.traces[0]["x"] == [0.1, 0.1, 0.1]
-    assert "10 %: 2 kept" in figure.traces[0]["text"][1]
+    assert roles == ["underperforming", "diverging", "overfitting", "best"]
+    assert figure.rungs == [(0.1, "10 %: 2 kept")]
     assert figure.traces[-1]["x"] == [0.1, 1.0]
     assert figure.traces[-1]["y"] == [2.1, 1.9]
-    assert figure.traces[2]["y"] == [None]
+    assert figure.traces[1]["y"] == [None]
 
 
 def test_an_open_stay_lasts_until_now(small_run):

@@ -1,6 +1,6 @@
 """The figures of the report as plotly.js traces: plain lists and dicts, no colours.
 
-A trace names its role in ``meta.role`` (an outcome, ``best`` or ``rung``); the page gives every role its colour in
+A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its colour in
 the light and the dark scheme. Text that comes from a user is escaped for plotly, which reads a little HTML.
 """
 
@@ -112,9 +112,16 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFigure:
-    """Traces of one figure of curves and the view it opens with (None if there is nothing to show)."""
+    """Curves of one figure.
+
+    Attributes:
+        traces: Plotly traces of the curves.
+        rungs: Rungs: their places on the axis, and labels.
+        view: The view that it opens with; None if there is nothing to show.
+    """
 
     traces: list[dict[str, Any]]
+    rungs: list[tuple[float, str]]
     view: View | None
 
 
@@ -188,17 +195,18 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
     )
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     if view is None:
-        return CurveFigure(traces=[], view=None)
+        return CurveFigure(traces=[], rungs=[], view=None)
     counts: dict[str, int] = {}
     for job in evaluated:
         role = _role(job, best)
         counts[role] = counts.get(role, 0) + 1
-    traces, seen = _rung_traces(history, view), set()
+    traces: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for job in sorted(evaluated, key=lambda job: _drawing_order(_role(job, best))):
         role = _role(job, best)
         traces.append(_curve(job, role, counts[role], labels[job.job], quantity, show_legend=role not in seen))
         seen.add(role)
-    return CurveFigure(traces=traces, view=view)
+    return CurveFigure(traces=traces, rungs=_rung_labels(history), view=view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,30 +285,13 @@ def _curve(
     }
 
 
-def _rung_traces(history: RunHistory, view: View) -> list[dict[str, Any]]:
-    outcomes = {outcome.rung: outcome for outcome in history.rungs}
-    traces = []
-    for index, rung in enumerate(history.rung_settings):
-        label = describe_rung(rung)
-        outcome = next((found for found in outcomes.values() if math.isclose(found.progress, rung.progress)), None)
-        if outcome is not None:
-            label = f"{format_share(rung.progress)}: {len(outcome.kept)} kept"
-        # Labels of neighbouring rungs would overlap on one height.
-        height = view.high - (0.03 + 0.06 * (index % 2)) * (view.high - view.low)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+text",
-                "x": [rung.progress] * 3,
-                "y": [view.low, height, view.high],
-                "text": ["", f" {label}", ""],
-                "textposition": "middle right",
-                "hoverinfo": "skip",
-                "showlegend": False,
-                "meta": {"role": "rung"},
-            }
-        )
-    return traces
+def _rung_labels(history: RunHistory) -> list[tuple[float, str]]:
+    labels = []
+    for rung in history.rung_settings:
+        outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
+        kept = f"{format_share(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
+        labels.append((rung.progress, kept or describe_rung(rung)))
+    return labels
 
 
 def _empty_bar(role: str) -> dict[str, Any]:
