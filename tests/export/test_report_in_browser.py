@@ -99,3 +99,15 @@ def test_curves_of_metrics_are_drawn_and_sorted_by(preference_run, open_report):
     assert page.locator("#jobs th[aria-sort=descending]").inner_text().startswith("accuracy")
     page.locator("#jobs thead").get_by_role("button", name="margin").click()
     assert column(page, 5) == ["0.3800", "0.4000", "0.6000"]
+
+
+def test_labels_of_rungs_are_above_the_plot_area_on_their_lines(small_run, open_report):
+    page = open_report(small_run)
+    for axis in ("early steps wide", "linear"):
+        page.get_by_role("button", name=axis).click()
+        label = page.locator("#validation .annotation")
+        assert label.text_content() == "10 %: 2 kept"
+        box, plot = label.bounding_box(), page.locator("#validation .nsewdrag").bounding_box()
+        line = page.locator("#validation .shapelayer path").first.bounding_box()
+        assert box["y"] + box["height"] <= plot["y"] + 1
+        assert abs(box["x"] + box["width"] / 2 - line["x"]) < 2

@@ -1,6 +1,6 @@
 """The figures of the report as plotly.js traces: plain lists and dicts, no colours.
 
-A trace names its role in ``meta.role`` (an outcome, ``best`` or ``rung``); the page gives every role its colour in
+A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its colour in
 the light and the dark scheme. Text that comes from a user is escaped for plotly, which reads a little HTML.
 """
 
@@ -30,6 +30,10 @@ __all__ = [
     "metric_quantity",
     "occupancy_figure",
 ]
+
+FAR = 10
+"""Losses that many times their scale above the lowest are those of diverged jobs. The scale is the extent of the best
+curves, the lowest loss, or 1.0, whichever is the highest."""
 
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
@@ -108,9 +112,16 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveFigure:
-    """Traces of one figure of curves and the view it opens with (None if there is nothing to show)."""
+    """Curves of one figure.
+
+    Attributes:
+        traces: Plotly traces of the curves.
+        rungs: Rungs: their places on the axis, and labels.
+        view: The view that it opens with; None if there is nothing to show.
+    """
 
     traces: list[dict[str, Any]]
+    rungs: list[tuple[float, str]]
     view: View | None
 
 
@@ -120,9 +131,11 @@ def choose_view(
     """The range that shows the jobs worth comparing, however far others diverge.
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
-    curves typically began. Losses up to four extents above the lowest stay in view; so up to three quarters of the
-    jobs may diverge without flattening the rest. Where higher is better, the rule is mirrored. The lowest point of
-    the curve ``best`` is in view in any case, and where values are bounded everything is.
+    curves typically began. Losses up to four extents above the lowest stay in view, and those that are no outliers
+    of the best quarter: at most three interquartile ranges above its upper quartile. So up to three quarters of the
+    jobs may diverge without flattening the rest. In view are also the curve ``best`` from its lowest point to at least
+    its median, and the lowest points of half of the jobs, except those so high (``FAR``) that their jobs have diverged.
+    Where higher is better, the rule is mirrored; where values are bounded, everything is in view.
 
     Args:
         curves: Values of the curve by job id.
@@ -139,7 +152,11 @@ def choose_view(
     low = min(core[0])
     began = statistics.median(curve[0] for curve in core)
     extent = max(began - low, min(core[-1]) - low, 0.02 * abs(low), 1e-6)
-    limit = math.inf if is_bounded else max(low + 4 * extent, min(finite.get(best, [low])))
+    far = low + FAR * max(extent, abs(low), 1.0)
+    half = [lowest for curve in by_lowest[: math.ceil(len(by_lowest) / 2)] if (lowest := min(curve)) <= far]
+    fence = _outer_fence([loss for curve in core for loss in curve if loss <= far])
+    wanted = (low + 4 * extent, fence, statistics.median_high(finite.get(best, [low])), *half)
+    limit = math.inf if is_bounded else max(wanted)
     high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
     margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
@@ -151,6 +168,12 @@ def choose_view(
         worst=sign * max(max(curve) for curve in finite.values()),
         num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
     )
+
+
+def _outer_fence(values: Sequence[float]) -> float:
+    """Three interquartile ranges above the upper quartile: Tukey's limit of far outliers."""
+    lower, _, upper = statistics.quantiles([*values, *values], n=4, method="inclusive")
+    return upper + 3 * (upper - lower)
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
@@ -172,17 +195,18 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
     )
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     if view is None:
-        return CurveFigure(traces=[], view=None)
+        return CurveFigure(traces=[], rungs=[], view=None)
     counts: dict[str, int] = {}
     for job in evaluated:
         role = _role(job, best)
         counts[role] = counts.get(role, 0) + 1
-    traces, seen = _rung_traces(history, view), set()
+    traces: list[dict[str, Any]] = []
+    seen: set[str] = set()
     for job in sorted(evaluated, key=lambda job: _drawing_order(_role(job, best))):
         role = _role(job, best)
         traces.append(_curve(job, role, counts[role], labels[job.job], quantity, show_legend=role not in seen))
         seen.add(role)
-    return CurveFigure(traces=traces, view=view)
+    return CurveFigure(traces=traces, rungs=_rung_labels(history), view=view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +241,9 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     for stay in history.occupancy:
         role = _role(history.jobs[stay.job], history.best)
         bar = bars.setdefault(role, _empty_bar(role))
-        start = _worked_s(history, stay.start) / seconds
+        start = history.worked_s(stay.start) / seconds
         end = history.last_seen_at if stay.end is None else stay.end
-        length = max(0.0, _worked_s(history, end) / seconds - start) if end is not None else 0.0
+        length = max(0.0, history.worked_s(end) / seconds - start) if end is not None else 0.0
         bar["base"].append(start)
         bar["x"].append(length)
         lane = _lane(stay.rank, stay.local_slot, has_ranks=has_ranks)
@@ -233,7 +257,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         lanes=[_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
         unit=unit,
         gaps=[
-            (_worked_s(history, start) / seconds, f"interrupted for {format_duration(end - start)}")
+            (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
             for start, end in history.interruptions
         ],
     )
@@ -241,14 +265,6 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
 
 def _lane(rank: int, slot: int, *, has_ranks: bool) -> str:
     return f"rank {rank}, slot {slot}" if has_ranks else f"slot {slot}"
-
-
-def _worked_s(history: RunHistory, time: float) -> float:
-    """Seconds of work on the run before ``time``."""
-    if history.started_at is None:
-        return 0.0
-    idle_s = sum(max(0.0, min(time, end) - start) for start, end in history.interruptions)
-    return max(0.0, time - history.started_at - idle_s)
 
 
 def _curve(
@@ -269,30 +285,13 @@ def _curve(
     }
 
 
-def _rung_traces(history: RunHistory, view: View) -> list[dict[str, Any]]:
-    outcomes = {outcome.rung: outcome for outcome in history.rungs}
-    traces = []
-    for index, rung in enumerate(history.rung_settings):
-        label = describe_rung(rung)
-        outcome = next((found for found in outcomes.values() if math.isclose(found.progress, rung.progress)), None)
-        if outcome is not None:
-            label = f"{format_share(rung.progress)}: {len(outcome.kept)} kept"
-        # Labels of neighbouring rungs would overlap on one height.
-        height = view.high - (0.03 + 0.06 * (index % 2)) * (view.high - view.low)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+text",
-                "x": [rung.progress] * 3,
-                "y": [view.low, height, view.high],
-                "text": ["", f" {label}", ""],
-                "textposition": "middle right",
-                "hoverinfo": "skip",
-                "showlegend": False,
-                "meta": {"role": "rung"},
-            }
-        )
-    return traces
+def _rung_labels(history: RunHistory) -> list[tuple[float, str]]:
+    labels = []
+    for rung in history.rung_settings:
+        outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
+        kept = f"{format_share(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
+        labels.append((rung.progress, kept or describe_rung(rung)))
+    return labels
 
 
 def _empty_bar(role: str) -> dict[str, Any]:

@@ -27,17 +27,25 @@ NUM_HUES = 6
 _UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
 
 
-def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node]) -> dict[str, Any]:
+def gantt_figure(
+    planned: Sequence[Placement],
+    actual: Sequence[Placement],
+    nodes: Sequence[Node],
+    *,
+    gaps: Sequence[tuple[float, float]] = (),
+) -> dict[str, Any]:
     """A lane for every GPU, or for every node where there are many, in it a bar for every task. Tasks that share a GPU
     at a time have lanes of it below each other.
 
     Args:
-        planned: Placements of the first plan, drawn as thin bars above the actual ones; may be empty.
+        planned: Placements that were planned, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
         nodes: Nodes of the cluster.
+        gaps: Interruptions, which are cut out of the placements: the second at which each is, and its seconds.
 
     Returns:
-        ``lanes``, ``unit``, ``traces`` (one a hue and kind) and ``note``, a sentence about what was left out.
+        ``lanes``, ``unit``, ``traces`` (one a hue and kind), ``gaps`` (places on the axis, and labels) and ``note``, a
+        sentence about what was left out.
     """
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     is_fine = len(gpus) <= MAX_LANES
@@ -68,6 +76,7 @@ def gantt_figure(planned: Sequence[Placement], actual: Sequence[Placement], node
         "unit": unit,
         "traces": traces,
         "isCompared": bool(planned and actual),
+        "gaps": [(round(at_s / seconds, 5), f"interrupted for {format_duration(idle_s)}") for at_s, idle_s in gaps],
         "note": " ".join(notes),
     }
 

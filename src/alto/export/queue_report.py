@@ -10,12 +10,13 @@ from alto.errors import RunError
 from alto.export.gantt import gantt_figure
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.wording import clean
-from alto.records import Placement
 from alto.runs import Attempt, QueueHistory, TaskHistory, TaskStage, read_history, read_queue_history
 
 __all__ = ["write_queue_report"]
 
 REPORT_NAME = "report.html"
+ADVICE = "; continue with: "
+"""Begins the part of a reason that says how to continue an attempt."""
 
 
 def write_queue_report(queue_dir: str | Path) -> Path:
@@ -33,7 +34,7 @@ def write_queue_report(queue_dir: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A task in the table; seconds count from the start of the queue."""
+    """A task in the table; seconds count from the start of the queue, without interruptions."""
 
     task: TaskHistory
     planned_start_s: float | None
@@ -45,15 +46,15 @@ class _Row:
 
 
 def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
-    began = queue.started_at or 0.0
     tasks = list(queue.tasks.values())
-    actual = [_moved(placement, -began) for placement in queue.actual_placements()]
-    planned = [_moved(task.first_plan, -began) for task in tasks if task.first_plan is not None]
+    planned = [task.first_plan for task in tasks if task.first_plan is not None]
+    # A queue whose journal was lost notes an empty interruption at its start.
+    gaps = [(queue.worked_s(start), end - start) for start, end in queue.interruptions if end - start >= 1.0]
     return {
         "name": queue_dir.name,
         "queue": queue,
         "num_gpus": queue.num_gpus,
-        "method": queue.started.method if queue.started is not None else "",
+        "methods": list(dict.fromkeys(plan.method for plan in queue.plans)),
         "is_finished": queue.is_completed,
         "devices": "GPUs" if queue.has_gpus else "CPU slots",
         "num_finished": len(queue.in_state(TaskStage.FINISHED)),
@@ -61,33 +62,28 @@ def _context(queue: QueueHistory, queue_dir: Path) -> dict[str, Any]:
         "num_attempts": sum(len(task.attempts) for task in tasks),
         "first_plan": queue.plans[0] if queue.plans else None,
         "utilisation": queue.utilisation(),
-        "rows": [_row(task, began, queue, queue_dir) for task in tasks],
-        "gantt": gantt_figure(planned, actual, queue.nodes) if planned else None,
+        "rows": [_row(task, queue, queue_dir) for task in tasks],
+        "interrupted_s": [idle_s for _, idle_s in gaps],
+        "gantt": gantt_figure(planned, queue.actual_placements(), queue.nodes, gaps=gaps) if planned else None,
         "written_at": timestamp(queue.last_seen_at),
     }
 
 
-def _moved(placement: Placement, by_s: float) -> Placement:
-    return Placement(
-        task=placement.task,
-        gpus=placement.gpus,
-        start_s=placement.start_s + by_s,
-        duration_s=placement.duration_s,
-    )
-
-
-def _row(task: TaskHistory, began: float, queue: QueueHistory, queue_dir: Path) -> _Row:
-    last = queue.last_seen_at or began
+def _row(task: TaskHistory, queue: QueueHistory, queue_dir: Path) -> _Row:
     run_dir = queue_dir / "tasks" / task.task
     report = run_dir / REPORT_NAME
     return _Row(
         task=task,
-        planned_start_s=task.first_plan.start_s - began if task.first_plan is not None else None,
-        start_s=task.attempts[0].start - began if task.attempts else None,
-        spent_s=task.spent_s(last),
+        planned_start_s=task.first_plan.start_s if task.first_plan is not None else None,
+        start_s=queue.worked_s(task.attempts[0].start) if task.attempts else None,
+        spent_s=task.spent_s(queue.last_seen_at or 0.0),
         best_loss=_best_loss(run_dir),
         report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
-        attempts=[_attempt(attempt) for attempt in task.attempts] + ([clean(task.failure)] if task.failure else []),
+        attempts=[
+            _attempt(attempt, is_open=attempt is task.attempts[-1] and task.state is not TaskStage.FINISHED)
+            for attempt in task.attempts
+        ]
+        + ([clean(task.failure)] if task.failure else []),
     )
 
 
@@ -99,7 +95,9 @@ def _best_loss(run_dir: Path) -> float | None:
     return None if best is None else best.best_validation_loss
 
 
-def _attempt(attempt: Attempt) -> str:
+def _attempt(attempt: Attempt, *, is_open: bool) -> str:
+    """The attempt in words; how to continue it only where it ``is_open``: no later attempt has done so."""
     gpus = ", ".join(f"{clean(gpu.node)}:{gpu.index}" for gpu in attempt.gpus)
     ended = "runs" if attempt.outcome is None else attempt.outcome
-    return f"{attempt.number} on {gpus}: {ended}" + (f" ({clean(attempt.reason)})" if attempt.reason else "")
+    reason = clean(attempt.reason if is_open else attempt.reason.partition(ADVICE)[0])
+    return f"{attempt.number} on {gpus}: {ended}" + (f" ({reason})" if reason else "")

@@ -195,7 +195,7 @@ def _headline(queue: QueueHistory) -> str:
 
 
 def _plan_line(queue: QueueHistory, now: float) -> str:
-    elapsed = f"{format_duration(max(0.0, now - (queue.started_at or now)))} so far"
+    elapsed = f"{format_duration(queue.worked_s(now))} so far"
     if not queue.plans:
         return elapsed
     plan = queue.plans[-1]
@@ -273,7 +273,7 @@ def _note(task: TaskHistory) -> str:
     if task.is_cancelled:
         return "is cancelled, saves and ends" if task.state is TaskStage.RUNNING else ""
     lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
-    return f"attempt {len(task.attempts)}; before: {clean(lost[-1].reason)}" if lost else ""
+    return f"attempt {task.attempts[-1].number}; before: {clean(lost[-1].reason)}" if lost else ""
 
 
 def _line(progress: QueueProgress, event: events.Event) -> str | None:
@@ -294,7 +294,8 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
             return f"{made}: about {format_duration(plan.makespan_s)} left" + (
                 f"; note: {clean(plan.notice)}" if plan.notice else ""
             )
-        case events.ExecutorStarted(task=task, attempt=attempt):
+        case events.ExecutorStarted(task=task):
+            attempt = queue.tasks[task].attempts[-1].number
             gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in event.gpus)
             again = "" if attempt == 1 else f", attempt {attempt}"
             return f"{clean(task)} started on {clean(gpus)}{again}"

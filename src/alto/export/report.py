@@ -125,7 +125,13 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
 
 def _curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
     view = [figure.view.low, figure.view.high] if figure.view is not None else None
-    return {"traces": figure.traces, "yTitle": html.escape(title), "yTickFormat": tick_format, "view": view}
+    return {
+        "traces": figure.traces,
+        "rungs": figure.rungs,
+        "yTitle": html.escape(title),
+        "yTickFormat": tick_format,
+        "view": view,
+    }
 
 
 def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:

@@ -71,10 +71,14 @@ class JournalFold(ABC):
     @property
     def duration_s(self) -> float:
         """Seconds from the first to the latest entry, without interruptions."""
-        if self.started_at is None or self.last_seen_at is None:
+        return 0.0 if self.last_seen_at is None else self.worked_s(self.last_seen_at)
+
+    def worked_s(self, time: float) -> float:
+        """Seconds from the first entry to ``time`` (unix seconds), without interruptions."""
+        if self.started_at is None:
             return 0.0
-        idle_s = sum(end - start for start, end in self.interruptions)
-        return max(0.0, self.last_seen_at - self.started_at - idle_s)
+        idle_s = sum(max(0.0, min(time, end) - start) for start, end in self.interruptions)
+        return max(0.0, time - self.started_at - idle_s)
 
     def _note_interruption(self, time: float) -> None:
         """Note an interruption between the previous entry and that of ``time``, with which a process resumes."""

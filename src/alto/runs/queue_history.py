@@ -40,7 +40,7 @@ class Attempt:
     """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs.
 
     Attributes:
-        number: Number of the attempt, from 1.
+        number: Which attempt at its task it is, from 1; the journal counts anew after every resumption.
         gpus: GPUs of the executor.
         start: When it started, in unix seconds.
         reason: Why it ended.
@@ -70,7 +70,8 @@ class TaskHistory:
         duration_s: Estimated seconds, before the queue began.
         state: Its state.
         attempts: Its executors so far.
-        first_plan: Where the first schedule has placed it, its start in unix seconds; None before.
+        first_plan: Where the first schedule that holds it has placed it, its start in seconds since the queue began,
+            without interruptions; None before.
         failure: Why it was given up.
         tenant, priority: As it was submitted.
         is_cancelled: It was cancelled; a running executor of it saves and ends.
@@ -158,16 +159,23 @@ class QueueHistory(JournalFold):
         return [task for task in self.tasks.values() if task.state is state]
 
     def actual_placements(self) -> list[Placement]:
-        """Placements of all attempts until the latest event; starts are unix seconds."""
+        """Placements of all attempts until the latest event; starts are seconds since the queue began, without
+        interruptions."""
         now = self.last_seen_at or 0.0
         return [
-            Placement(task=task.task, gpus=attempt.gpus, start_s=attempt.start, duration_s=attempt.duration_s(now))
+            Placement(
+                task=task.task,
+                gpus=attempt.gpus,
+                start_s=self.worked_s(attempt.start),
+                duration_s=attempt.duration_s(now),
+            )
             for task in self.tasks.values()
             for attempt in task.attempts
         ]
 
     def utilisation(self) -> float:
-        """Share of the GPU seconds between the first start and the last end that executors had, in [0, 1]."""
+        """Share of the GPU seconds between the first start and the last end that executors had, without interruptions,
+        in [0, 1]."""
         actual = self.actual_placements()
         if not actual:
             return 0.0
@@ -191,9 +199,8 @@ class QueueHistory(JournalFold):
                 self._on_planned(event, time)
             case events.ExecutorStarted():
                 task = self.tasks[event.task]
-                task.attempts.append(
-                    Attempt(number=event.attempt, gpus=event.gpus, start=time, executor=event.executor)
-                )
+                number = len(task.attempts) + 1
+                task.attempts.append(Attempt(number=number, gpus=event.gpus, start=time, executor=event.executor))
                 task.state, task.failure = TaskStage.RUNNING, ""
             case events.ExecutorExited():
                 task = self.tasks[event.task]
@@ -249,7 +256,7 @@ class QueueHistory(JournalFold):
             self.notices.append(event.notice)
         for placement in event.placements:
             task = self.tasks[placement.task]
-            task.first_plan = task.first_plan or replace(placement, start_s=time + placement.start_s)
+            task.first_plan = task.first_plan or replace(placement, start_s=self.worked_s(time) + placement.start_s)
 
     @staticmethod
     def _close(task: TaskHistory, end: float | None, *, outcome: str, reason: str) -> None:

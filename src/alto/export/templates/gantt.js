@@ -12,19 +12,26 @@
   function draw() {
     const lanes = figure.lanes.length;
     const axis = { gridcolor: colour("grid"), linecolor: colour("line"), tickcolor: colour("line"), zeroline: false };
+    const axisTitle = figure.unit + " since the start" + (figure.gaps.length ? ", interruptions cut out" : "");
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: "zoom",
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", size: 13, color: colour("soft") },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: colour("line"), font: { color: colour("ink") }, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("pending"), activecolor: colour("soft") },
-      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { l: 96, r: 24, t: 16, b: 52 },
+      height: Math.min(1400, 110 + lanes * (figure.isCompared ? 44 : 30)), margin: { l: 96, r: 24, t: figure.gaps.length ? 32 : 16, b: 52 },
       barmode: "overlay", showlegend: false, uniformtext: { minsize: 10, mode: "hide" },
-      xaxis: Object.assign({ title: { text: figure.unit + " since the start", standoff: 12 }, rangemode: "tozero" }, axis),
+      xaxis: Object.assign({ title: { text: axisTitle, standoff: 12 }, rangemode: "tozero" }, axis),
       yaxis: Object.assign({}, axis, {
         tickvals: figure.lanes.map((_, lane) => lane), ticktext: figure.lanes, showgrid: false, ticks: "",
         range: [lanes - 0.5, -0.5],
       }),
     };
+    layout.shapes = figure.gaps.map(([x]) => ({
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colour("ink"), width: 1.5, dash: "4px,4px" },
+    }));
+    layout.annotations = figure.gaps.map(([x, text]) => ({
+      x: x, y: 1, yref: "paper", yanchor: "bottom", showarrow: false, text: text, font: { size: 12, color: colour("ink") },
+    }));
     const place = new Map(figure.lanes.map((name, lane) => [name, lane]));
     const traces = figure.traces.map((trace) => {
       const isPlan = trace.meta.kind === "planned";

@@ -9,7 +9,7 @@
   };
   const ticks = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1];
   // Colour is never the only sign: outcomes differ in dash and marker too.
-  const dashes = { overfitting: "dash", diverging: "dot", rung: "4px,4px", stopped: "dashdot", failed: "dashdot" };
+  const dashes = { overfitting: "dash", diverging: "dot", stopped: "dashdot", failed: "dashdot" };
   const symbols = { overfitting: "diamond", diverging: "x", stopped: "square", failed: "cross" };
   let scale = document.querySelector("[data-scale][aria-pressed=true]").dataset.scale;
 
@@ -32,7 +32,7 @@
 
   function styledCurve(trace) {
     const role = trace.meta.role;
-    const widths = { best: 3.5, rung: 1, completed: 1.6, underperforming: 1 };
+    const widths = { best: 3.5, completed: 1.6, underperforming: 1 };
     const sizes = { best: 7, underperforming: 4 };
     return Object.assign({}, trace, {
       line: { color: colour(role), width: widths[role] || 1.4, dash: dashes[role] || "solid" },
@@ -43,14 +43,26 @@
 
   function drawCurves(id) {
     const figure = figures[id];
-    const layout = Object.assign(baseLayout(), { height: 470, margin: { l: 64, r: 32, t: 48, b: 52 } });
-    const first = Math.min(...figure.traces.flatMap((trace) => trace.x).filter((x) => x > 0));
+    // Labels of rungs stand above the plot area, where no curve runs; those of neighbours on three heights.
+    const heights = Math.min(3, figure.rungs.length);
+    const layout = Object.assign(baseLayout(), { height: 470 + 18 * heights, margin: { l: 64, r: 32, t: 48 + 18 * heights, b: 52 } });
+    layout.legend.y = 1 + (8 + 18 * heights) / 370;
+    const places = [...figure.rungs.map(([x]) => x), ...figure.traces.flatMap((trace) => trace.x)];
+    const first = Math.min(...places.filter((x) => x > 0));
     const x = scale === "log"
       ? { type: "log", range: [Math.log10(first * 0.9), Math.log10(1.04)], tickvals: ticks, ticktext: ticks.map((t) => +(t * 100).toFixed(2) + " %") }
       : { type: "linear", range: [0, 1.02], tickformat: ".0%" };
     Object.assign(layout.xaxis, x, { title: { text: "share of the job's own steps", standoff: 12 } });
     const y = { title: { text: figure.yTitle, standoff: 12 }, range: figure.view.slice(), tickformat: figure.yTickFormat };
     Object.assign(layout.yaxis, y);
+    layout.shapes = figure.rungs.map(([x]) => ({
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", layer: "between", line: { color: colour("rung"), width: 1, dash: "4px,4px" },
+    }));
+    // plotly.js takes places of annotations on a logarithmic axis as exponents, those of shapes as they are.
+    layout.annotations = figure.rungs.map(([x, text], index) => ({
+      x: scale === "log" ? Math.log10(x) : x, y: 1, yref: "paper", yanchor: "bottom", yshift: 18 * (index % 3),
+      showarrow: false, text: text, font: { size: 12 },
+    }));
     return Plotly.react(id, figure.traces.map(styledCurve), layout, config);
   }
 

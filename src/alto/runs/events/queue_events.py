@@ -124,7 +124,7 @@ class ExecutorStarted:
 
     Attributes:
         task: Name of the task in the queue.
-        attempt: Counts the executors of the task, from 1.
+        attempt: Counts the executors of the task, from 1 again after the queue is resumed.
         gpus: Node and number of each.
         executor: Tasks with the same one are trained in one process; empty: it has one of its own.
     """
