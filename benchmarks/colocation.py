@@ -1,5 +1,6 @@
-"""Six small tasks on one base model: one executor for all against one for each, on the same cores; what a process that
-is kept saves at the start of a task; and how fairly tasks whose rows differ in length are treated.
+"""Six small tasks on one base model: one executor for all against one for each, on the same cores, with rows of about
+90 and of about 250 tokens; what a process that is kept saves at the start of a task; and how fairly tasks whose rows
+differ in length are treated.
 
     python benchmarks/colocation.py --scale cpu
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import statistics
 import subprocess
@@ -41,6 +43,9 @@ GOALS = {
 }
 
 NUM_TASKS = 6
+DATA = {"cot_flan": "cot_flan/train.jsonl.gz", "gsm8k": "gsm8k/train.jsonl"}
+"""Where the rows of each set of tasks are: its six kinds of questions, a task each; or six samples of one kind."""
+
 ROW_TOKENS = (50, 100, 200, 400, 700, 1000)
 
 COLD = """
@@ -56,7 +61,7 @@ class Scale:
     """What one scale runs.
 
     Attributes:
-        rows: Of GSM8K, for each task.
+        rows: Of each task.
         epochs: Of each task.
         repeats: Of both ways, by turns.
         turns: Turns of the executor over which tokens are counted.
@@ -79,30 +84,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scale = SCALES[options.scale]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        tasks = make_tasks(scale, options.data, folder)
-        starts = measure_starts(tasks[0], folder / "starts", scale.repeats)
-        runs: dict[str, list[Run]] = {"separate": [], "colocated": []}
-        for repeat in range(scale.repeats):
-            order = list(runs) if repeat % 2 == 0 else list(reversed(runs))
-            for way in order:
-                runs[way].append(run(way, tasks, folder / f"{way}-{repeat}"))
+        tasks_of = {name: make_tasks(scale, options.data / path, folder / name) for name, path in DATA.items()}
+        starts = measure_starts(tasks_of["gsm8k"][0], folder / "starts", scale.repeats)
+        runs_of = {name: by_turns(tasks, scale.repeats, folder / name / "runs") for name, tasks in tasks_of.items()}
         tokens = measure_fairness(folder / "fairness", scale.turns)
-    failures = gate(runs)
+    failures = [f"{name}: {failure}" for name, runs in runs_of.items() for failure in gate(runs)]
     result = Result.of(
         benchmark="colocation",
         scale=options.scale,
         gate_failures=failures,
-        figures={} if failures else figures(runs, starts, tokens),
+        figures={} if failures else figures(runs_of, starts, tokens),
         goals=GOALS if options.scale == "cpu" else {},
         rows=[
-            *({"way": way, "seconds": found.seconds} for way, several in runs.items() for found in several),
+            *(
+                {"tasks": name, "way": way, "seconds": found.seconds}
+                for name, runs in runs_of.items()
+                for way, several in runs.items()
+                for found in several
+            ),
             *({"start": kind, "seconds": seconds} for kind, several in starts.items() for seconds in several),
             *({"row_tokens": number, "tokens": trained} for number, trained in tokens.items()),
         ],
         notes=[
-            f"{NUM_TASKS} tasks of two jobs on alto-tiny, {scale.rows} rows of GSM8K each, {scale.epochs} epochs, no "
-            "early exit. Separate: a CPU slot and an executor for each task. Colocated: one slot with all cores. "
-            "Timed from the call to the last exported adapter, processes and evaluations in it; by turns.",
+            f"{NUM_TASKS} tasks of two jobs on alto-tiny, {scale.rows} rows each, {scale.epochs} epochs, no early "
+            "exit: the six kinds of questions in cot_flan, or six samples of GSM8K (figures that end in gsm8k). "
+            "Separate: a CPU slot and an executor for each task. Colocated: one slot with all cores. Timed from the "
+            "call to the last exported adapter, processes and evaluations in it; by turns.",
             "Start: from the start of the task to the admission of its first job, directly before its first step. "
             "Cold: a new Python process, as version 0.1 had for every executor. Forked: by the zygote, which has "
             "everything imported. Kept: by a process that has the base model loaded.",
@@ -127,13 +134,26 @@ class Run:
     most_processes: int
 
 
+def by_turns(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, list[Run]]:
+    """Both ways, so many times; which one goes first changes."""
+    runs: dict[str, list[Run]] = {"separate": [], "colocated": []}
+    for repeat in range(repeats):
+        for way in list(runs) if repeat % 2 == 0 else list(reversed(runs)):
+            runs[way].append(run(way, tasks, folder / f"{way}-{repeat}"))
+    return runs
+
+
 def make_tasks(scale: Scale, data: Path, folder: Path) -> list[Task]:
-    """Small tasks, each on rows of its own."""
-    rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
+    """Small tasks, each on rows of its own: of one kind each where the data has kinds."""
+    folder.mkdir()
+    with gzip.open(data, "rt", encoding="utf-8") if data.suffix == ".gz" else data.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    kinds = sorted({row["task"] for row in rows if "task" in row})
     tasks = []
     for number in range(NUM_TASKS):
-        own = sample_rows(rows, scale.rows, seed=number)
-        (folder / f"rows-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own), encoding="utf-8")
+        own = sample_rows([row for row in rows if not kinds or row["task"] == kinds[number]], scale.rows, seed=number)
+        shown = [{"prompt": row["prompt"], "response": row["response"]} if kinds else row for row in own]
+        (folder / f"rows-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown), encoding="utf-8")
         tasks.append(
             Task(
                 name=f"task-{number}",
@@ -291,13 +311,20 @@ def _task_of_rows(row_tokens: int, turns: int, folder: Path, tokenizer: Any) -> 
 
 
 def figures(
-    runs: Mapping[str, Sequence[Run]], starts: Mapping[str, Sequence[float]], tokens: Mapping[int, int]
+    runs_of: Mapping[str, Mapping[str, Sequence[Run]]],
+    starts: Mapping[str, Sequence[float]],
+    tokens: Mapping[int, int],
 ) -> dict[str, float]:
     """The figures that they come to: medians."""
-    seconds = {way: statistics.median(found.seconds for found in several) for way, several in runs.items()}
+    ratio = {
+        name: statistics.median(found.seconds for found in runs["separate"])
+        / statistics.median(found.seconds for found in runs["colocated"])
+        for name, runs in runs_of.items()
+    }
     start = {kind: statistics.median(several) for kind, several in starts.items()}
     return {
-        "colocated_over_separate": seconds["separate"] / seconds["colocated"],
+        "colocated_over_separate": ratio["cot_flan"],
+        "colocated_over_separate_gsm8k": ratio["gsm8k"],
         "start_over_cold": start["kept"] / start["cold"],
         "forked_start_over_cold": start["forked"] / start["cold"],
         "jain_index": jain_index({str(number): float(trained) for number, trained in tokens.items()}),
@@ -307,7 +334,7 @@ def figures(
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=tuple(SCALES), default="smoke")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="folder with both sets")
     parser.add_argument("--output", type=Path, default=RESULTS_DIR)
     return parser.parse_args(arguments)
 

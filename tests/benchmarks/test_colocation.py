@@ -20,7 +20,7 @@ RESULT = TaskResult(
     jobs=(),
     duration_s=1.0,
 )
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 def run(seconds: float, num_executors: int, *, loss: float = 2.0, job: str = "job-000") -> colocation.Run:
@@ -33,10 +33,17 @@ SEPARATE = [run(30.0, 6), run(33.0, 6), run(90.0, 6)]
 
 def test_figures_are_ratios_of_medians() -> None:
     runs = {"separate": SEPARATE, "colocated": [run(11.0, 1), run(10.0, 1), run(12.0, 1)]}
+    same = {"separate": SEPARATE, "colocated": [run(33.0, 1)]}
     starts = {"cold": [8.0, 9.0, 8.5], "forked": [2.0, 1.7, 1.6], "kept": [0.85, 0.8, 0.9]}
-    found = colocation.figures(runs, starts, {50: 100, 1000: 100})
+    found = colocation.figures({"cot_flan": runs, "gsm8k": same}, starts, {50: 100, 1000: 100})
     assert found == pytest.approx(
-        {"colocated_over_separate": 3.0, "start_over_cold": 0.1, "forked_start_over_cold": 0.2, "jain_index": 1.0}
+        {
+            "colocated_over_separate": 3.0,
+            "colocated_over_separate_gsm8k": 1.0,
+            "start_over_cold": 0.1,
+            "forked_start_over_cold": 0.2,
+            "jain_index": 1.0,
+        }
     )
     assert colocation.gate(runs) == []
 

@@ -30,6 +30,7 @@ class SlotMatrices:
     Attributes:
         a_KQ, da_KQ: Down-projections of the targeted members side by side, and their gradients.
         bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 where it is not targeted.
+        a_QK, b_NRs: ``a_KQ`` and ``bs`` transposed, views of the same numbers.
         columns: First column and end of every member's ranks in ``Q``.
     """
 
@@ -37,6 +38,8 @@ class SlotMatrices:
     da_KQ: Tensor
     bs: tuple[Tensor, ...]
     dbs: tuple[Tensor, ...]
+    a_QK: Tensor
+    b_NRs: tuple[Tensor, ...]
     columns: tuple[tuple[int, int], ...]
 
     @property
@@ -108,7 +111,9 @@ class LoraOperands:
 
         (a_KQ, bs), (da_KQ, dbs) = views(self.params_ZP[slot]), views(self.grads_ZP[slot])
         columns = tuple((end - rank, end) for end, rank in zip(ends, ranks, strict=True))
-        self.slots[slot] = SlotMatrices(a_KQ=a_KQ, da_KQ=da_KQ, bs=bs, dbs=dbs, columns=columns)
+        self.slots[slot] = SlotMatrices(
+            a_KQ=a_KQ, da_KQ=da_KQ, bs=bs, dbs=dbs, a_QK=a_KQ.T, b_NRs=tuple(b_RN.T for b_RN in bs), columns=columns
+        )
         members = (
             place
             for (first, _), rank, start in zip(columns, ranks, b_starts, strict=True)

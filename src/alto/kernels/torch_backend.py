@@ -30,7 +30,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     x_TK = x_TK.to(operands.params_ZP.dtype)
     s_TQ = x_TK.new_empty(x_TK.shape[0], operands.max_width)
     for own, _, key, (x, s) in _occupied(operands, schedule, x_TK, s_TQ):
-        torch.mm(dropped(x, key, operands.number), own.a_KQ, out=s.narrow(1, 0, own.width))
+        torch.mm(dropped(x, key, operands.number), own.a_KQ, out=_columns(s, 0, own.width))
     return s_TQ
 
 
@@ -38,7 +38,7 @@ def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor],
     """See :func:`alto.kernels.reference.fused_expand_add`."""
     for own, scale, _, (s, *of_members) in _occupied(operands, schedule, s_TQ, *ys):
         for y, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
-            _add_product(y, s.narrow(1, first, end - first), b_RN, scale)
+            _add_product(y, _columns(s, first, end), b_RN, scale)
 
 
 def grouped_backward_input(
@@ -48,15 +48,15 @@ def grouped_backward_input(
     dys = [dy_TN.to(operands.params_ZP.dtype) for dy_TN in dys]
     ds_TQ = dys[0].new_empty(schedule.num_tokens, operands.max_width)
     for own, _, _, (ds, *of_members) in _occupied(operands, schedule, ds_TQ, *dys):
-        for dy, b_RN, (first, end) in zip(of_members, own.bs, own.columns, strict=True):
-            torch.mm(dy, b_RN.T, out=ds.narrow(1, first, end - first))
+        for dy, b_NR, (first, end) in zip(of_members, own.b_NRs, own.columns, strict=True):
+            torch.mm(dy, b_NR, out=_columns(ds, first, end))
     if dx_TK is not None:
         for own, scale, key, (ds, dx) in _occupied(operands, schedule, ds_TQ, dx_TK):
-            ds = ds.narrow(1, 0, own.width)
+            ds = _columns(ds, 0, own.width)
             if key is None:
-                _add_product(dx, ds, own.a_KQ.T, scale)
+                _add_product(dx, ds, own.a_QK, scale)
             else:
-                dx += dropped(torch.mm(ds, own.a_KQ.T).mul_(scale), key, operands.number)
+                dx += dropped(torch.mm(ds, own.a_QK).mul_(scale), key, operands.number)
     return ds_TQ
 
 
@@ -71,9 +71,10 @@ def grouped_backward_weight(
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
     x_TK, *dys = (tensor.to(operands.grads_ZP.dtype) for tensor in (x_TK, *dys))
     for own, scale, key, (x, s, ds, *of_members) in _occupied(operands, schedule, x_TK, s_TQ, ds_TQ, *dys):
-        _add_product(own.da_KQ, dropped(x, key, operands.number).T, ds.narrow(1, 0, own.width), scale)
+        _add_product(own.da_KQ, dropped(x, key, operands.number).T, _columns(ds, 0, own.width), scale)
+        s_QT = s.T
         for dy, db_RN, (first, end) in zip(of_members, own.dbs, own.columns, strict=True):
-            _add_product(db_RN, s.narrow(1, first, end - first).T, dy, scale)
+            _add_product(db_RN, s_QT[first:end], dy, scale)
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -138,10 +139,16 @@ def _occupied(
     operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor
 ) -> Iterator[tuple[SlotMatrices, float, DropoutKey | None, tuple[Tensor, ...]]]:
     """Of every slot with an adapter here its matrices, scale, dropout key, and part of each of ``tensors``."""
-    parts = zip(*(tensor.split(schedule.lengths) for tensor in tensors), strict=True)
+    lengths = schedule.lengths
+    parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
     for slot, scale, key, of_slot in zip(schedule.slots, schedule.scales, schedule.dropout, parts, strict=True):
         if own := operands.slots.get(slot):
             yield own, scale, key, of_slot
+
+
+def _columns(x: Tensor, first: int, end: int) -> Tensor:
+    """Columns ``[first, end)``; ``x`` itself where these are all, as a new view costs as much as a small GEMM."""
+    return x if end - first == x.shape[1] else x.narrow(1, first, end - first)
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
