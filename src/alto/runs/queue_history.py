@@ -175,12 +175,16 @@ class QueueHistory(JournalFold):
 
     def utilisation(self) -> float:
         """Share of the GPU seconds between the first start and the last end that executors had, without interruptions,
-        in [0, 1]."""
-        actual = self.actual_placements()
+        in [0, 1]. What tasks share counts once."""
+        actual = sorted(self.actual_placements(), key=lambda place: place.start_s)
         if not actual:
             return 0.0
-        span_s = max(place.end_s for place in actual) - min(place.start_s for place in actual)
-        used_s = sum(place.duration_s * len(place.gpus) for place in actual)
+        used_s, busy_until_s = 0.0, dict.fromkeys((gpu for place in actual for gpu in place.gpus), 0.0)
+        for place in actual:
+            for gpu in place.gpus:
+                used_s += max(0.0, place.end_s - max(place.start_s, busy_until_s[gpu]))
+                busy_until_s[gpu] = max(busy_until_s[gpu], place.end_s)
+        span_s = max(busy_until_s.values()) - actual[0].start_s
         return used_s / (span_s * self.num_gpus) if span_s else 0.0
 
     def _fold(self, event: Event, time: float) -> None:

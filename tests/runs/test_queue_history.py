@@ -1,0 +1,41 @@
+"""What a queue's journal comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from journals import entries
+
+from alto.runs import QueueHistory
+
+
+def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
+    """A queue on two CPU slots: executors by task, slot, start and end."""
+    lines: list[dict[str, Any]] = []
+    for task, slot, start, end in spans:
+        common = {"task": task, "attempt": 1}
+        lines.append({"event": "executor_started", "time": start, "gpus": [["local", slot]], **common})
+        lines.append({"event": "executor_ended", "time": end, "outcome": "finished", "reason": "", **common})
+    begin = {
+        "event": "queue_started",
+        "time": 0.0,
+        "method": "lpt",
+        "devices": "cpu slots",
+        "nodes": [{"name": "local", "gpus": [0, 1]}],
+        "tasks": [{"task": task, "num_gpus": 1, "duration_s": 20.0} for task, *_ in spans],
+    }
+    return [begin, *sorted(lines, key=lambda line: line["time"])]
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([("a", 0, 0.0, 10.0), ("b", 1, 0.0, 10.0)], 1.0),
+        ([("a", 0, 0.0, 10.0), ("b", 0, 10.0, 20.0)], 0.5),
+        ([("a", 0, 0.0, 10.0), ("b", 0, 2.0, 20.0), ("c", 0, 3.0, 8.0)], 0.5),  # they share a process
+        ([("a", 0, 0.0, 4.0), ("b", 0, 6.0, 10.0), ("c", 0, 7.0, 9.0)], 0.4),
+    ],
+)
+def test_gpu_time_that_tasks_share_counts_once(spans: list[tuple[str, int, float, float]], expected: float) -> None:
+    assert QueueHistory.of(entries(attempts(*spans))).utilisation() == pytest.approx(expected)
