@@ -61,7 +61,7 @@ def interrupted_queue() -> list[dict[str, Any]]:
         {"event": "queue_resumed", "time": 310.0, "done": []},
         planned(310.0, "a came; b came", a=0.0, b=20.0),
         started(310.0, "a", 0),
-        started(310.0, "b", 0),
+        started(310.0, "b", 1),
         ended(320.0, "a", "finished"),
         ended(320.0, "b", "finished"),
         {"event": "queue_completed", "time": 320.0},
