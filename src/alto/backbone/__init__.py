@@ -1,7 +1,7 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
 from alto.backbone.backbone import Backbone
-from alto.backbone.fingerprint import base_differences, base_fingerprint
+from alto.backbone.fingerprint import base_differences, base_fingerprint, tokenizer_fingerprint
 from alto.backbone.limits import limits_of
 from alto.backbone.load import (
     SHIPPED_MODELS,
@@ -31,4 +31,5 @@ __all__ = [
     "load_tokenizer",
     "release_memory",
     "resolve_model",
+    "tokenizer_fingerprint",
 ]

@@ -22,7 +22,7 @@ from alto.backbone.load import resolve_model
 from alto.backbone.reading import reading
 from alto.spec import BaseModelSpec
 
-__all__ = ["base_differences", "base_fingerprint"]
+__all__ = ["base_differences", "base_fingerprint", "tokenizer_fingerprint"]
 
 WHOLE_BYTES = 64 * 1024
 """Tensors up to this size are digested whole; larger ones in `NUM_WINDOWS` windows of `WINDOW_BYTES`, the first at
@@ -34,6 +34,8 @@ NUM_WINDOWS = 4
 _NO_PART_OF_IT = ("_name_or_path", "transformers_version", "_commit_hash")
 """Keys of ``config.json`` that change when a model is saved again."""
 
+
+_TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 
 _TOP_BYTES = 8
 """The size of the header of a safetensors file, in front of it."""
@@ -57,6 +59,20 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
         folder = _folder(spec.id)
         code = _code(folder) if spec.trust_remote_code and _brings_code(folder) else []
         return _fingerprint(folder, code, use_safetensors=spec.use_safetensors)
+
+
+def tokenizer_fingerprint(spec: BaseModelSpec) -> str | None:
+    """A digest of the files that a base model's tokenizer and chat templates may be read from: all text beside the
+    weights. None where there are none.
+
+    Raises:
+        ModelNotFoundError: A file cannot be read.
+    """
+    path = resolve_model(spec.id)
+    with reading(spec.id, path, "the files of its tokenizer", "copy or download the model again"):
+        folder = _folder(spec.id)
+        files = [file for pattern in _TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
+        return _digest([file.name.encode() + b"\0" + file.read_bytes() for file in files])
 
 
 def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> dict[str, Any]:

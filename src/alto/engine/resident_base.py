@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from alto.backbone import Backbone, base_differences, base_fingerprint, release_memory
+from alto.backbone import Backbone, base_differences, base_fingerprint, release_memory, tokenizer_fingerprint
 from alto.errors import RunBusyError
 from alto.executor import Ranks, load_base
 from alto.lora import eject
@@ -24,6 +24,7 @@ class _Loaded:
     spec: BaseModelSpec
     backbone: Backbone
     fingerprint: dict[str, object]
+    tokenizer: str | None
 
 
 class ResidentBase:
@@ -64,9 +65,14 @@ class ResidentBase:
             RunBusyError: Tasks of this process use another base model.
             AltoError: As :func:`alto.executor.load_base`.
         """
-        fingerprint = base_fingerprint(spec)
-        if self._loaded is not None and self._is_same(self._loaded, spec, fingerprint, gradient_checkpointing):
-            return self._loaded.backbone
+        fingerprint, tokenizer = base_fingerprint(spec), tokenizer_fingerprint(spec)
+        if (
+            (loaded := self._loaded) is not None
+            and (loaded.spec, loaded.tokenizer) == (spec, tokenizer)
+            and loaded.backbone.is_checkpointed == gradient_checkpointing
+            and not base_differences(loaded.fingerprint, fingerprint)
+        ):
+            return loaded.backbone
         if self._num_users:
             raise RunBusyError(
                 f"expected {spec.id!r} to be the base model of the tasks that this process trains, found that it is "
@@ -75,13 +81,5 @@ class ResidentBase:
         self._loaded = None
         release_memory()
         backbone = load_base(spec, device, ranks, gradient_checkpointing=gradient_checkpointing)
-        self._loaded = _Loaded(spec=spec, backbone=backbone, fingerprint=fingerprint)
+        self._loaded = _Loaded(spec=spec, backbone=backbone, fingerprint=fingerprint, tokenizer=tokenizer)
         return backbone
-
-    @staticmethod
-    def _is_same(loaded: _Loaded, spec: BaseModelSpec, fingerprint: dict[str, object], checkpointing: bool) -> bool:
-        return (
-            loaded.spec == spec
-            and loaded.backbone.is_checkpointed == checkpointing
-            and not base_differences(loaded.fingerprint, fingerprint)
-        )
