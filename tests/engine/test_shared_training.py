@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shared_runs import SharedRuns, assert_as_alone, shared_tasks
@@ -20,8 +21,10 @@ from alto.cluster.local import LocalCluster
 from alto.engine import work
 from alto.engine.estimates import remember_estimate
 from alto.engine.runner import TaskRunner
-from alto.errors import DiskFullError
+from alto.errors import DeviceMemoryError, DiskFullError, RunWriteError
 from alto.executor import TaskSession
+from alto.executor.trainer import Trainer
+from alto.lora import eject
 from alto.records import Sharing, TaskEstimate
 from alto.runs import RunDir
 from alto.spec import Task
@@ -209,3 +212,66 @@ def test_a_session_that_cannot_begin_does_not_keep_the_bank(
         pass
     assert ended == {2: ""}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
+
+
+def hosted(host: work.Training, number: int, task: Task, folder: Path, **hooks: Any) -> None:
+    RunDir(folder).begin(task)
+    host.attach(HostedRun(number=number, run_dir=str(folder), **{"is_interrupted": lambda: False, **hooks}))
+
+
+def test_an_error_of_nobody_ends_all_with_its_reason(
+    tasks: Mapping[str, Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = work.Training()
+    for number, name in enumerate(("alder", "cedar")):
+        hosted(host, number, tasks[name], tmp_path / name)
+    host.turn()
+
+    def no_memory(*_: object) -> None:
+        raise DeviceMemoryError("none left, as the test wants it")
+
+    monkeypatch.setattr(Trainer, "update", no_memory)
+    ended = host.turn()
+    assert {number: type(error) for number, error in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
+    assert "none left, as the test wants it" in str(ended[0])
+    assert not host.is_usable
+    assert host.turn() == {}
+
+
+def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp_path: Path) -> None:
+    host, asked = work.Training(), [0, 0]
+
+    def is_asked(number: int) -> bool:
+        asked[number] += 1
+        if number:
+            raise RunWriteError("its own turn finds this")
+        return False
+
+    hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: is_asked(0))
+    hosted(host, 1, tasks["cedar"], tmp_path / "cedar", is_interrupted=lambda: is_asked(1))
+    session = host._executor.sessions["0"]
+    before = list(asked)
+    session._stop_if_asked()
+    assert asked == [before[0] + 1, before[1] + 1]
+    assert isinstance(host.turn()[1], RunWriteError)
+
+
+def test_a_measurement_that_fails_leaves_the_base_model_to_the_others(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = work.Training()
+    hosted(host, 0, tasks["alder"], tmp_path / "alder")
+    host.turn()
+
+    def measured(context: Any) -> Any:
+        eject(context.backbone.model)
+        raise DeviceMemoryError("none for the measurement")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("alto.engine.runner.pack", measured)
+        with pytest.raises(DeviceMemoryError):
+            hosted(host, 1, tasks["cedar"], tmp_path / "cedar")
+    while not (ended := host.turn()):
+        pass
+    assert ended == {0: ""}
+    assert_as_alone(tmp_path / "alder", alone["alder"])

@@ -348,3 +348,64 @@ def test_memory_that_runs_out_is_in_the_journals_of_those_it_ran_out_for(tmp_pat
     }
     assert [event["residents"] for event in events["cedar"]] == [["job-000"]]
     assert events["ash"] == []
+
+
+def slots_of(company: Company) -> dict[str, frozenset[int]]:
+    return {name: session.state.slots() for name, session in company.executor.sessions.items()}
+
+
+def test_a_task_that_is_resumed_takes_no_slot_of_the_others(
+    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
+) -> None:
+    asked: list[bool] = []
+    with Company(tmp_path) as company:
+        company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        company.turn(3)
+        left = slots_of(company)["ash"]
+        asked.append(True)
+        company.turn()
+        company.attach("dogwood", *tasks()["dogwood"])
+        company.turn(2)
+        assert slots_of(company)["dogwood"] == left
+        asked.clear()
+        company.attach("ash", *tasks()["ash"])
+        while company.executor.sessions:
+            company.turn()
+            taken = [slot for slots in slots_of(company).values() for slot in slots]
+            assert len(taken) == len(set(taken))
+    assert_as_alone(tmp_path, ("ash", "dogwood"), alone)
+
+
+@pytest.mark.parametrize("failing", ["save", "admit"])
+def test_a_task_that_cannot_leave_a_bank_that_grows_ends_alone(
+    failing: str, tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RunWriteError("the disk is full, as the test wants it")
+
+    with Company(tmp_path) as company:
+        for name in ("ash", "elm"):
+            company.attach(name, *tasks()[name])
+        company.turn(2)
+        slot_manager = company.executor.sessions["elm"].state.slot_manager
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_manager, failing, full)
+            company.attach("birch", *tasks()["birch"])  # more slots, and a larger rank
+        company.turn()
+        assert isinstance(company.ended["elm"], RunWriteError)
+        company.finish()
+    assert_as_alone(tmp_path, ("ash", "birch"), alone)
+
+
+def test_a_limit_of_tokens_leaves_with_its_task(tmp_path: Path) -> None:
+    ash, data = tasks()["ash"]
+    with Company(tmp_path) as company:
+        company.attach("ash", ash.replace(max_tokens_per_pass=4096, num_train_epochs=4), data)
+        elm, data = tasks()["elm"]
+        company.attach("elm", elm.replace(max_tokens_per_pass=50), data)
+        micro_batches = company.executor.bank.trainer.micro_batches
+        assert micro_batches.max_tokens == 50
+        while "elm" in company.executor.sessions:
+            company.turn()
+        assert company.executor.bank.trainer.micro_batches.max_tokens == 4096
+        company.finish()

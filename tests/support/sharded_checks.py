@@ -128,7 +128,8 @@ def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
     two = 2 * max(map(own_bytes, parts_of(load_network(BaseModelSpec(id=folder)))))
     held = bytes_of_base_and_bank(trainer, 1)
     found = peak_after_a_step(trainer, jobs)
-    assert held + 0.8 * two <= found <= 1.1 * (held + two + activations), (found, held, two, activations)
+    # A third layer would be a fifth more.
+    assert held + 0.8 * two <= found <= 1.15 * (held + two + activations), (found, held, two, activations)
 
 
 def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:

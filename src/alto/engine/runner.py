@@ -128,9 +128,11 @@ class TaskRunner:
                 )
             bank = bank_of(prepared.context) if bank_of is not None else None
             if not resume_state.lines:
-                prepared = self._packed(prepared)
-                if bank is not None:
-                    bank.reinject()  # a measurement has had a bank of its own
+                try:
+                    prepared = self._packed(prepared)
+                finally:
+                    if bank is not None:
+                        bank.reinject()  # a measurement has had a bank of its own
                 if self.ranks.is_first:
                     run_dir.resolve(prepared.context.task)
             with self._session(prepared, run_dir, resume_state, bank) as run:

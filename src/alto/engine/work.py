@@ -45,7 +45,7 @@ class Training:
             RunBusyError: It cannot share the bank of the others; it is to be started again by itself.
             AltoError: As :meth:`alto.engine.runner.TaskRunner.opened`.
         """
-        runner = _runner(run.is_interrupted)
+        runner = _runner(lambda: self._is_interrupted(run))
         attached = _AttachedRun(run)
         with attached.closing_on_error():
             opened = attached.open(runner, self._bank_of)
@@ -70,11 +70,20 @@ class Training:
             errors = dict.fromkeys(map(str, self._runs), error)
         for name, found in errors.items():
             ended[int(name)] = self._runs.pop(int(name)).close(found)
-        if errors:
-            self._weigh()
         if not self._runs:
             self._executor = None
+        if errors:
+            self._weigh()
         return ended
+
+    def _is_interrupted(self, run: HostedRun) -> bool:
+        """Whether a run has to stop. What works on one run, such as the answers of its finalists, keeps the others
+        waiting: it is a sign of life of all."""
+        for other in self._runs.values():
+            if other.run is not run:
+                with contextlib.suppress(Exception):  # asked again at its own turn
+                    other.run.is_interrupted()
+        return run.is_interrupted()
 
     def _bank_of(self, context: TaskContext) -> SharedBank | None:
         """The bank of the other runs; None where this one is the first."""

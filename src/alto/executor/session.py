@@ -167,8 +167,8 @@ class TaskSession:
             job = state.jobs[job_id]
             job.step = job.saved_step = saved.step
             job.saved_best_step = saved.best_step
-            # A task may be resumed with fewer slots than it began with; a job whose slot is gone is parked.
-            if saved.slot is not None and saved.slot < state.slot_manager.num_slots:
+            # A bank may have fewer slots than there were, or jobs of other tasks in them: such a job stays parked.
+            if saved.slot is not None and state.slot_manager.is_free(saved.slot):
                 self._lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
 
     # -- one turn of the executor ----------------------------------------------------------------------------------
@@ -181,7 +181,10 @@ class TaskSession:
 
         Raises:
             TaskInterruptedError: The run was stopped, and everything is on disk.
+            Exception: What has kept its jobs from leaving the bank or entering it, when another task came.
         """
+        if (error := self.state.slot_manager.error) is not None:
+            raise error
         self._inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
         self._control.apply(self._inputs.commands)
         while self.state.selection.rung_ready():

@@ -34,11 +34,15 @@ class BankMember(Protocol):
     def jobs(self) -> Collection[JobState]:
         """Every job that may be admitted before the bank is fitted again."""
 
-    def admit(self, job: JobState, slot: int) -> None:
-        """Put a job into a slot."""
+    @property
+    def error(self) -> Exception | None:
+        """What ends this task, and no other, at its next turn."""
 
-    def evict(self, job: JobState) -> int:
-        """Save a job, then free its slot; returns the slot."""
+    def leave(self, job: JobState) -> None:
+        """Save a job, then free its slot; where it cannot be saved, the task has an ``error``."""
+
+    def enter_again(self, job: JobState, slot: int) -> None:
+        """Put a job that has left into a slot; where its state cannot be read, the task has an ``error``."""
 
     def lose_slot(self, job: JobState, slot: int) -> None:
         """Record that the bank has no longer a slot for a job, whose state is on disk."""
@@ -69,8 +73,8 @@ class SharedBank:
         self._backbone = backbone
         self._ranks = ranks
         self.adapter_dtype = adapter_dtype
-        self._max_tokens = sys.maxsize
-        self._members: list[BankMember] = []
+        self._members: dict[BankMember, int] = {}
+        self._fitting_tokens = sys.maxsize
         self._wanted: BankSize | None = None
         self._size: BankSize | None = None
 
@@ -89,20 +93,20 @@ class SharedBank:
         Raises:
             DeviceMemoryError: Not even one slot fits; the bank is as before.
         """
-        before, self._max_tokens = self._max_tokens, min(self._max_tokens, max_tokens)
-        self._members.append(member)
+        self._note_what_fits()
+        self._members[member] = max_tokens
         try:
             self.fit()
-        except DeviceMemoryError:
-            self._members.remove(member)
-            self._max_tokens = before
+        except BaseException:
+            del self._members[member]
             raise
-        micro_batches = self.trainer.micro_batches
-        micro_batches.max_tokens = min(micro_batches.max_tokens, self._max_tokens)
+        self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def detach(self, member: BankMember) -> None:
         """Forget a task, none of whose jobs has a slot; the bank stays as large as it is."""
-        self._members.remove(member)
+        self._note_what_fits()
+        del self._members[member]
+        self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def fit(self) -> None:
         """Make the bank large enough for the jobs of all members; resident jobs stay, as far as there are slots.
@@ -116,10 +120,10 @@ class SharedBank:
         residents = [(member, job, job.slot) for member in self._members for job in member.jobs if job.slot is not None]
         # A job that was data-parallel goes where the first of its copies was, until the next plan.
         for member, job, _ in residents:
-            member.evict(job)
+            member.leave(job)
         self._ranks.barrier()
         if before is not None:
-            self._max_tokens = min(self._max_tokens, self.trainer.micro_batches.max_tokens)
+            self._note_what_fits()
             del self.trainer
             eject(self._backbone.model)  # which holds the bank too
         try:
@@ -135,10 +139,22 @@ class SharedBank:
         """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
         self.trainer.use(inject(self._backbone.model, self.trainer.bank))
 
+    @property
+    def _max_tokens(self) -> int:
+        """Most tokens of a micro-batch that all members allow, and that fit into memory."""
+        return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
+
+    def _note_what_fits(self) -> None:
+        """Note whether memory has ever run out at the size of the micro-batches that the members allow."""
+        if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
+            self._fitting_tokens = tokens
+
     def _readmit(self, residents: Iterable[tuple[BankMember, JobState, int]]) -> None:
         for member, job, slot in residents:
+            if member.error is not None:
+                continue
             if slot < self.num_slots:
-                member.admit(job, slot)
+                member.enter_again(job, slot)
             else:
                 member.lose_slot(job, slot)
 
@@ -168,7 +184,7 @@ class SharedBank:
             if size.num_slots == 1:
                 raise DeviceMemoryError(self._no_bank(size))
             size = replace(size, num_slots=size.num_slots // 2)
-            self._members[-1].memory_ran_out(
+            list(self._members)[-1].memory_ran_out(
                 MemoryEvent(
                     phase="bank",
                     slots=(),

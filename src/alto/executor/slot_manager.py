@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import torch
 
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
@@ -34,6 +37,7 @@ class SlotManager:
         context: The task.
         jobs: Every job that may be admitted before the next :meth:`fit`.
         on_lost_slot: Called with a job whose slot another task's arrival has cost, and the slot.
+        error: What ends this task at its next turn: another task's arrival must not fail by it.
     """
 
     def __init__(self, bank: SharedBank, context: TaskContext, run_dir: RunDir, on_memory_event: OnMemoryEvent) -> None:
@@ -41,6 +45,7 @@ class SlotManager:
         self.context = context
         self.jobs: tuple[JobState, ...] = ()
         self.on_lost_slot: Callable[[JobState, int], None] = lambda job, slot: None
+        self.error: Exception | None = None
         self._ranks = context.ranks
         self._names = ModuleNames.of(context.backbone.model)
         self._run_dir = run_dir
@@ -77,6 +82,16 @@ class SlotManager:
         """Number of slots of all ranks together."""
         return self.bank.num_slots
 
+    def is_free(self, slot: int) -> bool:
+        """Whether the bank has ``slot``, counted over all ranks, and no job of any task is in it.
+
+        All ranks find the same: only a single one has several tasks.
+        """
+        if slot >= self.num_slots:
+            return False
+        slots = self.trainer.slots
+        return slots.rank_of(slot) != self._ranks.rank or self.trainer.bank.is_free(slots.local_slot_of(slot))
+
     @property
     def largest_micro_batch(self) -> int:
         """Tokens of the largest micro-batch that fitted into memory so far; 0 before the first."""
@@ -111,6 +126,32 @@ class SlotManager:
         """Save the job's state, then free its slot and return the slot's number."""
         self.save(job)
         return self._free(job)
+
+    def leave(self, job: JobState) -> None:
+        """Save a job and free its slot, while the bank is fitted. One that cannot be saved ends this task at its next
+        turn; on several ranks, which have a single task, the error is raised."""
+        with self._own_errors():
+            if self._ranks.is_alone:
+                self._run_dir.check_lock()  # of another run than the one whose turn it is
+            self.evict(job)
+        if job.slot is not None:
+            self._free(job)
+
+    def enter_again(self, job: JobState, slot: int) -> None:
+        """Put a job that has left into ``slot``; errors as in :meth:`leave`."""
+        with self._own_errors():
+            self.admit(job, slot)
+            return
+        job.slot = None
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._ranks.is_alone or isinstance(error, torch.AcceleratorError):
+                raise
+            self.error = self.error or error
 
     def keep_best(self, job: JobState) -> None:
         """Note that the adapter in the job's slot is its best so far."""

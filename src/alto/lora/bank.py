@@ -81,7 +81,8 @@ class AdapterBank:
         return operands
 
     def occupy(self, slot: int, shape: AdapterShape) -> None:
-        """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
+        """Give ``slot``, which is free, to an adapter of ``shape``; its weights and gradients start as zeros."""
+        assert slot not in self._places, f"slot {slot} is another adapter's"
         self.params_ZP[slot].zero_()
         self.grads_ZP[slot].zero_()
         self._places[slot] = self.layout.places(shape)
@@ -93,6 +94,10 @@ class AdapterBank:
         del self._places[slot]
         for _, operands in self._operands:
             operands.clear(slot)
+
+    def is_free(self, slot: int) -> bool:
+        """Whether no adapter has ``slot``."""
+        return slot not in self._places
 
     def places(self, slot: int) -> RowPlaces:
         """Offsets of the adapter in ``slot`` within its row."""

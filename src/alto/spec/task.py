@@ -102,7 +102,8 @@ class Task(SpecModel):
             double quantisation) or in 8, as bitsandbytes does. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
             ``autocast_adapter_dtype=False`` on a base of that precision.
-        max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster.
+        max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster. Beside
+            other tasks in a process, its jobs may also have slots that those leave empty.
         max_tokens_per_step: Largest average number of tokens of a step of all residents; a single job may have more.
             None lets the engine decide.
         max_tokens_per_pass: Largest number of tokens of a micro-batch (one forward and backward pass); a larger step is
