@@ -111,6 +111,7 @@ class SlotManager:
             slot: Counted over all ranks.
             is_data_parallel: Put it into the same local slot of every rank's bank.
         """
+        assert self.is_free(slot), f"slot {slot} is another job's"
         job.slot, job.is_data_parallel = slot, is_data_parallel
         local_slot = self.trainer.local_slot(job)
         if local_slot is None:

@@ -81,8 +81,7 @@ class AdapterBank:
         return operands
 
     def occupy(self, slot: int, shape: AdapterShape) -> None:
-        """Give ``slot``, which is free, to an adapter of ``shape``; its weights and gradients start as zeros."""
-        assert slot not in self._places, f"slot {slot} is another adapter's"
+        """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
         self.params_ZP[slot].zero_()
         self.grads_ZP[slot].zero_()
         self._places[slot] = self.layout.places(shape)
