@@ -147,7 +147,7 @@ def _occupied(
 
 
 def _columns(x: Tensor, first: int, end: int) -> Tensor:
-    """Columns ``[first, end)``; ``x`` itself where these are all, as a new view costs as much as a small GEMM."""
+    """Columns ``[first, end)``; ``x`` itself where these are all: a view for every slot and op takes time."""
     return x if end - first == x.shape[1] else x.narrow(1, first, end - first)
 
 
