@@ -13,6 +13,7 @@ from clusters import Started, is_alive, wait_for
 
 from alto.cluster import Outcome
 from alto.cluster.local import LocalCluster
+from alto.runs import replace_file
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def begin(machine: Started, task: str, executor: str = "x", *, base: str = "m", 
 
 
 def end(machine: Started, task: str, error: str = "", attempt: int = 1) -> Outcome:
-    (machine.run_dir(task) / "end").write_text(error, encoding="utf-8")
+    replace_file(machine.run_dir(task) / "end", error)
     return machine.until_ended(task, attempt).outcome
 
 
