@@ -17,7 +17,8 @@ from alto.cluster.local import LocalCluster
 from alto.engine.runner import TaskRunner
 from alto.spec import Task
 
-NUM_KILLS = 25
+NUM_KILLS = 12
+"""More by hand: each takes two to five seconds."""
 
 
 @pytest.fixture(scope="module")

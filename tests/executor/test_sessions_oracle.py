@@ -1,0 +1,167 @@
+"""Law 1 across tasks: from equal state, a step of a job in a bank that tasks share is a step of Hugging Face PEFT with
+torch's AdamW alone: of SFT with the model's own loss, of DPO and ORPO with those of TRL's trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from company import OTHER, SETTINGS, Company
+from oracle import SoloJob, SoloPairs, StepFacts, flat, make_dpo_trainer, reference_model
+from resident_jobs import DATA, PAIRS, assert_same_step, make_model, make_task
+from torch import Tensor
+
+from alto.data import TaskData
+from alto.executor import JobState
+from alto.lora import AdapterWeights, OptimizerState
+from alto.spec import Task
+
+pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+NUM_TURNS = 12
+
+
+class SoloOdds(SoloJob):
+    """One job on preference pairs by odds ratios, which TRL's ``ORPOTrainer`` computes from average log-probabilities;
+    only replies are learned."""
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        from trl.experimental.orpo import ORPOTrainer
+
+        labels = batch.pop("labels")
+        log_p = ORPOTrainer.get_batch_logps(self.model(**batch).logits, labels, average_log_prob=True)
+        chosen, rejected = log_p.chunk(2)
+        trainer = SimpleNamespace(beta=self.config.objective.beta, accelerator=SimpleNamespace(device=log_p.device))
+        odds = ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
+        return -(chosen + odds).mean()
+
+
+def tasks() -> dict[str, tuple[Task, TaskData]]:
+    jobs = [{"lr": 2e-4, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 2}]
+    some = [{"lr": 5e-4, "r": 8, "batch_size": 2, "target_modules": ["q_proj", "v_proj"], "max_grad_norm": 0.05}]
+    found = {
+        "ash": (make_task(jobs, **SETTINGS), DATA),
+        "birch": (make_task(some, **SETTINGS), OTHER),
+        "cedar": (make_task(jobs, method="dpo", beta=0.3, **SETTINGS), PAIRS),
+        "dogwood": (make_task(jobs, method="orpo", beta=0.5, **SETTINGS), PAIRS),
+    }
+    return {name: (task.replace(name=name), data) for name, (task, data) in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step of one job began with, and what it did."""
+
+    task: str
+    config: Any
+    weights: AdapterWeights
+    optimizer: OptimizerState
+    facts: StepFacts
+
+
+class Observer:
+    """Keeps every step that the executor of ``company`` makes."""
+
+    def __init__(self, company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Step] = []
+        self._company = company
+        self._before: dict[str, tuple[AdapterWeights, OptimizerState]] = {}
+        self._gradients: dict[str, Mapping[str, Tensor]] = {}
+        trainer = company.executor.bank.trainer
+        backward, update = trainer.backward, trainer.update
+
+        def observed_backward(jobs: list[JobState]) -> Tensor:
+            self._before = {self._key(job): self._state(job) for job in jobs}
+            self._losses = backward(jobs)
+            bank = trainer.bank
+            self._gradients = {
+                self._key(job): flat(
+                    {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, job.slot)}
+                )
+                for job in jobs
+            }
+            return self._losses
+
+        def observed_update(jobs: list[JobState]) -> Tensor:
+            norms = update(jobs)
+            for job, loss, norm in zip(jobs, self._losses.tolist(), norms.tolist(), strict=True):
+                self._keep(job, loss, norm)
+            return norms
+
+        monkeypatch.setattr(trainer, "backward", observed_backward)
+        monkeypatch.setattr(trainer, "update", observed_update)
+
+    def _keep(self, job: JobState, loss: float, norm: float) -> None:
+        weights, optimizer = self._before[self._key(job)]
+        before, after = flat(weights), flat(self._state(job)[0])
+        facts = StepFacts(
+            loss=loss,
+            grad_norm=norm,
+            gradients=self._gradients[self._key(job)],
+            updates={name: after[name] - before[name] for name in after},
+        )
+        task = self._key(job).split("/")[0]
+        self.steps.append(Step(task=task, config=job.config, weights=weights, optimizer=optimizer, facts=facts))
+
+    def _key(self, job: JobState) -> str:
+        (name,) = (
+            name for name, session in self._company.executor.sessions.items() if job in session.state.jobs.values()
+        )
+        return f"{name}/{job.id}"
+
+    def _state(self, job: JobState) -> tuple[AdapterWeights, OptimizerState]:
+        trainer = self._company.executor.bank.trainer
+        return trainer.bank.read(job.slot), trainer.optimizer.read(job.slot)
+
+
+def solo_of(step: Step, trl: Any) -> SoloJob:
+    base, data = make_model("llama"), tasks()[step.task][1].train
+    match step.task:
+        case "cedar":
+            return SoloPairs(base, data, step.config, trl=trl, reference=reference_model(base))
+        case "dogwood":
+            return SoloOdds(base, data, step.config)
+    return SoloJob(base, data, step.config)
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_dpo_trainer(tmp_path_factory.mktemp("trl"))
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Of four tasks that came one after the other, all that were made after the last had come."""
+    with Company(tmp_path) as company:
+        for name, (task, data) in tasks().items():
+            company.attach(name, task, data)
+            company.turn(2)
+        observer = Observer(company, monkeypatch)
+        company.turn(NUM_TURNS)
+    return observer.steps
+
+
+def test_from_equal_state_a_step_beside_other_tasks_is_one_of_peft_alone(steps: list[Step], trl: Any) -> None:
+    assert {(step.task, step.config.seed) for step in steps} >= {
+        (task, seed) for task in ("ash", "cedar", "dogwood") for seed in (1, 2)
+    }
+    for step in steps:
+        solo = solo_of(step, trl)
+        solo.load(step.weights, step.optimizer)
+        assert_same_step(step.facts, solo.train_step())
+
+
+@pytest.mark.parametrize("task", ["ash", "cedar", "dogwood"])
+def test_a_step_of_other_rows_or_another_loss_is_found_out(task: str, steps: list[Step], trl: Any) -> None:
+    step = next(step for step in steps if step.task == task)
+    changes = {"seed": 3} if task == "ash" else {"beta": step.config.objective.beta * 1.01}
+    solo = solo_of(replace(step, config=step.config.replace(**changes)), trl)
+    solo.load(step.weights, step.optimizer)
+    with pytest.raises(AssertionError):
+        assert_same_step(step.facts, solo.train_step())

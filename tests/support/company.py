@@ -1,0 +1,87 @@
+"""An executor in this process, and tasks on its base model that come to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task
+from resident_jobs import with_references as referenced
+
+from alto.backbone import Backbone
+from alto.data import TaskData
+from alto.executor import Executor, Hooks, Ranks, RunStart, SharedBank, TaskContext, TaskSession, recover
+from alto.runs import Journal, RunDir
+from alto.spec import Task
+
+OTHER = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
+WIDE = [{"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 3, "lora_dropout": 0.2}]
+SETTINGS: dict[str, Any] = {"eval_steps": 0.25, "max_tokens_per_pass": 200, "early_exit": {"enabled": False}}
+
+
+def tasks() -> dict[str, tuple[Task, TaskData]]:
+    """On one base: two data sets and three methods, mixed ranks, batch sizes and lengths."""
+    plain = [{"lr": 2e-4, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 1e-4, "r": 8, "batch_size": 2, "seed": 2}]
+    some = [{"lr": 1e-4, "r": 2, "batch_size": 5, "seed": 4, "target_modules": ["q_proj", "v_proj"]}]
+    found = {
+        "ash": (make_task(plain, **SETTINGS), DATA),
+        "birch": (make_task(WIDE, num_train_epochs=1, **SETTINGS), OTHER),
+        "cedar": (make_task(WIDE, method="dpo", beta=0.3, **SETTINGS), PAIRS),
+        "dogwood": (make_task(plain, method="orpo", **SETTINGS), PAIRS),
+        "elm": (make_task(some, **SETTINGS), DATA),
+    }
+    return {name: (task.replace(name=name), data) for name, (task, data) in found.items()}
+
+
+class Company:
+    """An executor, and the tasks that come to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.backbone = Backbone(make_model("llama"), None, "unused")
+        self.executor = Executor(SharedBank(self.backbone, Ranks(), "float32"))
+        self.ended: dict[str, Exception | None] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Company:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def attach(self, name: str, task: Task, data: TaskData, *, hooks: Hooks | None = None, weight: float = 1.0) -> None:
+        session = self._stack.enter_context(
+            built(self.folder / name, task, data, self.backbone, hooks=hooks, bank=self.executor.bank)
+        )
+        self.executor.attach(name, session, weight=weight)
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.ended |= self.executor.turn()
+
+    def finish(self) -> None:
+        while self.executor.sessions:
+            self.turn()
+
+
+@contextlib.contextmanager
+def built(
+    folder: Path,
+    task: Task,
+    data: TaskData,
+    backbone: Backbone,
+    *,
+    hooks: Hooks | None = None,
+    bank: SharedBank | None = None,
+) -> Iterator[TaskSession]:
+    run_dir = RunDir(next(iter(folder.iterdir()))) if folder.exists() else RunDir.create(folder, task)
+    context = TaskContext.of(task, backbone, data)
+    if context.objective.needs_reference:
+        context = replace(context, data=referenced(backbone, data))
+    resume_state = recover(run_dir)
+    with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
+        start = RunStart(run_dir=run_dir, resume_state=resume_state)
+        yield TaskSession.build(context, journal, start, hooks, bank)
