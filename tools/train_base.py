@@ -1,12 +1,13 @@
-"""Make ``alto-tiny``: the small base model that ships inside the package.
+"""Make a small base model: ``alto-tiny``, which ships inside the package, or the larger ``alto-small`` for recordings.
 
-A Llama-architecture causal LM of about one million parameters, its byte-level BPE tokenizer and its chat
+A Llama-architecture causal LM of about one (or ten) million parameters, its byte-level BPE tokenizer and its chat
 template, trained from scratch on public-domain books and short reasoning chains. The recipe and the held-out
-losses are written into the model card, so that the shipped folder says by itself how it came to be.
+losses are written into the model card, so that the folder says by itself how it came to be.
 
-    python tools/train_alto_tiny.py --data ../shared/data --output src/alto/assets/alto-tiny
+    python tools/train_base.py --data ../shared/data --output src/alto/assets/alto-tiny
+    python tools/train_base.py --size small --data ../shared/data --output build/alto-small
 
-Needs about half an hour on two CPU cores. GSM8K is never read: adapters are tuned and judged on it.
+Needs about half an hour (an hour) on two CPU cores. GSM8K is never read: adapters are tuned and judged on it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,26 @@ CHAT_TEMPLATE = (
 VOCAB_SIZE = 2048
 SEQUENCE_LENGTH = 512
 SEQUENCES_PER_STEP = 16
-PEAK_LEARNING_RATE = 4e-3
 HELD_OUT_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Shape and training of a model."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    steps: int
+    peak_learning_rate: float
+
+
+SIZES = {
+    "tiny": Size(hidden=128, mlp=384, layers=4, heads=4, key_value_heads=2, steps=2600, peak_learning_rate=4e-3),
+    "small": Size(hidden=384, mlp=1024, layers=6, heads=6, key_value_heads=3, steps=600, peak_learning_rate=2e-3),
+}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -114,23 +134,23 @@ def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, max_windows: in
     return sum(losses) / len(losses)
 
 
-def learning_rate_at(step: int, num_steps: int) -> float:
+def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
     """Linear warmup over the first 3 %, then cosine to a twentieth of the peak."""
     warmup = max(1, int(0.03 * num_steps))
     if step < warmup:
-        return PEAK_LEARNING_RATE * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)
-    return PEAK_LEARNING_RATE * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def model_card(figures: dict[str, Any]) -> str:
+def model_card(name: str, size: Size, figures: dict[str, Any]) -> str:
     return f"""---
 license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# alto-tiny
+# {name}
 
 A Llama-architecture causal language model of {figures["num_parameters"]:,} parameters, made to be tuned: small enough
 that a sweep of LoRA jobs trains on a CPU in minutes, real enough (tokenizer, chat template, grouped-query attention)
@@ -138,13 +158,13 @@ that everything works as on a large model. It is not useful for anything else.
 
 | | |
 |---|---|
-| architecture | Llama: hidden 128, 4 layers, 4 heads (2 key/value), MLP 384, tied embeddings, float32 |
+| architecture | Llama: hidden {size.hidden}, {size.layers} layers, {size.heads} heads ({size.key_value_heads} key/value), MLP {size.mlp}, tied embeddings, float32 |
 | tokenizer | byte-level BPE, {figures["vocab_size"]} entries, single digits |
 | chat form | `<|user|>…<|end|><|assistant|>…<|end|>`; EOS is `<|end|>` |
 | data | public-domain books (`text_books`), short reasoning chains (`cot_flan`: aqua, ecqa, creak, strategyqa, qasc, sensemaking; Apache-2.0), half and half; no GSM8K |
-| training | {figures["num_steps"]} steps of {SEQUENCES_PER_STEP} × {SEQUENCE_LENGTH} tokens ({figures["num_tokens"] / 1e6:.1f} M), AdamW, peak learning rate {PEAK_LEARNING_RATE}, cosine, seed {figures["seed"]} |
+| training | {figures["num_steps"]} steps of {SEQUENCES_PER_STEP} × {SEQUENCE_LENGTH} tokens ({figures["num_tokens"] / 1e6:.1f} M), AdamW, peak learning rate {size.peak_learning_rate}, cosine, seed {figures["seed"]} |
 | held-out loss | books {figures["held_out_books"]:.3f}, reasoning chains {figures["held_out_chains"]:.3f} nats per token (untrained: {math.log(figures["vocab_size"]):.2f}) |
-| made by | `tools/train_alto_tiny.py` |
+| made by | `tools/train_base.py` |
 """
 
 
@@ -152,9 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with text_books/ and cot_flan/")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--steps", type=int, help="other than the size's own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    size = SIZES[arguments.size]
+    num_steps = arguments.steps or size.steps
 
     rng = random.Random(arguments.seed)
     torch.manual_seed(arguments.seed)
@@ -170,11 +193,11 @@ def main() -> None:
 
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=size.hidden,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -185,9 +208,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
     start = time.perf_counter()
     stream = batches(streams, arguments.seed)
-    for step in range(arguments.steps):
+    for step in range(num_steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, arguments.steps)
+            group["lr"] = learning_rate_at(step, num_steps, size.peak_learning_rate)
         tokens = next(stream)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -200,14 +223,14 @@ def main() -> None:
     figures = {
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocab_size": len(tokenizer),
-        "num_steps": arguments.steps,
-        "num_tokens": arguments.steps * SEQUENCES_PER_STEP * SEQUENCE_LENGTH,
+        "num_steps": num_steps,
+        "num_tokens": num_steps * SEQUENCES_PER_STEP * SEQUENCE_LENGTH,
         "seed": arguments.seed,
         "held_out_books": held_out_loss(model, held_out[0]),
         "held_out_chains": held_out_loss(model, held_out[1]),
     }
     model.save_pretrained(arguments.output)
-    (arguments.output / "README.md").write_text(model_card(figures), encoding="utf-8")
+    (arguments.output / "README.md").write_text(model_card(f"alto-{arguments.size}", size, figures), encoding="utf-8")
     print(json.dumps(figures))
 
 

@@ -29,7 +29,7 @@ ALLOWED = {
     "spec": ("errors", "records"),
     "lora": ("kernels",),
     "objectives": ("backbone", "data"),
-    "executor": ("early_exit", "scheduler", "data", "backbone", "lora", "objectives", "kernels"),
+    "executor": ("early_exit", "scheduler", "search", "data", "backbone", "lora", "objectives", "kernels"),
     "evaluation": ("data", "backbone", "lora", "objectives", "runs"),
     "engine": (
         *("early_exit", "scheduler", "kernels", "lora", "data", "backbone", "objectives", "executor", "export"),
@@ -60,6 +60,9 @@ BREACHES = [
     ("steps", "alto.data", "alto.objectives"),
     ("decisions", "alto.early_exit", "alto.scheduler"),
     ("decisions", "alto.cli", "alto.early_exit"),
+    ("search", "alto.scheduler", "alto.search"),
+    ("light", "alto.executor", "optuna"),
+    ("pure", "alto.search", "torch"),
     ("decisions", "alto.evaluation", "alto.early_exit"),
     ("runs", "alto.data", "alto.runs"),
     ("ends", "alto.export", "alto.executor"),

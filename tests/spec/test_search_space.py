@@ -168,7 +168,6 @@ def test_refused(given, error, reason):
 @pytest.mark.parametrize(
     ("field", "change", "reason"),
     [
-        ("lr", {"num": None}, r"num should be a whole number from 1 to 10000, found None"),
         ("lr", {"num": 0}, r"found 0"),
         ("lr", {"num": True}, r"found True"),
         ("lr", {"num": 10**9}, r"found 1000000000"),
@@ -205,7 +204,7 @@ def test_sampling_a_setting_of_the_method_refused(field, change, reason):
 
 
 def test_sampling_with_missing_or_unknown_words():
-    with pytest.raises(SpecError, match=r"no 'max' and no 'num'.*Write for example"):
+    with pytest.raises(SpecError, match=r"found no 'max'.*Write for example"):
         SearchSpace.parse({"lr": {"min": 1e-4}})
     with pytest.raises(UnknownKeyError, match=r"search_space.learning_rate has the unknown key 'nums'.*'num'"):
         SearchSpace.parse({"lr": {"min": 1e-4, "max": 1, "nums": 3}})

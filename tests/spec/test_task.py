@@ -33,6 +33,8 @@ def test_defaults():
         "columns": {},
         "validation_dataset": None,
         "validation_split": None,
+        "test_dataset": None,
+        "test_split": None,
         "max_samples": None,
         "data_seed": 42,
         "method": "sft",
@@ -58,6 +60,7 @@ def test_defaults():
         "use_safetensors": True,
         "report_to": "auto",
         "checkpoint_interval_s": 60.0,
+        "search": {},
     }
 
 

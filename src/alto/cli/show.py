@@ -108,6 +108,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
         "best_job": best.job if best else None,
         "best_validation_loss": best.best_validation_loss if best else None,
         "best_metrics": dict(best.best_metrics) if best else {},
+        "test_loss": best.best_test_loss if best else None,
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
         "samples_budgeted": history.samples_budgeted,
@@ -127,6 +128,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
                 "best_step": job.best_step,
                 "best_validation_loss": job.best_validation_loss,
                 "best_metrics": dict(job.best_metrics),
+                "test_loss": job.best_test_loss,
                 "origin": job.origin,
                 "config": dict(job.config),
             }

@@ -7,7 +7,15 @@ from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, en
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
-from alto.data.task_data import HeldoutRows, TaskData, TaskRows, encode_rows, read_heldout_rows, read_task_rows
+from alto.data.task_data import (
+    EvaluationSplit,
+    HeldoutRows,
+    TaskData,
+    TaskRows,
+    encode_rows,
+    read_heldout_rows,
+    read_task_rows,
+)
 
 __all__ = [
     "IGNORED",
@@ -16,6 +24,7 @@ __all__ = [
     "DataOrder",
     "EncodedDataset",
     "EncodedRow",
+    "EvaluationSplit",
     "HeldoutRows",
     "JobRows",
     "Message",

@@ -13,7 +13,7 @@ from alto.data.rows import quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
-__all__ = ["encoding_notes", "reading_notes", "tokenizer_notes", "unread_notes"]
+__all__ = ["encoding_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
 
 FEW_ROWS = 10
 """Validation rows below which their loss is mostly chance."""
@@ -49,6 +49,21 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
             "nothing."
         )
     return notes
+
+
+def test_notes(num_rows: int, num_known: int) -> list[str]:
+    """Notices about the test rows.
+
+    Args:
+        num_rows: Number of test rows; 0 where there are none.
+        num_known: Those of them that are training or validation rows too.
+    """
+    if not num_known:
+        return []
+    return [
+        f"{_counted(num_known, 'test row')} of {num_rows} also in the training or validation data: the test loss looks "
+        "better than it is."
+    ]
 
 
 def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread]) -> list[str]:

@@ -24,27 +24,30 @@ def sample_rows(rows: Sequence[Row], count: int | None, seed: int) -> list[Row]:
     return [rows[index] for index in chosen]
 
 
-def split_rows(rows: Sequence[Row], validation_share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and validation rows, drawn with a fixed seed, each in original order.
+def split_rows(
+    rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split"
+) -> tuple[list[Row], list[Row]]:
+    """Training rows and rows set aside, drawn with a fixed seed, each in original order.
 
     Args:
         rows: All rows.
-        validation_share: Share of validation rows, in (0, 1).
+        share: Share of the rows set aside, in (0, 1).
         seed: Seed of the split.
+        key: The task's key of that share, for messages.
 
     Raises:
         DataError: There are fewer than two rows to split.
     """
     if len(rows) < 2:
         raise DataError(
-            f"validation_split: expected at least 2 rows to split, found {len(rows)}; "
-            "add rows or name a validation_dataset"
+            f"{key}: expected at least 2 rows to split, found {len(rows)}; "
+            f"add rows or name a {key.replace('split', 'dataset')}"
         )
-    count = min(len(rows) - 1, max(1, round(validation_share * len(rows))))
+    count = min(len(rows) - 1, max(1, round(share * len(rows))))
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     training = [row for index, row in enumerate(rows) if index not in chosen]
-    validation = [row for index, row in enumerate(rows) if index in chosen]
-    return training, validation
+    set_aside = [row for index, row in enumerate(rows) if index in chosen]
+    return training, set_aside
 
 
 def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[list[Row]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, TypeAlias
 
 from alto.data.conversation import Conversation, Pair, Row
 from alto.data.convert import to_conversation, to_pair
@@ -13,7 +13,7 @@ from alto.data.dataset import EncodedDataset
 from alto.data.encode import encode_dataset
 from alto.data.formats import Layout, find_layout
 from alto.data.limits import row_limit
-from alto.data.notes import encoding_notes, reading_notes, tokenizer_notes, unread_notes
+from alto.data.notes import encoding_notes, reading_notes, test_notes, tokenizer_notes, unread_notes
 from alto.data.pairs import encode_pairs
 from alto.data.rows import RawRow
 from alto.data.source import open_source
@@ -25,6 +25,7 @@ from alto.spec.method import learns_from_pairs
 
 __all__ = [
     "DEFAULT_VALIDATION_SHARE",
+    "EvaluationSplit",
     "HeldoutRows",
     "TaskData",
     "TaskRows",
@@ -36,28 +37,51 @@ __all__ = [
 DEFAULT_VALIDATION_SHARE = 0.1
 """Default share of validation rows, where neither the task nor its dataset defines them."""
 
+EvaluationSplit: TypeAlias = Literal["validation", "test"]
+"""Rows that nothing is trained on."""
+
+_SPLITS = ("train", "validation", "test")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskData:
-    """Training and validation rows, tokenised.
+    """The rows of a task, tokenised.
 
     Attributes:
         train: Training rows.
         validation: Validation rows.
+        test: Rows that nothing is trained on or selected by; None where there are none.
         num_shared: Validation rows that are training rows too.
         notes: Notices about the data, as sentences.
     """
 
     train: EncodedDataset
     validation: EncodedDataset
+    test: EncodedDataset | None = None
     num_shared: int = 0
     notes: tuple[str, ...] = ()
 
+    @property
+    def splits(self) -> tuple[EncodedDataset, ...]:
+        """Training, validation and, where there are some, test rows."""
+        return (self.train, self.validation) if self.test is None else (self.train, self.validation, self.test)
+
+    def held_out(self, split: EvaluationSplit) -> EncodedDataset:
+        """The validation or the test rows, which there have to be."""
+        dataset = self.validation if split == "validation" else self.test
+        assert dataset is not None, "the task has no test rows"
+        return dataset
+
+    def with_splits(self, splits: Sequence[EncodedDataset]) -> Self:
+        """The same data with other ``splits``, as many and in the same order."""
+        train, validation, *rest = splits
+        return replace(self, train=train, validation=validation, test=rest[0] if rest else None)
+
     def counts(self) -> dict[str, int]:
-        """Rows and tokens of both splits, what was cut or left out, and the rows that both hold."""
+        """Rows and tokens of every split, what was cut or left out, and the validation rows that are trained too."""
         counts = {
             f"{name}_{what}": count
-            for name, split in (("train", self.train), ("validation", self.validation))
+            for name, split in zip(_SPLITS, self.splits, strict=False)
             for what, count in (
                 ("rows", len(split)),
                 ("tokens", split.num_tokens),
@@ -74,11 +98,12 @@ class TaskData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRows:
-    """Training and validation rows before tokenisation; they need no tokenizer and no base model.
+    """The rows of a task before tokenisation; they need no tokenizer and no base model.
 
     Attributes:
         train: Training rows.
         validation: Validation rows.
+        test: Rows that nothing is trained on or selected by; None where there are none.
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
         unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
@@ -88,10 +113,11 @@ class TaskRows:
     validation: list[Row]
     layout: Layout
     max_length: int
+    test: list[Row] | None = None
     unread_columns: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
-        """Tokenise both splits.
+        """Tokenise every split.
 
         Args:
             limits: Those of the model; None where it sets none.
@@ -105,18 +131,24 @@ class TaskRows:
         about_tokenizer = tokenizer_notes(tokenizer, _conversations(self.train))
         train = encode_rows(self.train, tokenizer, self.max_length, "training", limits=limits)
         validation = encode_rows(self.validation, tokenizer, self.max_length, "validation", limits=limits)
+        test = self.test and encode_rows(self.test, tokenizer, self.max_length, "test", limits=limits)
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
+        seen.update(self.validation)
+        num_known = sum(row in seen for row in self.test or ())
         return TaskData(
             train=train,
             validation=validation,
+            test=test or None,
             num_shared=num_shared,
             notes=(
                 *unread_notes(self.unread_columns, train.unread),
                 *reading_notes(self.train, len(self.validation), num_shared),
+                *test_notes(len(self.test or ()), num_known),
                 *about_tokenizer,
                 *encoding_notes(train, "training", limit),
                 *encoding_notes(validation, "validation", limit),
+                *(encoding_notes(test, "test", limit) if test else ()),
             ),
         )
 
@@ -146,18 +178,22 @@ def read_task_rows(task: Task) -> TaskRows:
     source = open_source(task.dataset, "dataset", task)
     rows = sample_rows(source.train, task.max_samples, task.data_seed)
     train, layout = _converted(rows, source.form, task, is_paired=learns_from_pairs(task.method))
+    num_rows, test = len(train), None
+    if task.test_split is not None:
+        train, test = split_rows(train, task.test_split, task.data_seed, key="test_split")
+    elif task.test_dataset is not None:
+        test = _other_rows(task.test_dataset, "test_dataset", task, layout)
     if task.validation_dataset is not None:
-        key = "validation_dataset"
-        other = open_source(task.validation_dataset, key, task)
-        own = other.train if other.validation is None else other.validation
-        validation, _ = _converted(own, other.form, task, key=key, is_paired=layout.is_paired)
+        validation = _other_rows(task.validation_dataset, "validation_dataset", task, layout)
     elif source.validation is not None and task.validation_split is None:
         validation, _ = _converted(source.validation, source.form, task, is_paired=layout.is_paired)
     else:
-        train, validation = split_rows(train, task.validation_split or DEFAULT_VALIDATION_SHARE, task.data_seed)
+        share = (task.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
+        train, validation = split_rows(train, share, task.data_seed)
     return TaskRows(
         train=train,
         validation=validation,
+        test=test,
         layout=layout,
         max_length=task.max_length or source.max_length,
         unread_columns=_unread_columns(rows, layout),
@@ -183,6 +219,14 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     else:
         rows = _converted(source.train, source.form, task)[0]
     return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
+
+
+def _other_rows(name: str, key: str, task: Task, layout: Layout) -> list[Row]:
+    """The rows of the dataset that the task names under ``key``, of the same kind as its training rows: its split of
+    that kind, where it has one."""
+    other = open_source(name, key, task)
+    own = other.validation if key == "validation_dataset" else other.test
+    return _converted(other.train if own is None else own, other.form, task, key=key, is_paired=layout.is_paired)[0]
 
 
 def _converted(

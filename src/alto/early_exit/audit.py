@@ -108,7 +108,9 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
             evidence = {key: float(value) for key, value in event.evidence.items()}
             reason = exit_reason(event.reason)
             selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
-        case JobAdded(job=job):
-            selection.add(job, event.total_steps, loss_scale(event.config))
+        case JobAdded(job=job, origin=str(origin), forked_at=steps) if steps:
+            selection.fork(job, origin)
+        case JobAdded(job=job, origin=origin):
+            selection.add(job, event.total_steps, loss_scale(event.config), catches_up=origin is None)
         case JobReopened(job=job):
             selection.reopen(job)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from alto.errors import RunError
-from alto.records import StartValue, exit_reason
+from alto.records import SplitLoss, StartValue, exit_reason
 from alto.runs.events import (
     WIRE_NAMES,
     BaseEvaluated,
@@ -16,6 +16,7 @@ from alto.runs.events import (
     JobExited,
     JobReopened,
     JournalEntry,
+    StartMeasurement,
     TaskStarted,
     TrainSteps,
 )
@@ -34,6 +35,8 @@ class Curves:
         validation: Validation loss by step.
         scores: Score by step.
         score_rows: Value of the metric on every validation row, by step.
+        loss_rows: Loss of every validation row, by step; of the base at step 0.
+        tests: Loss on the test rows, by step; of the base at step 0.
     """
 
     start: StartValue | None = None
@@ -41,6 +44,14 @@ class Curves:
     validation: dict[int, float] = field(default_factory=dict)
     scores: dict[int, float] = field(default_factory=dict)
     score_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    loss_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    tests: dict[int, SplitLoss] = field(default_factory=dict)
+
+    def _add_rows(self, step: int, event: JobEvaluated | StartMeasurement) -> None:
+        if event.loss_rows:
+            self.loss_rows[step] = event.loss_rows
+        if event.test_loss is not None:
+            self.tests[step] = SplitLoss(loss=event.test_loss, rows=event.test_rows)
 
 
 def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
@@ -79,12 +90,16 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
             case BaseEvaluated() as event:
                 for job, start in start_values(event, started.metric).items():
                     curves[job].start = start
+                for value in event.values:
+                    for job in value.jobs:
+                        curves[job]._add_rows(0, value)
             case TrainSteps(job=job, first_step=first_step, losses=losses):
                 curves[job].train.update(enumerate(losses, start=first_step))
             case JobEvaluated(job=job, step=step) as event:
                 curves[job].validation[step] = event.validation_loss
                 curves[job].scores[step] = score_of(started.metric, event.metrics)
                 curves[job].score_rows[step] = event.metric_rows
+                curves[job]._add_rows(step, event)
     return curves
 
 

@@ -8,13 +8,13 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
-from alto.records import StartValue
+from alto.records import SplitLoss, StartValue
 from alto.runs.events import JobDescription, JournalEntry
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.outside import read_bytes, strict_json
@@ -40,6 +40,10 @@ class RecordedJob:
         scores: Score of each evaluation by the task's metric; empty where it selects by the loss.
         score_rows: The same on every validation row; empty where it is not known.
         start: Evaluation before its first step; None where it was not recorded.
+        loss_rows: Loss of every validation row, in thousandths of its unit, by step: before the first step, at rungs
+            and after the last. Empty where it was not recorded.
+        tests: Loss on the test rows, its rows in thousandths, by step: before the first step, and at every evaluation
+            that was the job's best so far. Empty where there were no such rows.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
@@ -55,6 +59,8 @@ class RecordedJob:
     scores: tuple[float, ...] = ()
     score_rows: tuple[tuple[float, ...], ...] = ()
     start: StartValue | None = None
+    loss_rows: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    tests: Mapping[int, SplitLoss] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.evaluations]
@@ -151,6 +157,8 @@ class Recording:
                     **({"gains": list(job.scores)} if job.scores else {}),
                     **({"gain_rows": [list(rows) for rows in job.score_rows]} if job.score_rows else {}),
                     **({} if job.start is None else {"start": _start_to_json(job.start)}),
+                    **({"loss_rows": _rows_to_json(job.loss_rows)} if job.loss_rows else {}),
+                    **({"tests": _tests_to_json(job.tests)} if job.tests else {}),
                 }
                 for job in self.jobs
             ],
@@ -206,6 +214,8 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
         if any(curves.score_rows.values())
         else (),
         start=curves.start,
+        loss_rows=dict(sorted(curves.loss_rows.items())),
+        tests=dict(sorted(curves.tests.items())),
     )
 
 
@@ -229,6 +239,8 @@ def _job_from(fields: Mapping[str, Any]) -> RecordedJob:
         scores=tuple(fields.get("gains", ())),
         score_rows=tuple(map(tuple, fields.get("gain_rows", ()))),
         start=_start_from(fields.get("start")),
+        loss_rows={int(step): _rows_from(rows) for step, rows in fields.get("loss_rows", {}).items()},
+        tests={int(step): _test_from(value) for step, value in fields.get("tests", {}).items()},
     )
 
 
@@ -241,6 +253,29 @@ def _start_from(value: Sequence[Any] | None) -> StartValue | None:
 
 def _start_to_json(start: StartValue) -> list[Any]:
     return [_to_json(start.validation_loss), start.score, *start.score_rows]
+
+
+def _rows_to_json(rows_of: Mapping[int, Sequence[float]]) -> dict[str, list[int | str]]:
+    return {str(step): [_thousandths(value) for value in rows] for step, rows in rows_of.items()}
+
+
+def _tests_to_json(tests: Mapping[int, SplitLoss]) -> dict[str, list[Any]]:
+    return {
+        str(step): [_to_json(test.loss), *(_thousandths(value) for value in test.rows)] for step, test in tests.items()
+    }
+
+
+def _thousandths(value: float) -> int | str:
+    return round(1000 * value) if math.isfinite(value) else str(value)
+
+
+def _rows_from(values: Iterable[int | str]) -> tuple[float, ...]:
+    return tuple(loss_of(value) / 1000 for value in values)
+
+
+def _test_from(value: Sequence[Any]) -> SplitLoss:
+    loss, *rows = value
+    return SplitLoss(loss=loss_of(loss), rows=_rows_from(rows))
 
 
 def _document_at(path: Path) -> Mapping[str, Any]:

@@ -22,12 +22,14 @@ class ReplayResult:
     Attributes:
         jobs: The result of every job, in the order of the recording.
         winner: Job with the best evaluation seen before its end; None if no evaluation was finite.
-        best_kept: The validation loss of that evaluation; infinity if there is none.
+        winner_step: Step of that evaluation; 0 if there is none.
+        best_kept: Its validation loss; infinity if there is none.
         best_of_all: That of the best evaluation of the whole recording.
     """
 
     jobs: tuple[JobResult, ...]
     winner: str | None
+    winner_step: int
     best_kept: float
     best_of_all: float
 
@@ -107,6 +109,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     return ReplayResult(
         jobs=tuple(_result(recording, job, selection) for job in recording.jobs),
         winner=None if winner is None else winner.job,
+        winner_step=0 if winner is None else winner.step,
         best_kept=math.inf if winner is None else winner.validation_loss,
         best_of_all=best_of_all,
     )

@@ -2,70 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from alto.early_exit import nonfinite
 from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
 from alto.early_exit.policy import Policy
 from alto.early_exit.progress import point_at_share
 from alto.early_exit.smoothing import Ema
+from alto.early_exit.track import ENDS_COMPETING, JobTrack
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, Standing, StartValue
+from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing, StartValue
 from alto.spec.rungs import rung_step
 
 __all__ = ["Selection"]
 
 # Above every score.
 UNBEATABLE = sys.float_info.max
-
-_ENDS_COMPETING = (ExitReason.DIVERGING, ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
-"""Jobs that end for one of these do not compete at later rungs; after overfitting, or a user's rule, the best
-evaluation competes."""
-
-
-@dataclass(slots=True)
-class _Runner:
-    """The selection's state of one job."""
-
-    total_steps: int
-    ema: Ema
-    loss_scale: str = ""
-    start: StartValue | None = None
-    was_ranked: bool = False
-    history: list[LossPoint] = field(default_factory=list)
-    best: LossPoint | None = None
-    peak: LossPoint | None = None
-    decision: ExitDecision | None = None
-    finished: bool = False
-    competes: bool = True
-    judged_from: int = 0
-
-    @property
-    def trains(self) -> bool:
-        return self.decision is None and not self.finished
-
-    @property
-    def steps(self) -> int:
-        """Steps done at the latest evaluation."""
-        return self.history[-1].step if self.history else 0
-
-    @property
-    def stands_with(self) -> LossPoint | None:
-        """The evaluation it competes with by default; None if it does not compete."""
-        if self.trains:
-            return self.history[-1] if self.history else None
-        return self.best if self.competes else None
-
-    def ended_after(self, point: LossPoint) -> bool:
-        """Whether it continued after ``point``, one of its evaluations, and then ended, other than by a user."""
-        if self.decision is None:
-            return self.finished and self.steps > point.step
-        if self.decision.reason is ExitReason.FAILED:
-            return True  # only what came after: a step or an evaluation that fails is not counted
-        return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
 
 
 class Selection:
@@ -118,10 +73,11 @@ class Selection:
         self.policy = policy
         self._ema_alpha = ema_alpha
         scales = loss_scales or {}
-        self._runners = {
-            job: _Runner(steps, Ema(ema_alpha), loss_scale=scales.get(job, "")) for job, steps in total_steps.items()
+        self._tracks = {
+            job: JobTrack(steps, Ema(ema_alpha), loss_scale=scales.get(job, "")) for job, steps in total_steps.items()
         }
         self._rungs_held = 0
+        self._ranked_at: list[list[Standing]] = []
         self._num_changes = 0
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
@@ -134,9 +90,9 @@ class Selection:
             first_step: Step of the first loss.
             losses: One loss per step.
         """
-        runner = self._runners[job]
-        due = runner.ema.count + 1
-        _require(runner.trains, f"{job} to train, found that it has ended")
+        track = self._tracks[job]
+        due = track.ema.count + 1
+        _require(track.trains, f"{job} to train, found that it has ended")
         _require(
             not losses or not self.is_waiting(job) or first_step + len(losses) - 1 <= self.furthest_stop(job),
             f"{job} to wait for its rung, found that it continued",
@@ -147,14 +103,14 @@ class Selection:
             if verdict is not None:
                 self.end(verdict)
                 return verdict
-            runner.ema.update(loss)
+            track.ema.update(loss)
         return None
 
     def observe_base(self, job: str, start: StartValue) -> None:
         """Observe the evaluation of the frozen base alone, before the first evaluation of ``job``."""
-        runner = self._runners[job]
-        _require(not runner.history, f"the base's validation before the first of {job}, found it after one")
-        runner.start = start
+        track = self._tracks[job]
+        _require(not track.history, f"the base's validation before the first of {job}, found it after one")
+        track.start = start
 
     def observe(
         self, job: str, step: int, validation_loss: float, score: float = 0.0, score_rows: Sequence[float] = ()
@@ -168,65 +124,77 @@ class Selection:
             score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 where only the loss decides.
             score_rows: The metric on every validation row, where it is known.
         """
-        runner = self._runners[job]
-        done, last = runner.ema.count, runner.steps
-        _require(runner.trains, f"{job} to train, found that it has ended")
+        track = self._tracks[job]
+        done, last = track.ema.count, track.steps
+        _require(track.trains, f"{job} to train, found that it has ended")
         _require(step == done, f"an evaluation of {job} after the {done} steps it has done, found one after {step}")
-        _require(last < step <= runner.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
-        assert runner.ema.value is not None
+        _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
+        assert track.ema.value is not None
         point = LossPoint(
             job=job,
             step=step,
-            total_steps=runner.total_steps,
-            train_ema=runner.ema.value,
+            total_steps=track.total_steps,
+            train_ema=track.ema.value,
             validation_loss=validation_loss,
             score=score,
             score_rows=tuple(score_rows),
-            loss_scale=runner.loss_scale,
-            start_loss=None if runner.start is None else runner.start.validation_loss,
+            loss_scale=track.loss_scale,
+            start_loss=None if track.start is None else track.start.validation_loss,
         )
-        runner.history.append(point)
+        track.history.append(point)
         self._num_changes += 1
         verdict = nonfinite.judge_point(point)
         if verdict is None:
-            if runner.peak is None or point.score > runner.peak.score:
-                runner.peak = point
+            if track.peak is None or point.score > track.peak.score:
+                track.peak = point
             # Steps that are each within noise of the previous one must not lead away from the best score.
-            if runner.best is None or (is_better(point, runner.best) and is_within_noise(point, runner.peak)):
-                runner.best = point
-            if step == runner.total_steps:
-                runner.finished = True
+            if track.best is None or (is_better(point, track.best) and is_within_noise(point, track.peak)):
+                track.best = point
+            if step == track.total_steps:
+                track.finished = True
                 return None
-            verdict = self.policy.judge(runner.history[runner.judged_from :])
+            verdict = self.policy.judge(track.history[track.judged_from :]) or self._judge_late(track, job)
         if verdict is not None:
             self.end(verdict)
         return verdict
 
     def end(self, decision: ExitDecision) -> None:
         """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``)."""
-        runner = self._runners[decision.job]
-        _require(runner.trains, f"{decision.job} to train, found that it has ended")
+        track = self._tracks[decision.job]
+        _require(track.trains, f"{decision.job} to train, found that it has ended")
         self._num_changes += 1
-        runner.decision = decision
-        runner.competes = decision.reason not in _ENDS_COMPETING
+        track.decision = decision
+        track.competes = decision.reason not in ENDS_COMPETING
 
-    def add(self, job: str, total_steps: int, loss_scale: str = "") -> None:
+    def add(self, job: str, total_steps: int, loss_scale: str = "", *, catches_up: bool = False) -> None:
         """Add a job, before its first step; it takes part in every rung that is still to be decided.
 
         Args:
             job: Id of the new job.
             total_steps: Its steps.
             loss_scale: Scale of its loss; the default is that of all other jobs.
+            catches_up: No rung waits for it until it has reached that rung. A rung that was decided before ranks it
+                alone, as soon as it is there, among all jobs that were ever ranked at that rung.
         """
-        _require(job not in self._runners, f"a new job, found that {job} is there already")
+        _require(job not in self._tracks, f"a new job, found that {job} is there already")
         self._num_changes += 1
-        self._runners[job] = _Runner(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale)
+        self._tracks[job] = JobTrack(
+            total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=0 if catches_up else None
+        )
+
+    def fork(self, job: str, origin: str) -> None:
+        """Add a job that continues where ``origin``, which trains, is now: what was observed of that counts for both,
+        but the evaluation that a job competes with in the end is its own."""
+        _require(job not in self._tracks, f"a new job, found that {job} is there already")
+        _require(self._tracks[origin].trains, f"{origin} to train, found that it has ended")
+        self._num_changes += 1
+        self._tracks[job] = self._tracks[origin].forked(job)
 
     def reopen(self, job: str) -> None:
         """Reopen a job that was ended: it takes part in every rung still to be decided, and is judged by its later
         evaluations."""
-        runner = self._runners[job]
-        verdict = runner.decision
+        track = self._tracks[job]
+        verdict = track.decision
         _require(verdict is not None, f"{job} to have been ended early, found that it has not")
         assert verdict is not None
         _require(
@@ -234,19 +202,19 @@ class Selection:
             f"{job} to have finite losses, found that it ended with one that is not, so it cannot be resumed",
         )
         self._num_changes += 1
-        runner.decision = None
-        runner.competes = True
-        runner.judged_from = len(runner.history)
+        track.decision = None
+        track.competes = True
+        track.judged_from = len(track.history)
 
     @property
     def jobs(self) -> tuple[str, ...]:
         """All jobs, in the order they were given."""
-        return tuple(self._runners)
+        return tuple(self._tracks)
 
     @property
     def training(self) -> tuple[str, ...]:
         """Jobs that have neither ended nor finished, waiting ones included."""
-        return tuple(job for job, runner in self._runners.items() if runner.trains)
+        return tuple(job for job, track in self._tracks.items() if track.trains)
 
     @property
     def next_rung(self) -> Rung | None:
@@ -275,12 +243,13 @@ class Selection:
 
     def is_training(self, job: str) -> bool:
         """Whether ``job`` has neither ended nor finished; a waiting job counts."""
-        return self._runners[job].trains
+        return self._tracks[job].trains
 
     def is_waiting(self, job: str) -> bool:
         """Whether ``job`` has been evaluated at the next rung and waits for the others."""
-        runner = self._runners[job]
-        return runner.trains and self.next_rung is not None and runner.steps >= self.next_stop(job)
+        track = self._tracks[job]
+        is_on_time = track.late_rung is None
+        return track.trains and is_on_time and self.next_rung is not None and track.steps >= self.next_stop(job)
 
     def certain_to_be_kept(self) -> frozenset[str]:
         """Jobs that wait but may continue: the next rung will keep them for any results of the others.
@@ -299,31 +268,22 @@ class Selection:
         ]
         kept = self._ranked([*present, *better]).kept
         return frozenset(
-            job for job in kept if self.is_waiting(job) and self._runners[job].steps < self.furthest_stop(job)
+            job for job in kept if self.is_waiting(job) and self._tracks[job].steps < self.furthest_stop(job)
         )
 
     def rung_ready(self) -> bool:
-        """Whether the next rung can be decided: a job has reached it, and all training jobs wait at it."""
-        return all(map(self.is_waiting, self.training)) and any(map(self._stands_at_rung, self._runners))
+        """Whether the next rung can be decided: a job has reached it, and all training jobs that are not late wait at
+        it."""
+        on_time = (job for job in self.training if self._tracks[job].late_rung is None)
+        return all(map(self.is_waiting, on_time)) and any(map(self._stands_at_rung, self._tracks))
 
     def standings(self) -> tuple[Standing, ...]:
-        """Standings of all competing jobs, by job id."""
+        """Standings of all jobs that compete at the next rung, by job id."""
         standings = []
-        for job, runner in sorted(self._runners.items()):
-            point = self._at_rung(job) if self._stands_at_rung(job) else runner.stands_with
-            if point is not None:
-                standings.append(
-                    Standing(
-                        job=job,
-                        step=runner.ema.count,
-                        validation_loss=point.validation_loss,
-                        score=point.score,
-                        score_rows=point.score_rows,
-                        loss_scale=point.loss_scale,
-                        start_loss=point.start_loss,
-                        is_training=runner.trains,
-                    )
-                )
+        for job, track in sorted(self._tracks.items()):
+            point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
+            if point is not None and track.late_rung is None:
+                standings.append(_standing(track, point))
         return tuple(standings)
 
     def select(self) -> RungResult:
@@ -334,23 +294,29 @@ class Selection:
         for decision in rung_result.dropped:
             self.end(decision)
         for standing in standings:
-            self._runners[standing.job].competes &= standing.job in rung_result.kept
-            self._runners[standing.job].was_ranked = True
+            self._tracks[standing.job].competes &= standing.job in rung_result.kept
+            self._tracks[standing.job].was_ranked = True
         self._num_changes += 1
+        self._ranked_at.append(list(standings))
         self._rungs_held += 1
         return rung_result
 
+    def at_rungs(self, job: str) -> tuple[LossPoint, ...]:
+        """The values of ``job`` at the rungs that it has reached, decided or not, as they are compared there."""
+        points = (self._at_rung(job, index) for index in range(len(self.policy.rungs)))
+        return tuple(itertools.takewhile(lambda point: point is not None, points))  # type: ignore[arg-type]
+
     def start_of(self, job: str) -> StartValue | None:
         """The evaluation before the first step of ``job``; None where it is not known."""
-        return self._runners[job].start
+        return self._tracks[job].start
 
     def decision_on(self, job: str) -> ExitDecision | None:
         """The verdict that ended ``job``; None if it trains or did all its steps."""
-        return self._runners[job].decision
+        return self._tracks[job].decision
 
     def history(self, job: str) -> tuple[LossPoint, ...]:
         """All evaluations of ``job``, oldest first."""
-        return tuple(self._runners[job].history)
+        return tuple(self._tracks[job].history)
 
     def best(self, job: str) -> LossPoint | None:
         """The evaluation that ``job`` competes with in the end, the earliest of equals; None before any.
@@ -358,7 +324,7 @@ class Selection:
         One with a better score by the task's metric takes its place, and one with a lower validation loss whose score
         lies within noise of it and of the best score so far.
         """
-        return self._runners[job].best
+        return self._tracks[job].best
 
     def winner(self) -> LossPoint | None:
         """The best evaluation of all jobs, however they ended; None if there is none."""
@@ -366,43 +332,79 @@ class Selection:
 
     def leaders(self, count: int) -> list[LossPoint]:
         """The best evaluations of the best ``count`` jobs, however they ended; ties go to the lower job id."""
-        bests = [runner.best for runner in self._runners.values() if runner.best is not None]
+        bests = [track.best for track in self._tracks.values() if track.best is not None]
         return ordered(bests)[:count]
 
     def within_noise_of_winner(self) -> list[LossPoint]:
         """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
         score; best score first."""
-        group = leading_group(runner.best for runner in self._runners.values() if runner.best is not None)
+        group = leading_group(track.best for track in self._tracks.values() if track.best is not None)
         others = [point for point in group if point.score != group[0].score]
         return sorted(others, key=lambda point: (point.sort_key, point.job))
 
     def _ranked(self, standings: Sequence[Standing]) -> RungResult:
         """The outcome of the next rung, if only ``standings`` competed at it."""
-        entered = {job for job, runner in self._runners.items() if runner.was_ranked}
-        return self.policy.select(self._rungs_held, standings, len(entered | {one.job for one in standings}))
+        return self.policy.select(self._rungs_held, standings, self._num_entered(standings))
+
+    def _num_entered(self, standings: Sequence[Standing]) -> int:
+        entered = {job for job, track in self._tracks.items() if track.was_ranked}
+        return len(entered | {one.job for one in standings})
+
+    def _judge_late(self, track: JobTrack, job: str) -> ExitDecision | None:
+        """The verdict of the decided rungs that a late job has reached now."""
+        while track.late_rung is not None:
+            point = self._at_rung(job, track.late_rung)
+            if track.late_rung == len(self.policy.rungs) or (point is not None and track.late_rung == self._rungs_held):
+                track.late_rung = None  # it waits at the next rung with the others
+                break
+            if point is None:
+                break
+            standing, ranked = _standing(track, point), self._ranked_at[track.late_rung]
+            ranked.append(standing)
+            result = self.policy.select(track.late_rung, ranked, self._num_entered(ranked))
+            track.was_ranked = True
+            self._num_changes += 1
+            if job not in result.kept:
+                return next(decision for decision in result.dropped if decision.job == job)
+            track.late_rung += 1
+        return None
 
     def _stop(self, job: str, rung_index: int) -> int:
-        rungs, total_steps = self.policy.rungs, self._runners[job].total_steps
+        rungs, total_steps = self.policy.rungs, self._tracks[job].total_steps
         return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
 
-    def _at_rung(self, job: str) -> LossPoint | None:
-        """The standing of ``job`` at the next rung; None if it has not reached it, or no rung is left."""
-        if self.next_rung is None:
+    def _at_rung(self, job: str, index: int) -> LossPoint | None:
+        """The value of ``job`` at rung number ``index``; None if it has not reached it, or there is no such rung."""
+        if index >= len(self.policy.rungs):
             return None
-        runner = self._runners[job]
+        track = self._tracks[job]
         if self.policy.equal_shares:
-            return point_at_share(runner.history, self.next_rung, runner.total_steps, runner.start)
-        return next((point for point in runner.history if point.step >= self.next_stop(job)), None)
+            return point_at_share(track.history, self.policy.rungs[index], track.total_steps, track.start)
+        return next((point for point in track.history if point.step >= self._stop(job, index)), None)
 
     def _stands_at_rung(self, job: str) -> bool:
         """Whether ``job`` waits at the next rung, or trained past it and ended there by a verdict."""
-        point, runner = self._at_rung(job), self._runners[job]
-        if point is None:
+        point, track = self._at_rung(job, self._rungs_held), self._tracks[job]
+        if point is None or track.late_rung is not None:
             return False
-        if runner.finished and runner.steps == point.step:
+        if track.finished and track.steps == point.step:
             # It finished at this rung. It must not have an advantage over jobs compared at equal shares.
             return self.policy.equal_shares
-        return runner.trains or runner.ended_after(point)
+        return track.trains or track.ended_after(point)
+
+
+def _standing(track: JobTrack, point: LossPoint) -> Standing:
+    """A job that stands at a rung with one of its evaluations."""
+    return Standing(
+        job=point.job,
+        step=track.ema.count,
+        validation_loss=point.validation_loss,
+        score=point.score,
+        score_rows=point.score_rows,
+        loss_scale=point.loss_scale,
+        start_loss=point.start_loss,
+        is_training=track.trains,
+    )
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

@@ -85,7 +85,7 @@ def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: Ta
 
 
 def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
-    files = [path for path in (task.dataset, task.validation_dataset) if path is not None]
+    files = [path for path in (task.dataset, task.validation_dataset, task.test_dataset) if path is not None]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},

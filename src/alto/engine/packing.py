@@ -13,7 +13,16 @@ from alto.spec.base_model import quantisation_keys
 
 __all__ = ["packed_as"]
 
-_SAME_KEYS = ("dataset", "validation_dataset", "method", "max_length", "num_gpus", "adapter_dtype")
+_SAME_KEYS = (
+    "dataset",
+    "validation_dataset",
+    "test_dataset",
+    "test_split",
+    "method",
+    "max_length",
+    "num_gpus",
+    "adapter_dtype",
+)
 _PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
 _UNLIMITED_TOKENS = 2**24
 """The largest allowed value, more than any step has: it means "no limit", so that no limit is left to be measured."""

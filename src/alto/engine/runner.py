@@ -160,7 +160,7 @@ class TaskRunner:
         )
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
-        for split in (data.train, data.validation):
+        for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
         judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
         context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
@@ -315,7 +315,7 @@ class _Prepared:
 def portable(task: Task) -> Task:
     """The task with absolute paths, so that a process in any folder can resume it."""
     found: dict[str, Any] = {}
-    for key in ("dataset", "validation_dataset"):
+    for key in ("dataset", "validation_dataset", "test_dataset"):
         path = getattr(task, key)
         if path is not None and Path(path).expanduser().is_file():
             found[key] = str(Path(path).expanduser().resolve())

@@ -20,18 +20,26 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
     alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss on the frozen base
     for job in state.jobs.values():
         alike.setdefault(job.config.objective, []).append(job)
+    configs = [jobs[0].config for jobs in alike.values()]
+    tested: list[Evaluated] = []
     try:
-        found = state.trainer.evaluate_base(state.context, [jobs[0].config for jobs in alike.values()])
+        found = state.trainer.evaluate_base(state.context, configs)
+        if state.context.data.test is not None:
+            tested = state.trainer.evaluate_base(state.context, configs, "test")
     except RowTooLargeError:
         return
     metric = state.context.task.metric
     for jobs, value in zip(alike.values(), found, strict=True):
         score = score_of(metric, value.metrics)
-        start = StartValue(validation_loss=value.loss, score=score, score_rows=value.metric_rows)
+        start = StartValue(validation_loss=value.loss, score=score, score_rows=value.rows_of(state.context.row_metric))
         for job in jobs:
             state.selection.observe_base(job.id, start)
     recorder.base_evaluated(
-        ([job.id for job in jobs], value) for jobs, value in zip(alike.values(), found, strict=True)
+        [
+            ([job.id for job in of_one], value, tested[index] if tested else None)
+            for index, (of_one, value) in enumerate(zip(alike.values(), found, strict=True))
+        ],
+        state.context.row_metric,
     )
 
 
@@ -49,6 +57,7 @@ def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecord
         if start is not None and job.config.objective == clone.config.objective:
             state.selection.observe_base(clone.id, start)
             metrics = {} if metric == LOSS else {metric: start.score}
-            known = Evaluated(loss=start.validation_loss, metrics=metrics, metric_rows=start.score_rows)
-            recorder.base_evaluated([([clone.id], known)])
+            rows = {metric: start.score_rows} if start.score_rows else {}
+            known = Evaluated(loss=start.validation_loss, metrics=metrics, rows=rows)
+            recorder.base_evaluated([([clone.id], known, None)], state.context.row_metric)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from alto.errors import JobCommandError
@@ -12,7 +12,7 @@ from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import find_method
 
-__all__ = ["clone_job", "describe_changes"]
+__all__ = ["clone_job", "describe_changes", "next_id"]
 
 
 def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, method: str) -> Job:
@@ -48,7 +48,7 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
             f"expected a configuration that no other job has, found that {twin} has it; change a setting with "
             "--set key=value, or start from the job's weights with --warm"
         )
-    return Job(id=_next_id([job.id for job in others]), config=config)
+    return Job(id=next_id(job.id for job in others), config=config)
 
 
 def describe_changes(origin: Job, clone: Job) -> str:
@@ -57,6 +57,7 @@ def describe_changes(origin: Job, clone: Job) -> str:
     return ", ".join(f"{key}={after[key]}" for key in after if after[key] != before[key]) or "nothing changed"
 
 
-def _next_id(ids: Collection[str]) -> str:
+def next_id(ids: Iterable[str]) -> str:
+    """The id of a job that is added to those with ``ids``."""
     numbers = [job.removeprefix("job-") for job in ids]
     return f"job-{max(map(int, numbers)) + 1:0{max(map(len, numbers))}d}"

@@ -61,7 +61,7 @@ class TaskContext:
                 package provides the task's method.
             UnsupportedModelError: A row is too long to be batched with others on this base model.
         """
-        backbone.check_length(max(data.train.longest_sequence, data.validation.longest_sequence))
+        backbone.check_length(max(split.longest_sequence for split in data.splits))
         return cls(
             task=task,
             base=task.base_model,
@@ -79,9 +79,13 @@ class TaskContext:
         return self.data.train.num_tokens / len(self.data.train)
 
     @property
+    def row_values(self) -> tuple[str, ...]:
+        """What evaluations keep of every row: the loss, and the metric that the task selects by."""
+        return tuple(dict.fromkeys((LOSS, self.task.metric)))
+
+    @property
     def row_metric(self) -> str | None:
-        """The metric that the task selects by, whose value evaluations keep per row; None where it selects by the
-        loss."""
+        """The metric that the task selects by; None where that is the loss."""
         return None if self.task.metric == LOSS else self.task.metric
 
     def plan(self, job: Job) -> PlannedJob:

@@ -150,7 +150,7 @@ class Control:
         if command.warm:
             self._check_warm_start(origin, clone)
             state.slot_manager.give_start(clone, origin)
-        self._lifecycle.add(clone, origin, command.id)
+        self._lifecycle.add_clone(clone, origin, command.id)
         if not clone.starts_warm:
             start_like_others(clone, state, self._recorder)
         start = f"the best weights of {origin.id}" if command.warm else "new weights"

@@ -22,6 +22,7 @@ class JobState:
         planned: Its constant part: configuration, shape, steps.
         context: Its task, which holds its rows, objective, metric and early-exit settings.
         starts_warm: A clone that begins with the adapter in its ``start`` folder.
+        forked_at: Steps after which it continues where another job was; 0 of all others.
         step: Steps done.
         slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
         is_data_parallel: Every rank holds a copy of its adapter in the same local slot and trains a part of its rows;
@@ -36,6 +37,7 @@ class JobState:
     planned: PlannedJob
     context: TaskContext = field(repr=False)
     starts_warm: bool = False
+    forked_at: int = 0
     step: int = 0
     slot: int | None = None
     is_data_parallel: bool = False
@@ -80,9 +82,10 @@ class JobState:
         num_rows = min(self.config.per_device_train_batch_size, len(self.context.data.train))
         return math.ceil(num_rows * self.context.row_tokens)
 
-    def samples_after(self, num_steps: int) -> int:
-        """Training rows that ``num_steps`` of its steps read; a row counts each time it is read."""
-        return self.config.samples_after(num_steps, len(self.context.data.train))
+    def samples_until(self, num_steps: int) -> int:
+        """Training rows that it has read itself after ``num_steps`` steps; a row counts each time it is read."""
+        num_rows = len(self.context.data.train)
+        return self.config.samples_after(num_steps, num_rows) - self.config.samples_after(self.forked_at, num_rows)
 
 
 def initial_states(context: TaskContext) -> list[JobState]:

@@ -79,8 +79,8 @@ class JobLifecycle:
         self._state.selection.reopen(job.id)
         self._recorder.job_reopened(job, command)
 
-    def add(self, clone: JobState, origin: JobState, command: str) -> None:
-        """Add a job while the task runs; it is pending.
+    def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
+        """Add a clone of a job while the task runs; it is pending.
 
         Args:
             clone: The new job.
@@ -90,11 +90,38 @@ class JobLifecycle:
         Raises:
             DeviceMemoryError: Its adapter does not fit; nothing is changed.
         """
+        self._add(clone)
+        self._state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
+        self._recorder.job_added(clone, origin=origin.id, command=command)
+
+    def add_suggestion(self, job: JobState) -> None:
+        """Add a job that the search suggests; it is pending. Errors as in :meth:`add_clone`."""
+        self._add(job)
+        scale = loss_scale(job.config.model_dump())
+        self._state.selection.add(job.id, job.total_steps, scale, catches_up=True)
+        self._recorder.job_added(job)
+
+    def add_fork(self, fork: JobState, origin: JobState, replaces: str) -> None:
+        """Add a job that continues where ``origin`` is, with its weights and optimizer state; it is parked.
+
+        Args:
+            fork: The new job.
+            origin: A job that trains, of the same shape.
+            replaces: The job that ended for it.
+
+        Raises:
+            DeviceMemoryError: As in :meth:`add_clone`.
+        """
+        self._add(fork)
+        self._recorder.losses(origin)
+        self._state.slot_manager.give_state(fork, origin)
+        self._state.selection.fork(fork.id, origin.id)
+        self._recorder.job_added(fork, origin=origin.id, replaces=replaces)
+
+    def _add(self, job: JobState) -> None:
         state = self._state
-        state.slot_manager.fit([*state.jobs.values(), clone])
-        state.jobs[clone.id] = clone
-        state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
-        self._recorder.job_added(clone, origin, command)
+        state.slot_manager.fit([*state.jobs.values(), job])
+        state.jobs[job.id] = job
 
     def _note_lost_slot(self, job: JobState, slot: int) -> None:
         self._recorder.losses(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -9,7 +10,9 @@ from transformers import PreTrainedModel
 from alto.data import DataOrder
 from alto.early_exit import evaluation_steps, policy_from
 from alto.lora import AdapterShape, check_optimizer, find_targets
+from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
+from alto.spec.rungs import rung_step
 
 __all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs"]
 
@@ -24,6 +27,7 @@ class PlannedJob:
         order: The rows that each step trains.
         total_steps: Number of steps without early exit.
         evaluation_steps: Counts of steps done after which it is evaluated.
+        ranking_steps: Those of them after which it is compared with other jobs: at rungs, and at its end.
     """
 
     job: Job
@@ -31,6 +35,7 @@ class PlannedJob:
     order: DataOrder
     total_steps: int
     evaluation_steps: frozenset[int]
+    ranking_steps: frozenset[int]
 
     @property
     def id(self) -> str:
@@ -63,6 +68,7 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
         order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
+        ranking_steps=frozenset((total_steps, *(rung_step(rung, total_steps) for rung in rungs))),
     )
 
 
@@ -73,12 +79,19 @@ def plan_jobs(task: Task, model: PreTrainedModel, num_rows: int) -> tuple[Planne
 
 def resolve_rungs(task: Task, num_rows: int) -> Task:
     """``task`` with explicit rungs: the rungs of a preset come after the learning-rate warmup of every job; where
-    answers choose among finalists, all finalists train to their end.
+    answers choose among finalists, all finalists train to their end. A population is ranked at every interval.
 
     Args:
         num_rows: Rows of the training split.
     """
-    early_exit = task.early_exit
+    early_exit, search = task.early_exit, task.search
+    if search.algorithm == "pbt" and not early_exit.has_own_rungs:
+        keep = 1 - search.exchanged
+        early_exit = early_exit.replace(
+            rungs=tuple((progress, keep) for progress in population_rungs(search.interval)),
+            min_kept=math.ceil(keep * len(task.jobs)),
+            finish_from=1.0,
+        )
     if task.select_by == "eval_accuracy" and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
     shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]

@@ -40,6 +40,7 @@ from alto.runs.events import (
     WarmupEnded,
 )
 from alto.scheduler import LastJobsForecast, ReceivedShare
+from alto.spec.metric import LOSS
 
 __all__ = ["JournalRecorder", "describe_job"]
 
@@ -84,16 +85,25 @@ class JournalRecorder:
         if self._has_begun:
             self._record_memory_events()
 
-    def base_evaluated(self, found: Iterable[tuple[Sequence[str], Evaluated]]) -> None:
-        """The evaluations of the frozen base, each with the ids of the jobs that it applies to."""
+    def base_evaluated(
+        self, found: Iterable[tuple[Sequence[str], Evaluated, Evaluated | None]], row_metric: str | None
+    ) -> None:
+        """The evaluations of the frozen base.
+
+        Args:
+            found: Ids of the jobs that one applies to, and what it gives on the validation rows and on the test rows.
+            row_metric: The metric that the task selects by; None where that is the loss.
+        """
         values = tuple(
             StartMeasurement(
                 jobs=tuple(jobs),
                 validation_loss=value.loss,
                 metrics=value.metrics,
-                metric_rows=value.metric_rows,
+                metric_rows=value.rows_of(row_metric),
+                loss_rows=_compact(value.rows_of(LOSS)),
+                **_test_facts(test),
             )
-            for jobs, value in found
+            for jobs, value, test in found
         )
         self._journal.append(BaseEvaluated(values=values))
 
@@ -144,20 +154,26 @@ class JournalRecorder:
         evidence = dict(decision.evidence)
         self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
 
-    def job_added(self, clone: JobState, origin: JobState, command: str) -> None:
-        """``clone`` of ``origin`` was added while the task runs, by the user's command with that id.
+    def job_added(
+        self, job: JobState, *, origin: str | None = None, command: str | None = None, replaces: str | None = None
+    ) -> None:
+        """A job was added while the task runs.
 
         Args:
-            clone: The new job.
-            origin: The job that it is a clone of.
-            command: Id of the user's command.
+            job: The new job.
+            origin: The job that it is a clone or a copy of; None of a suggestion.
+            command: Id of the user's command; None where there was none.
+            replaces: The job that ended for it; None where there is none.
         """
-        description = describe_job(clone)
+        description = describe_job(job)
         self._journal.append(
             JobAdded(
-                origin=origin.id,
-                warm=clone.starts_warm,
+                origin=origin,
+                warm=job.starts_warm,
                 command=command,
+                forked_at=job.forked_at,
+                replaces=replaces,
+                values=dict(job.planned.job.values),
                 job=description.job,
                 config=description.config,
                 total_steps=description.total_steps,
@@ -177,14 +193,17 @@ class JournalRecorder:
             self._journal.append(TrainSteps(job=job.id, first_step=first_step, losses=tuple(job.unsaved_losses)))
             job.unsaved_losses = []
 
-    def job_evaluated(self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool) -> None:
+    def job_evaluated(
+        self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None
+    ) -> None:
         """An evaluation of a job.
 
         Args:
             job: The job, at the step of the evaluation.
-            found: Loss and metrics.
+            found: Loss and metrics on the validation rows.
             train_ema: Exponentially smoothed training loss.
             is_best: Whether it is the best of the job so far.
+            test: Loss on the test rows; None where it was not measured.
         """
         self._journal.append(
             JobEvaluated(
@@ -195,7 +214,9 @@ class JournalRecorder:
                 validation_loss=found.loss,
                 is_best=is_best,
                 metrics=found.metrics,
-                metric_rows=found.metric_rows,
+                metric_rows=found.rows_of(job.context.row_metric),
+                loss_rows=_compact(found.rows_of(LOSS)) if job.step in job.planned.ranking_steps else (),
+                **_test_facts(test),
             )
         )
 
@@ -276,8 +297,8 @@ class JournalRecorder:
             TaskCompleted(
                 best_job=winner.job,
                 best_validation_loss=winner.validation_loss,
-                samples_trained=sum(job.samples_after(job.step) for job in jobs),
-                samples_budgeted=sum(job.samples_after(job.total_steps) for job in jobs),
+                samples_trained=sum(job.samples_until(job.step) for job in jobs),
+                samples_budgeted=sum(job.samples_until(job.total_steps) for job in jobs),
                 within_noise=tuple(
                     TiedJob(job=point.job, score=point.score, validation_loss=point.validation_loss) for point in tied
                 ),
@@ -297,9 +318,17 @@ def describe_job(job: JobState) -> JobDescription:
         job=job.id,
         config=job.config.model_dump(mode="json"),
         total_steps=job.total_steps,
-        samples_budgeted=job.samples_after(job.total_steps),
+        samples_budgeted=job.samples_until(job.total_steps),
         num_parameters=job.shape.num_parameters,
     )
+
+
+def _test_facts(test: Evaluated | None) -> dict[str, Any]:
+    return {} if test is None else {"test_loss": test.loss, "test_rows": _compact(test.rows_of(LOSS))}
+
+
+def _compact(rows: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.4g}") for value in rows)
 
 
 def _ending(job: JobState, slot: int | None, best: LossPoint | None) -> dict[str, Any]:
@@ -309,7 +338,7 @@ def _ending(job: JobState, slot: int | None, best: LossPoint | None) -> dict[str
         "step": job.step,
         "best_step": best.step if best else 0,
         "best_validation_loss": best.validation_loss if best else None,
-        "samples_trained": job.samples_after(job.step),
+        "samples_trained": job.samples_until(job.step),
     }
 
 

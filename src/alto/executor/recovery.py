@@ -186,7 +186,7 @@ def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
 
 def data_fingerprint(data: TaskData) -> str:
     """A digest of every token and every target of a task's data, and of how its pairs are laid out."""
-    return digest_of(data.train, data.validation)
+    return digest_of(*data.splits)
 
 
 def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: str, remedy: str) -> None:

@@ -61,7 +61,7 @@ def find_references(
     began = time.perf_counter()
     is_cached = True
     splits = []
-    for split in (data.train, data.validation):
+    for split in data.splits:
         found = []
         for part in split.parts(PART_ROWS):
             key = _key(context, part)
@@ -74,9 +74,8 @@ def find_references(
                     cache.save("references", key, references.tolist())
             found.append(references)
         splits.append(replace(split, references=torch.cat(found)))
-    train, validation = splits
     return References(
-        data=replace(data, train=train, validation=validation),
+        data=data.with_splits(splits),
         is_cached=is_cached,
         duration_s=time.perf_counter() - began,
     )

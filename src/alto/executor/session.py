@@ -283,18 +283,26 @@ class TaskSession:
             self._lifecycle.end(state.jobs[decision.job], decision)
 
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
-        selection = self.state.selection
+        selection, context = self.state.selection, self.state.context
         jobs, found = self._evaluated(jobs)
-        for job, value in zip(jobs, found, strict=True):
-            score = score_of(job.context.task.metric, value.metrics)
-            decision = selection.observe(job.id, job.step, value.loss, score, value.metric_rows)
-            best = selection.best(job.id)
-            is_best = best is not None and best.step == job.step
-            if is_best:
-                self.state.slot_manager.keep_best(job)
+        decisions = [
+            selection.observe(
+                job.id,
+                job.step,
+                value.loss,
+                score_of(context.task.metric, value.metrics),
+                value.rows_of(context.row_metric),
+            )
+            for job, value in zip(jobs, found, strict=True)
+        ]
+        best = [job for job in jobs if (point := selection.best(job.id)) is not None and point.step == job.step]
+        for job in best:
+            self.state.slot_manager.keep_best(job)
+        tested = self._tested(best)
+        for job, value, decision in zip(jobs, found, decisions, strict=True):
             self._recorder.losses(job)
             train_ema = selection.history(job.id)[-1].train_ema
-            self._recorder.job_evaluated(job, value, train_ema, is_best=is_best)
+            self._recorder.job_evaluated(job, value, train_ema, is_best=job in best, test=tested.get(job.id))
             if not selection.is_training(job.id):
                 self._lifecycle.end(job, decision)
 
@@ -307,6 +315,15 @@ class TaskSession:
                 self._lifecycle.fail(error)
             jobs = [job for job in jobs if self.state.is_competing(job)]
         return (), ()
+
+    def _tested(self, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
+        """The losses of ``jobs`` on the test rows, by job; without those that they do not fit into memory of."""
+        while jobs and self.state.context.data.test is not None:
+            try:
+                return dict(zip((job.id for job in jobs), self.state.trainer.evaluate(jobs, "test"), strict=True))
+            except RowTooLargeError as error:
+                jobs = [job for job in jobs if job.slot != error.slot]
+        return {}
 
     # -- saving and stopping -------------------------------------------------------------------------------------
 

@@ -195,6 +195,23 @@ class SlotManager:
         self._ranks.barrier()
         clone.starts_warm = True
 
+    def give_state(self, fork: JobState, origin: JobState) -> None:
+        """Let ``fork`` continue where ``origin`` is: weights, optimizer state and step are copied bit by bit."""
+        self.save(origin)
+        self._ranks.barrier()  # until the rank that saves it has done so
+        if self._ranks.is_first:
+            weights, optimizer = read_state(self._store.folder(origin.id, "last"))
+
+            def fill(folder: Path) -> None:
+                self._write_adapter(folder, fork, weights)
+                write_state(folder, optimizer)
+
+            self._store.save(fork.id, "last", origin.step, fill)
+        else:
+            self._store.saved_elsewhere(fork.id, "last")
+        self._ranks.barrier()
+        fork.step = fork.saved_step = fork.forked_at = origin.step
+
     def fit(self, jobs: Iterable[JobState]) -> None:
         """Make the bank large enough for ``jobs``, those that are resident included. A job that loses its slot, as the
         new bank has fewer, is reported to ``on_lost_slot``; its state is on disk.

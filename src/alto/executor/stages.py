@@ -26,9 +26,10 @@ from alto.executor.slot_manager import SlotManager
 from alto.executor.task_state import TaskState
 from alto.runs import RunDir
 from alto.runs.events import JobAdded, ReferenceFact
-from alto.spec import BaseModelSpec, Job
+from alto.spec import BaseModelSpec, Job, Task
 from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.metric import loss_scale
+from alto.spec.validation import plain
 
 __all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass", "with_references"]
 
@@ -77,7 +78,7 @@ def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
     """
     if resume_state.lines:
         check_data(resume_state.started, context.data)
-        jobs = (*context.jobs, *(job for job, _ in _clones(context, resume_state)))
+        jobs = (*context.jobs, *(job for job, _ in _added(context, resume_state)))
         check_jobs(resume_state.started, {job.id: job.config for job in jobs}, context.task)
 
 
@@ -123,8 +124,8 @@ def build_state(
         DeviceMemoryError: Not even one slot fits beside the base model.
     """
     jobs = initial_states(context)
-    for clone, is_warm in _clones(context, resume_state):
-        jobs.append(JobState(planned=clone, context=context, starts_warm=is_warm))
+    for planned, event in _added(context, resume_state):
+        jobs.append(JobState(planned=planned, context=context, starts_warm=event.warm, forked_at=event.forked_at))
     bank = bank or SharedBank(context.backbone, context.ranks, context.task.adapter_dtype)
     slot_manager = SlotManager(bank, context, run_dir, on_memory_event)
     slot_manager.attach(jobs, max_tokens_per_pass=max_tokens_per_pass)
@@ -136,12 +137,18 @@ def build_state(
     )
 
 
-def _clones(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, bool]]:
-    """The jobs that were added while the task ran, and whether they started with the weights of another."""
-    added = [entry.event for entry in resume_state.entries if isinstance(entry.event, JobAdded)]
+def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, JobAdded]]:
+    """The jobs that were added while the task ran."""
     return [
-        (context.plan(Job(id=event.job, config=context.task.job_config(event.config))), event.warm) for event in added
+        (context.plan(_job_of(entry.event, context.task)), entry.event)
+        for entry in resume_state.entries
+        if isinstance(entry.event, JobAdded)
     ]
+
+
+def _job_of(event: JobAdded, task: Task) -> Job:
+    values = {key: plain(value) for key, value in event.values.items()}
+    return Job(id=event.job, config=task.job_config(event.config), values=values)
 
 
 def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeState) -> Selection:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,63 +15,60 @@ __all__ = ["Evaluated", "Tally"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The result of evaluating a job on the validation split.
+    """The result of evaluating a job on a split.
 
     Attributes:
         loss: As in training.
         metrics: What its objective measures beside it, by name.
-        metric_rows: The metric that the task chooses by on every validation row; empty where that is the loss, or is
-            known as a mean only.
+        rows: By name: the loss (as the mean over the row's trained tokens; of a pair, its loss) and the metric that the
+            task chooses by, of every row; without those of which only the mean is known.
     """
 
     loss: float
     metrics: Mapping[str, float]
-    metric_rows: tuple[float, ...] = ()
+    rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def facts(self) -> dict[str, Any]:
-        """The fields of the journal event."""
-        return {
-            "validation_loss": self.loss,
-            **({"metrics": dict(self.metrics)} if self.metrics else {}),
-            **({"metric_rows": list(self.metric_rows)} if self.metric_rows else {}),
-        }
+    def rows_of(self, name: str | None) -> tuple[float, ...]:
+        """The value of every row; empty where they are not known, or ``name`` is None."""
+        return self.rows.get(name, ()) if name is not None else ()
 
 
 class Tally:
-    """Sums over the rows of the validation split, and one value for each of them.
+    """Sums over the rows of a split, and values of each of them.
 
     Args:
         metrics: Names of what is summed beside the loss.
-        row_metric: The one of them of which every row is kept; None for none.
-        num_rows: Rows of the split.
+        row_values: Those of which every row is kept: the loss or one of ``metrics``.
+        weights: Weight of every row of the split in its mean.
     """
 
-    def __init__(self, metrics: Sequence[str], row_metric: str | None, num_rows: int) -> None:
+    def __init__(self, metrics: Sequence[str], row_values: Sequence[str], weights: Sequence[float]) -> None:
         self._metrics = metrics
-        self._row_metric = row_metric
-        self._num_rows = 0 if row_metric is None else num_rows
+        self._row_values = tuple(row_values)
+        self._weights = weights
         self.forget()
 
     def forget(self) -> None:
         """Reset all sums."""
         self._sums = [0.0] * (1 + len(self._metrics))
-        self._rows = [0.0] * self._num_rows
-        self._has_rows = False
+        self._rows = {name: [0.0] * len(self._weights) for name in self._row_values}
+        self._known: set[str] = set()
 
     def values(self) -> list[float]:
         """All sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
-        return [*self._sums, float(self._has_rows), *self._rows]
+        flags = [float(name in self._known) for name in self._row_values]
+        return [*self._sums, *flags, *(value for rows in self._rows.values() for value in rows)]
 
-    def evaluated(self, values: Sequence[float], weight: float) -> Evaluated:
-        """The evaluation from ``values`` (those of :meth:`values`, summed over all ranks) for a split of this
-        weight."""
-        loss, *metrics = (value / weight for value in values[: len(self._sums)])
-        has_rows, *rows = values[len(self._sums) :]
-        return Evaluated(
-            loss=loss,
-            metrics=dict(zip(self._metrics, metrics, strict=True)),
-            metric_rows=tuple(rows) if has_rows else (),
-        )
+    def evaluated(self, values: Sequence[float]) -> Evaluated:
+        """The evaluation from ``values``: those of :meth:`values`, summed over all ranks."""
+        left, total = iter(values), sum(self._weights)
+        loss, *metrics = (value / total for value in itertools.islice(left, len(self._sums)))
+        flags = list(itertools.islice(left, len(self._row_values)))
+        found = {name: tuple(itertools.islice(left, len(self._weights))) for name in self._row_values}
+        rows = {name: found[name] for name, is_known in zip(self._row_values, flags, strict=True) if is_known}
+        if "loss" in rows:
+            rows["loss"] = tuple(value / weight for value, weight in zip(rows["loss"], self._weights, strict=True))
+        return Evaluated(loss=loss, metrics=dict(zip(self._metrics, metrics, strict=True)), rows=rows)
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
@@ -86,13 +83,13 @@ class Tally:
             return
         metrics = [terms.metrics[name] for name in tallies[0]._metrics]
         found_J = torch.stack([terms.sums_J, *metrics], 1).tolist()
-        row_metric = tallies[0]._row_metric
-        values: Iterator[float] | None = None
-        if row_metric is not None and row_metric in terms.rows:
-            values = iter(terms.rows[row_metric].tolist())
-        for tally, of_job, found in zip(tallies, rows, found_J, strict=True):
+        for tally, found in zip(tallies, found_J, strict=True):
             tally._sums = [total + part for total, part in zip(tally._sums, found, strict=True)]
-            if values is not None:
-                tally._has_rows = True
+        for name in tallies[0]._row_values:
+            if name not in terms.rows:
+                continue
+            values = iter(terms.rows[name].tolist())
+            for tally, of_job in zip(tallies, rows, strict=True):
+                tally._known.add(name)
                 for row in of_job:
-                    tally._rows[row] = next(values)
+                    tally._rows[name][row] = next(values)

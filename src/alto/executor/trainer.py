@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, release_memory
-from alto.data import EncodedDataset, JobRows, TokenBatch, collate, dummy_batch, share_rows
+from alto.data import EncodedDataset, EvaluationSplit, JobRows, TokenBatch, collate, dummy_batch, share_rows
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
@@ -216,19 +216,20 @@ class Trainer:
         return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
     @torch.no_grad()
-    def evaluate(self, jobs: Sequence[JobState]) -> list[Evaluated]:
-        """Evaluate every resident job in ``jobs`` on the whole validation split; the loss is that of training.
+    def evaluate(self, jobs: Sequence[JobState], split: EvaluationSplit = "validation") -> list[Evaluated]:
+        """Evaluate every resident job in ``jobs`` on all rows of a split; the loss is that of training.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
         here = self._here(jobs)
-        splits = [job.context.data.validation for job in jobs]
+        datasets = [job.context.data.held_out(split) for job in jobs]
         work, num_micro_batches = self._work(
-            [(job, split, tuple(range(len(split)))) for job, split in zip(jobs, splits, strict=True)], split_jobs=True
+            [(job, dataset, tuple(range(len(dataset)))) for job, dataset in zip(jobs, datasets, strict=True)],
+            split_jobs=True,
         )
-        tallies = {local_slot: _new_tally(job.context) for local_slot, job in here.items()}
+        tallies = {local_slot: _new_tally(job.context, split) for local_slot, job in here.items()}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
@@ -245,24 +246,26 @@ class Trainer:
 
         self._evaluate(work, accumulate, tallies.values(), num_micro_batches)
         found = [
-            _new_tally(job.context) if local_slot is None else tallies[local_slot]
+            _new_tally(job.context, split) if local_slot is None else tallies[local_slot]
             for job, local_slot in zip(jobs, map(self.local_slot, jobs), strict=True)
         ]
-        return self._evaluated(found, splits)
+        return self._evaluated(found)
 
     @torch.no_grad()
-    def evaluate_base(self, context: TaskContext, configs: Sequence[JobConfig]) -> list[Evaluated]:
-        """Evaluate the frozen base on a task's validation split, with its objective as each of ``configs`` sets it.
+    def evaluate_base(
+        self, context: TaskContext, configs: Sequence[JobConfig], split: EvaluationSplit = "validation"
+    ) -> list[Evaluated]:
+        """Evaluate the frozen base on a split of a task, with its objective as each of ``configs`` sets it.
 
         Raises:
             RowTooLargeError: A row does not fit into memory by itself.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
         """
-        validation = context.data.validation
-        shares = share_rows(JobRows(validation, 0, tuple(range(len(validation)))), self._ranks.size)
+        dataset = context.data.held_out(split)
+        shares = share_rows(JobRows(dataset, 0, tuple(range(len(dataset)))), self._ranks.size)
         of_rank = [[] if share is None else [share] for share in shares]
         num_micro_batches = max(self.micro_batches.count(work, split_jobs=True) for work in of_rank)
-        tallies = [_new_tally(context) for _ in configs]
+        tallies = [_new_tally(context, split) for _ in configs]
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
@@ -273,7 +276,7 @@ class Trainer:
                     Tally.add_micro_batch([tally], [part.rows for part in parts], terms)
 
         self._evaluate(of_rank[self._ranks.rank], accumulate, tallies, num_micro_batches)
-        return self._evaluated(tallies, [validation] * len(tallies))
+        return self._evaluated(tallies)
 
     def _evaluate(
         self,
@@ -291,13 +294,13 @@ class Trainer:
 
         self.micro_batches.run(work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
 
-    def _evaluated(self, tallies: Sequence[Tally], splits: Sequence[EncodedDataset]) -> list[Evaluated]:
-        """The evaluations from the tallies of all ranks, each of its split."""
+    def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
+        """The evaluations from the tallies of all ranks."""
         values = [tally.values() for tally in tallies]
         totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
         return [
-            tally.evaluated(list(itertools.islice(totals, len(of_one))), sum(split.weights))
-            for tally, of_one, split in zip(tallies, values, splits, strict=True)
+            tally.evaluated(list(itertools.islice(totals, len(of_one))))
+            for tally, of_one in zip(tallies, values, strict=True)
         ]
 
     def _here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
@@ -341,8 +344,8 @@ def _learners(jobs: Sequence[JobState]) -> list[Learners]:
     ]
 
 
-def _new_tally(context: TaskContext) -> Tally:
-    return Tally(context.objective.metrics, context.row_metric, len(context.data.validation))
+def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
+    return Tally(context.objective.metrics, context.row_values, context.data.held_out(split).weights)
 
 
 def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training: bool) -> TokenSchedule:

@@ -77,8 +77,8 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
         "config": dict(best.config),
         "metric": result.metric,
         "validation_loss": best.best_validation_loss,
-        # Strict JSON has no NaN and no infinity.
-        "metrics": {name: value if math.isfinite(value) else str(value) for name, value in best.best_metrics.items()},
+        **({} if best.test_loss is None else {"test_loss": _strict(best.test_loss)}),
+        "metrics": {name: _strict(value) for name, value in best.best_metrics.items()},
         "step": best.best_step,
         "total_steps": best.total_steps,
         "num_jobs": len(result.jobs),
@@ -89,6 +89,11 @@ def _metrics(result: TaskResult) -> dict[str, Any]:
         **_finalists(result),
         **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),
     }
+
+
+def _strict(value: float) -> float | str:
+    """Strict JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _finalists(result: TaskResult) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def _card(result: TaskResult, base_model: str, model: str, dataset: str, method:
     chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
     measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
     tables = {"measured on the validation rows": measured, "setting": best.config}
+    tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
     shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
     return f"""---
 base_model: {json.dumps(base_model)}
@@ -118,7 +124,7 @@ tags: [lora, alto]
 {_warning(result)}
 LoRA adapter for `{model}`, tuned on `{dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
 {len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(method)})
-at step {best.best_step} of {best.total_steps}.
+at step {best.best_step} of {best.total_steps}{tested}.
 
 ```python
 from peft import PeftModel

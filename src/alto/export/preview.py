@@ -31,6 +31,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
         f"tokenizer:   {clean(preview.model)}",
         f"training:    {_split_line(preview, 'train')}",
         f"validation:  {_split_line(preview, 'validation')}",
+        *([f"test:        {_split_line(preview, 'test')}"] if "test_rows" in counts else []),
         f"row length:  {shortest} to {longest} tokens, median {median:g}; max_length is {preview.max_length}",
         f"trained:     {counts['train_trained_tokens'] / counts['train_tokens']:.0%} of the training tokens",
         *(f"note:        {clean(note)}" for note in preview.notes),

@@ -96,6 +96,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": unit,
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
+        "test_loss": history.best.best_test_loss if history.best else None,
         "validation": validation,
         "train": train,
         "metric_sections": [

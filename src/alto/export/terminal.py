@@ -260,6 +260,9 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.best_validation_loss)}",
+        f" (test {format_loss(test_loss)})"
+        if (test_loss := history.jobs[best.job_id].best_test_loss) is not None
+        else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})", "dim"),
         chosen,

@@ -27,8 +27,8 @@ class Terms:
     Attributes:
         sums_J: ``[J]`` float64. Over all micro-batches of a batch they add up to the batch's loss times its weight.
         metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
-        rows: Name to one number for each row of the batch, in order: the parts of which a metric is the sum. With it,
-            jobs can be compared row by row, and a lead can be distinguished from noise.
+        rows: Name to one number for each row of the batch, in order: the parts of which a metric, or the ``loss``, is
+            the sum. With it, jobs can be compared row by row, and a lead can be distinguished from noise.
     """
 
     sums_J: Tensor

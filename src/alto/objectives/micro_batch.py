@@ -95,9 +95,9 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
         )
     num_rows = (sum(batch.job_rows),)
     for name, values in terms.rows.items():
-        if name not in objective.metrics or tuple(values.shape) != num_rows:
+        if name not in ("loss", *objective.metrics) or tuple(values.shape) != num_rows:
             raise ShapeError(
-                f"{objective.name}.terms: expected rows of its metrics with a number for each of "
+                f"{objective.name}.terms: expected rows of the loss and its metrics with a number for each of "
                 f"{num_rows[0]} rows, found {name!r} with {tuple(values.shape)}; correct its rows"
             )
     return terms

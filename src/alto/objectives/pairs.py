@@ -63,10 +63,11 @@ class Pairs:
 
     def terms(self, losses_Q: Tensor, metrics: Mapping[str, Tensor]) -> Terms:
         """The sums of every job's pairs."""
+        rows = {"loss": losses_Q, **metrics}
         return Terms(
             sums_J=self._sums(losses_Q),
             metrics={name: self._sums(values_Q.detach()) for name, values_Q in metrics.items()},
-            rows={name: values_Q.detach()[: sum(self.counts)] for name, values_Q in metrics.items()},
+            rows={name: values_Q.detach()[: sum(self.counts)] for name, values_Q in rows.items()},
         )
 
     def _sums(self, values_Q: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
@@ -21,4 +22,7 @@ class Sft:
         pass  # every conversation is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
-        return Terms(sums_J=run_sums(losses_S, batch.job_targets))
+        sums_J = run_sums(losses_S, batch.job_targets)
+        if torch.is_grad_enabled():  # in training nobody compares rows
+            return Terms(sums_J=sums_J)
+        return Terms(sums_J=sums_J, rows={"loss": run_sums(losses_S, batch.sequence_targets)})

@@ -14,6 +14,7 @@ __all__ = [
     "LossPoint",
     "Rung",
     "RungResult",
+    "SplitLoss",
     "Standing",
     "StartValue",
     "exit_reason",
@@ -84,6 +85,19 @@ class StartValue:
     validation_loss: float
     score: float = 0.0
     score_rows: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLoss:
+    """The loss of an adapter on the rows of a split.
+
+    Attributes:
+        loss: In the unit of the validation loss.
+        rows: Of every row, in their order; empty where only the mean is known.
+    """
+
+    loss: float
+    rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +180,7 @@ class JobResult:
         samples_trained: Rows seen in training, counting repeats over epochs.
         samples_budgeted: Rows the job would have seen without early exit.
         best_metrics: Metrics of its method there.
+        test_loss: Loss on the test rows there; None where there are none.
     """
 
     job: str
@@ -179,3 +194,4 @@ class JobResult:
     samples_trained: int
     samples_budgeted: int
     best_metrics: Mapping[str, float] = field(default_factory=dict)
+    test_loss: float | None = None

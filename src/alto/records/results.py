@@ -56,6 +56,7 @@ class TaskResult:
         best_validation_loss: Of the adapter that was chosen.
         metric: The metric that it was selected by: ``loss``, or a metric of the task's method.
         best_metrics: Metrics of the method at its best evaluation.
+        test_loss: Loss of that adapter on the test rows, which nothing was selected by; None where there are none.
         finalists: Scores of the finalists' answers with ``select_by: eval_accuracy``, best by the metric first; else
             empty.
         notes: Notices about how it was chosen, as sentences.
@@ -72,6 +73,7 @@ class TaskResult:
     duration_s: float
     metric: str = "loss"
     best_metrics: Mapping[str, float] = field(default_factory=dict)
+    test_loss: float | None = None
     finalists: tuple[FinalistScore, ...] = ()
     notes: tuple[str, ...] = ()
     adapter_check: AdapterCheck | None = None

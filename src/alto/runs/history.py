@@ -263,6 +263,8 @@ class RunHistory(JournalFold):
         )
         job.evaluations.append(point)
         job.metrics.append(event.metrics)
+        if event.test_loss is not None:
+            job.test_losses[event.step] = event.test_loss
         job.step = max(job.step, point.step)
         leads = math.isfinite(point.validation_loss) and (not job.best_step or point.sort_key < job.best_sort_key)
         if leads if event.is_best is None else event.is_best:

@@ -97,6 +97,8 @@ class JobHistory:
         best_validation_loss: The loss there, infinity if there is none yet.
         best_score: Value of the task's metric there, higher is better; 0 where that is the loss.
         best_metrics: Metrics of its method there.
+        test_losses: Loss on the test rows by step, of every evaluation that was its best so far; empty where there are
+            no such rows.
         exit_reason: Why it ended early; None if it did not.
         exit_evidence: Numbers that this was based on, by name.
         origin: The job it is a clone of; None if it came with the task.
@@ -120,6 +122,7 @@ class JobHistory:
     best_validation_loss: float = math.inf
     best_score: float = 0.0
     best_metrics: Mapping[str, float] = field(default_factory=dict)
+    test_losses: dict[int, float] = field(default_factory=dict)
     exit_reason: ExitReason | str | None = None
     exit_evidence: Mapping[str, float | str] = field(default_factory=dict)
     start: StartValue | None = None
@@ -162,6 +165,11 @@ class JobHistory:
     def validation_loss(self) -> float | None:
         """Validation loss of the latest evaluation; None before the first."""
         return self.evaluations[-1].validation_loss if self.evaluations else None
+
+    @property
+    def best_test_loss(self) -> float | None:
+        """Loss on the test rows at its best evaluation; None where it was not measured."""
+        return self.test_losses.get(self.best_step)
 
     @property
     def best_sort_key(self) -> tuple[float, float]:

@@ -37,6 +37,7 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         duration_s=history.duration_s,
         metric=history.metric,
         best_metrics=best.best_metrics,
+        test_loss=best.best_test_loss,
         finalists=history.finalists,
         notes=choice_notes(history),
         adapter_check=history.adapter_check,
@@ -66,4 +67,5 @@ def _job_result(job: JobHistory) -> JobResult:
         samples_trained=job.samples_trained,
         samples_budgeted=job.samples_budgeted,
         best_metrics=job.best_metrics,
+        test_loss=job.best_test_loss,
     )

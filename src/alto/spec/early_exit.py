@@ -286,6 +286,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         )
 
     @property
+    def has_own_rungs(self) -> bool:
+        """Whether a user (or the paper) has set the rungs, not a preset."""
+        return self._given_rungs is not None
+
+    @property
     def _given_rungs(self) -> tuple[tuple[float, float], ...] | None:
         """The rungs of a user or the paper; None where a preset has them."""
         if self.rungs is not None:

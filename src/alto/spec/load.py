@@ -27,9 +27,10 @@ _MAX_OVERRIDE_KEYS = 8
 def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Task:
     """Read a task from a YAML file.
 
-    A path in the file is taken relative to the file: ``dataset`` and ``validation_dataset`` where such a file or
-    folder exists, ``model`` where it is written with a leading ``./`` or ``../``. A path that does not exist there is
-    left unchanged. A path in an override is taken relative to the current directory, as any on a command line.
+    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset`` and ``test_dataset`` where
+    such a file or folder exists, ``model`` where it is written with a leading ``./`` or ``../``. A path that does not
+    exist there is left unchanged. A path in an override is taken relative to the current directory, as any on a
+    command line.
 
     Args:
         path: The file.
@@ -127,7 +128,11 @@ def _resolve_paths(values: Mapping[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _resolve_path(field: object, value: Any, folder: Path) -> Any:
-    if field not in ("model", "dataset", "validation_dataset") or not isinstance(value, str) or not value:
+    if (
+        field not in ("model", "dataset", "validation_dataset", "test_dataset")
+        or not isinstance(value, str)
+        or not value
+    ):
         return value
     if field == "model":
         return os.path.abspath(folder / value) if value.startswith(("./", "../")) else value

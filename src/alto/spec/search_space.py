@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -22,6 +22,9 @@ __all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace"]
 MAX_JOBS = 10_000
 """A search space that expands to more jobs than this is refused."""
 
+_OPEN = 8
+"""Values that a range without ``num`` counts as, where the size of a search space decides how many are tried."""
+
 _PAIRED = "paired"
 _SAMPLED_FIELDS = ("min", "max", "log", "num")
 
@@ -33,26 +36,34 @@ class Sampled:
     Integers are drawn without repeats.
 
     Attributes:
+        num: Values in a grid; None where the search does not train one.
         is_integer: Whether values are whole numbers.
     """
 
     min: float
     max: float
     log: bool
-    num: int
+    num: int | None
     is_integer: bool
+
+    @property
+    def num_distinct(self) -> int:
+        """Different values, at most :data:`MAX_JOBS`."""
+        return min(MAX_JOBS, int(self.max) - int(self.min) + 1) if self.is_integer else MAX_JOBS
 
     def draw(self, key: str, seed: int) -> tuple[float, ...]:
         """The values for ``key``; they depend on the key and the seed, not on what else the search space holds."""
         source = random.Random(f"{seed}/{key}")
+        assert self.num is not None, "no values of a grid"
         if not self.is_integer:
-            return tuple(self._quantile(source.random()) for _ in range(self.num))
+            return tuple(self.quantile(source.random()) for _ in range(self.num))
         distinct: dict[float, None] = {}
         while len(distinct) < self.num:
-            distinct[self._quantile(source.random())] = None
+            distinct[self.quantile(source.random())] = None
         return tuple(distinct)
 
-    def _quantile(self, share: float) -> float:
+    def quantile(self, share: float) -> float:
+        """The value below which ``share`` of the distribution lies."""
         # Integers get equal shares of [min, max + 1), so that the two ends are as likely as the others.
         low, high = self.min, self.max + 1 if self.is_integer else self.max
         if self.log:
@@ -64,7 +75,8 @@ class Sampled:
         return min(max(math.floor(value) if self.is_integer else value, self.min), self.max)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"min": self.min, "max": self.max, "log": self.log, "num": self.num}
+        num = {} if self.num is None else {"num": self.num}
+        return {"min": self.min, "max": self.max, "log": self.log, **num}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +87,12 @@ class Axis:
     values: tuple[Any, ...] | Sampled
 
     def __len__(self) -> int:
-        return self.values.num if isinstance(self.values, Sampled) else len(self.values)
+        return self.values.num or _OPEN if isinstance(self.values, Sampled) else len(self.values)
+
+    @property
+    def num_distinct(self) -> int:
+        """Different values, at most :data:`MAX_JOBS`."""
+        return self.values.num_distinct if isinstance(self.values, Sampled) else len(self.values)
 
     def draw(self, seed: int) -> tuple[Any, ...]:
         return self.values.draw(self.key, seed) if isinstance(self.values, Sampled) else self.values
@@ -153,6 +170,46 @@ class SearchSpace:
             columns.append(list(zip(*drawn, strict=True)))
         for row in itertools.product(*columns):
             yield dict(itertools.chain.from_iterable(row))
+
+    @property
+    def num_distinct(self) -> int:
+        """Different configurations, at most :data:`MAX_JOBS`."""
+        sizes = (group[0].num_distinct if len(group) == 1 else len(group[0]) for group in self.groups)
+        return min(MAX_JOBS, math.prod(sizes))
+
+    def sample(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """``count`` different configurations, as :meth:`expand` gives them: each value, or each place in a pairing, is
+        drawn uniformly. The first ones do not depend on ``count``.
+
+        Args:
+            count: At most :attr:`num_distinct`.
+            seed: Decides the draws.
+        """
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        number = 0
+        while len(found) < count:
+            source = random.Random(f"{seed}/search/{number}")
+            drawn = self.at([source.random() for _ in self.groups], seed)
+            found.setdefault(tuple(drawn.values()), drawn)
+            number += 1
+        return list(found.values())
+
+    def at(self, shares: Sequence[float], seed: int) -> dict[str, Any]:
+        """The configuration at a share in [0, 1) of every group; ``seed`` decides the sampled values of pairings."""
+        values = {}
+        for group, share in zip(self.groups, shares, strict=True):
+            for axis in group:
+                if len(group) == 1 and isinstance(axis.values, Sampled):
+                    values[axis.key] = axis.values.quantile(share)
+                else:
+                    values[axis.key] = axis.draw(seed)[int(share * len(axis))]
+        return values
+
+    @property
+    def open_ranges(self) -> tuple[str, ...]:
+        """Fields with a range that has no ``num``, so that there is no grid."""
+        axes = (axis for group in self.groups for axis in group)
+        return tuple(axis.key for axis in axes if isinstance(axis.values, Sampled) and axis.values.num is None)
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
@@ -252,20 +309,20 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
             f"{path} is not a number and cannot be sampled; expected a value or a list, found {quoted(dict(given))}."
         )
     form = canonical_keys(given, fields=_SAMPLED_FIELDS, aliases={}, where=path)
-    missing = [name for name in ("min", "max", "num") if name not in form]
+    missing = [name for name in ("min", "max") if name not in form]
     if missing:
         raise SpecError(
-            f"{path} should have 'min', 'max' and 'num' to be sampled, found no {' and no '.join(map(repr, missing))}. "
+            f"{path} should have 'min' and 'max' to be sampled, found no {' and no '.join(map(repr, missing))}. "
             f"Write for example {{min: 1.0e-5, max: 1.0e-3, log: true, num: 8}}."
         )
-    low, high, num, log = form["min"], form["max"], form["num"], form.get("log", False)
+    low, high, num, log = form["min"], form["max"], form.get("num"), form.get("log", False)
     for name in ("min", "max"):
         _check_value(key, form[name], f"{path}.{name}", method)
         if not isinstance(form[name], int | float):
             raise SpecError(f"{path}.{name} should be a number, found {quoted(form[name])}. Write a number.")
     if not isinstance(log, bool):
         raise SpecError(f"{path}.log should be true or false, found {quoted(log)}. Write one of them.")
-    if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= MAX_JOBS:
+    if num is not None and (isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= MAX_JOBS):
         raise SpecError(
             f"{path}.num should be a whole number from 1 to {MAX_JOBS}, found {quoted(num)}. Choose one in that range."
         )
@@ -278,7 +335,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
             f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
         )
     is_integer = int in kinds
-    if is_integer and num > high - low + 1:
+    if is_integer and num is not None and num > high - low + 1:
         raise SpecError(
             f"{path} should draw at most as many values as there are, {high - low + 1} from {low} to {high}, "
             f"found num={num}. Lower 'num'."

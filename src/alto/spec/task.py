@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
-from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
+from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
@@ -20,8 +20,16 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
 from alto.spec.quoting import quoted
+from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace
-from alto.spec.strict_yaml import MAX_VALUES, num_values
+from alto.spec.task_checks import (
+    check_fixed,
+    check_given_once,
+    check_search,
+    check_selection,
+    check_size,
+    check_splits,
+)
 from alto.spec.validation import SpecModel, check_path, plain
 
 __all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
@@ -50,10 +58,16 @@ _DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One configuration of a task's search space: one adapter to be trained."""
+    """One configuration of a task's search space: one adapter to be trained.
+
+    Attributes:
+        values: Its place in the search space: canonical names to values as the space spells them; empty of a job that
+            was not chosen there.
+    """
 
     id: str
     config: JobConfig
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Task(SpecModel):
@@ -75,6 +89,9 @@ class Task(SpecModel):
         validation_dataset: Rows to validate on, named as ``dataset`` is.
         validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
             validation rows are used, or else a tenth of its rows.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
+            trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
+            both are None, there are none.
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
             register others (:class:`alto.spec.ObjectiveEntry`).
@@ -91,6 +108,8 @@ class Task(SpecModel):
             the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
+        search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
+            name of an algorithm.
         select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
             that end in ``#### N``, and the most right answers win, ties by validation loss; only on one GPU.
         num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
@@ -132,6 +151,8 @@ class Task(SpecModel):
     validation_split: float | None = Field(
         default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
     )
+    test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
+    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
@@ -145,6 +166,7 @@ class Task(SpecModel):
     select_by: Literal["metric", "eval_accuracy"] = Field(default="metric", description="what chooses the winner")
     num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
+    search: Search = Field(default=Search(), description="how configurations are found")
     max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
     max_tokens_per_step: int | None = Field(
         default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
@@ -175,17 +197,20 @@ class Task(SpecModel):
         given = method.without_others(_canonical(values, method))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
+        given["search"] = Search.parse(given.get("search", {}))
         given["search_space"] = _search_space(given.get("search_space", {}), method)
         given.setdefault("name", _default_name(given.get("dataset")))
-        _check_given_once(given, fixed)
+        check_given_once(given, fixed)
         super().__init__(**given)
+        check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
-        _check_fixed(fixed, self.search_space, method)
+        check_fixed(fixed, self.search_space, method)
         self._method = method
         self._fixed = {key: plain(value) for key, value in fixed.items()}
-        self._jobs = _expand(fixed, self.search_space, self.data_seed, method)
-        _check_selection(self)
-        _check_size(self)
+        check_search(self.search, self.search_space, self.early_exit)
+        self._jobs = _expand(self, fixed, method)
+        check_selection(self.select_by, method)
+        check_size(self.to_dict())
 
     @field_validator("name")
     @classmethod
@@ -197,12 +222,12 @@ class Task(SpecModel):
             )
         return name
 
-    @field_validator("model", "dataset", "validation_dataset", mode="before")
+    @field_validator("model", "dataset", "validation_dataset", "test_dataset", mode="before")
     @classmethod
     def _accept_paths(cls, value: object) -> object:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-    @field_validator("model", "dataset", "validation_dataset")
+    @field_validator("model", "dataset", "validation_dataset", "test_dataset")
     @classmethod
     def _check_can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None:
@@ -245,7 +270,8 @@ class Task(SpecModel):
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """All jobs of the search space, the last key varying fastest; always the same for equal tasks."""
+        """The jobs that the task begins with, always the same for equal tasks: of a grid all configurations of the
+        search space, the last key varying fastest."""
         return self._jobs
 
     @property
@@ -271,10 +297,11 @@ class Task(SpecModel):
 
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
-        own = self.model_dump(mode="json", exclude={"early_exit", "search_space"})
+        own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space"})
+        search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
-        return {**own, **fixed, "early_exit": early_exit, "search_space": self.search_space.to_dict()}
+        return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": self.search_space.to_dict()}
 
     def to_yaml(self) -> str:
         """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""
@@ -282,17 +309,18 @@ class Task(SpecModel):
         return text
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked task with some keys changed; the two ways to validate replace each other.
+        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other.
 
         Raises:
             SpecError: As the constructor does.
         """
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
         kept = self.to_dict()
-        if changes.get("validation_dataset") is not None:
-            kept.pop("validation_split")
-        if changes.get("validation_split") is not None:
-            kept.pop("validation_dataset")
+        for what in ("validation", "test"):
+            if changes.get(f"{what}_dataset") is not None:
+                kept.pop(f"{what}_split")
+            if changes.get(f"{what}_split") is not None:
+                kept.pop(f"{what}_dataset")
         return type(self)(**(kept | changes))
 
 
@@ -338,15 +366,6 @@ def _search_space(value: object, method: Method) -> SearchSpace:
     return SearchSpace.parse(value, method)
 
 
-def _check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
-    """Check the fixed fields first, so that their errors are not attributed to the first job."""
-    JobConfig(**{key: value for key, value in fixed.items() if key not in method.fields})
-    if not method.fields.keys() & {*space.keys}:
-        method.settings(fixed)
-    for key in method.fields.keys() & fixed.keys():
-        method.check_setting(key, plain(fixed[key]))
-
-
 def _default_name(dataset: object) -> str:
     """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
     path = PurePosixPath(str(dataset).replace("\\", "/"))
@@ -356,47 +375,14 @@ def _default_name(dataset: object) -> str:
     return name[:_MAX_NAME_CHARS] or "task"
 
 
-def _check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    twice = [key for key in given["search_space"].keys if key in fixed]
-    if twice:
-        raise ConflictingKeysError(
-            f"{twice[0]!r} is given both at the top level of the task and in search_space; expected one. Remove one."
-        )
-    if given.get("validation_dataset") is not None and given.get("validation_split") is not None:
-        raise ConflictingKeysError(
-            "validation_dataset and validation_split are both given; expected one: the rows to validate on, or the "
-            "share of the dataset to set aside for it. Remove one."
-        )
-    if given.get("load_in_4bit") is True and given.get("load_in_8bit") is True:
-        raise ConflictingKeysError(
-            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
-            "nearer to the model. Remove one."
-        )
-
-
-def _check_selection(task: Task) -> None:
-    if task.select_by == "eval_accuracy" and task._method.entry.is_paired:
-        raise SpecError(
-            f"select_by should be 'metric' with method {task.method!r}, whose validation rows are pairs without "
-            f"a final answer, found 'eval_accuracy'. Remove the key."
-        )
-
-
-def _check_size(task: Task) -> None:
-    """Check that the file written into a run's folder can be read again when the run is resumed."""
-    found = num_values(task.to_dict())
-    if found > MAX_VALUES:
-        raise SpecError(
-            f"a task should hold at most {MAX_VALUES} values, found {found}. Sample them with {{min, max, num}}, or "
-            f"make several tasks of it."
-        )
-
-
-def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: Method) -> tuple[Job, ...]:
-    digits = max(3, len(str(len(space) - 1)))
+def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, ...]:
+    space, num_jobs = task.search_space, task.search.num_initial(task.search_space)
+    is_grid = task.search.algorithm == "grid"
+    configurations = space.expand(task.data_seed) if is_grid else space.sample(num_jobs, task.data_seed)
+    digits = max(3, len(str(num_jobs - 1)))
     first_with: dict[JobConfig, str] = {}
     jobs = []
-    for index, varied in enumerate(space.expand(seed)):
+    for index, varied in enumerate(configurations):
         job_id = f"job-{index:0{digits}d}"
         try:
             config = JobConfig.of(method, {**fixed, **varied})
@@ -410,7 +396,7 @@ def _expand(fixed: Mapping[str, Any], space: SearchSpace, seed: int, method: Met
                 f"search_space should make every job different, found {other} and {job_id} alike ({_shown(varied)}). "
                 f"Remove one of the equivalent values."
             )
-        jobs.append(Job(id=job_id, config=config))
+        jobs.append(Job(id=job_id, config=config, values=varied))
     return tuple(jobs)
 
 

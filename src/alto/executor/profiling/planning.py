@@ -102,7 +102,7 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     profile = _profile(context, task, refresh=refresh)
     bytes_per_slot = slot_bytes(task, [job.shape for job in jobs])
     works = [_work(job, context.row_tokens) for job in jobs]
-    longest = max(context.data.train.longest_row, context.data.validation.longest_row)
+    longest = max(split.longest_row for split in context.data.splits)
     packing = choose_packing(
         PackingRequest(
             step_tokens=[work.num_tokens for work in works],
@@ -118,7 +118,8 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         profile.throughput,
     )
     limits = ResidentLimits(num_slots=packing.max_slots, max_tokens=packing.max_tokens_per_step)
-    validation_tokens = context.data.validation.num_tokens
+    # An evaluation that is a job's best so far, as most are, reads the test rows too.
+    validation_tokens = sum(split.num_tokens for split in context.data.splits[1:])
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     rungs = context.policy.rungs
     references_s = 0.0
@@ -190,7 +191,7 @@ def _is_roomy(context: TaskContext) -> bool:
     weights = context.backbone.num_bytes
     num_slots = min(context.task.max_slots or USUAL_SLOTS, len(shapes))
     bank = slot_bytes(context.task, shapes, num_slots)
-    longest = max(context.data.train.longest_row, context.data.validation.longest_row)
+    longest = max(split.longest_row for split in context.data.splits)
     tokens = max(context.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token
     return bool(bound <= _ROOMY * MARGIN * capacity_bytes(context.backbone.device, context.ranks.size))

@@ -87,12 +87,18 @@ class StartMeasurement:
         validation_loss: Nats per trained token; for pairs, in the unit of their loss.
         metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
+        loss_rows: Loss of every validation row, four significant digits.
+        test_loss: Loss on the test rows; None where there are none.
+        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
     """
 
     jobs: tuple[str, ...]
     validation_loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     metric_rows: tuple[float, ...] = ()
+    loss_rows: tuple[float, ...] = ()
+    test_loss: float | None = None
+    test_rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,9 @@ class JobEvaluated:
         is_best: Whether it is the best of the job so far; None where the journal does not have it.
         metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
+        loss_rows: Loss of every validation row, four significant digits; at rungs and after the last step.
+        test_loss: Loss on the test rows; None where there are none, or the evaluation is not the job's best so far.
+        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
     """
 
     job: str
@@ -109,6 +112,9 @@ class JobEvaluated:
     is_best: bool | None = field(metadata=wire(if_absent=None))
     metrics: Mapping[str, float] = field(default_factory=dict)
     metric_rows: tuple[float, ...] = ()
+    loss_rows: tuple[float, ...] = ()
+    test_loss: float | None = None
+    test_rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +185,17 @@ class JobCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAdded:
-    """A job was added while the task runs: a clone (``alto job clone``).
+    """A job was added while the task runs: a clone (``alto job clone``), a configuration that the search suggests, or a
+    copy of a better job that a population continues with.
 
     Attributes:
-        origin: The job that it is a clone of.
-        warm: Whether it starts with the weights of that job.
-        command: Id of the user's command; None where the journal does not have it.
+        origin: The job that it is a clone or a copy of; None of a suggestion.
+        warm: Whether it starts with the best weights of that job.
+        command: Id of the user's command; None of all other jobs, and where the journal does not have it.
+        forked_at: Steps after which it continues where ``origin`` is, with its weights and optimizer state; 0 of all
+            other jobs.
+        replaces: The job that ended for it; None where there is none.
+        values: The place in the search space that was suggested: canonical names to values as the space spells them.
         job: Its own id.
         config: Its resolved configuration, canonical keys.
         total_steps: Optimizer steps of the job if nothing ends it early.
@@ -192,9 +203,12 @@ class JobAdded:
         num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
     """
 
-    origin: str
+    origin: str | None = None
     warm: bool = field(metadata=wire(if_absent=False))
     command: str | None = field(metadata=wire(if_absent=None))
+    forked_at: int = 0
+    replaces: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     job: str
     config: Mapping[str, Any] = field(metadata=wire(if_absent={}))
     total_steps: int = field(metadata=wire(if_absent=0))

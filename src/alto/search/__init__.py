@@ -1,0 +1,12 @@
+"""Decides which configurations a task tries next, from the losses of those before. Pure; no torch.
+
+Data flow: :func:`next_configuration` gets the :class:`Trial` of every job and suggests the values of a new one (tree-
+structured Parzen estimator, of Optuna). :func:`forks_of` decides which jobs of a population continue as copies of
+better ones, and with which settings (population-based training).
+"""
+
+from alto.search.population import Fork, forks_of, population_rungs
+from alto.search.tpe import check_installed, next_configuration
+from alto.search.trial import Trial
+
+__all__ = ["Fork", "Trial", "check_installed", "forks_of", "next_configuration", "population_rungs"]

@@ -1,0 +1,142 @@
+"""Suggests configurations with Optuna's tree-structured Parzen estimator (TPE)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alto.errors import UnsupportedError
+from alto.search.trial import Trial
+from alto.spec.search_space import Axis, Sampled, SearchSpace
+
+__all__ = ["check_installed", "next_configuration"]
+
+_TRIES = 64
+"""Suggestions that were tried before, in a row, after which the space counts as searched."""
+
+
+def check_installed() -> None:
+    """Check that Optuna can be imported.
+
+    Raises:
+        UnsupportedError: It cannot.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "search.algorithm 'tpe': expected Optuna, found that it is not installed; install it with: "
+            "pip install 'alto-lora[search]', or set search.algorithm to random"
+        ) from error
+
+
+def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -> dict[str, Any] | None:
+    """The place in ``space`` to try next; None where none is found that was not tried yet.
+
+    It depends on its arguments alone: the estimator is built anew from all trials, and its random state is made of
+    ``seed`` and their number. A trial that was ended early is told with its values at the rungs that it has reached:
+    those that came further, and among them those with lower values, count as better. One that trains and has reached no
+    rung counts as a bad one, so that what is suggested keeps a distance from it. One that does not fit into memory
+    violates a constraint.
+
+    Args:
+        space: The search space.
+        trials: All that were begun, in order.
+        seed: Of the task.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions = _distributions(space)
+    tried = {tuple(trial.values.items()) for trial in trials}
+    told = [_told(trial, space, distributions, seed) for trial in trials]
+    for attempt in range(_TRIES):
+        sampler = optuna.samplers.TPESampler(
+            seed=(seed + 1_000_003 * len(trials) + 7919 * attempt) % 2**32,
+            n_startup_trials=0,
+            multivariate=True,
+            constant_liar=True,
+            constraints_func=lambda trial: trial.user_attrs["constraints"],
+            warn_independent_sampling=False,
+        )
+        study = optuna.create_study(sampler=sampler)
+        study.add_trials(told)
+        asked = study.ask(distributions)
+        values = _values(space, asked.params, seed)
+        if tuple(values.items()) not in tried:
+            return values
+    return None
+
+
+def _distributions(space: SearchSpace) -> dict[str, Any]:
+    """One parameter for each group of the space, by its position."""
+    return {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
+
+
+def _name(index: int) -> str:
+    return f"group-{index}"
+
+
+def _distribution(group: tuple[Axis, ...]) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    axis = group[0]
+    if len(group) == 1 and isinstance(axis.values, Sampled):
+        given = axis.values
+        if given.is_integer:
+            return IntDistribution(int(given.min), int(given.max), log=given.log)
+        return FloatDistribution(given.min, given.max, log=given.log)
+    if len(group) == 1 and _is_ordered(axis):
+        return IntDistribution(0, len(axis) - 1)
+    return CategoricalDistribution(tuple(range(len(axis))))
+
+
+def _is_ordered(axis: Axis) -> bool:
+    """Whether neighbours in the list are alike: numbers that rise or fall."""
+    values = axis.draw(0)
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return len(numbers) == len(values) and numbers in (sorted(numbers), sorted(numbers, reverse=True))
+
+
+def _values(space: SearchSpace, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for index, group in enumerate(space.groups):
+        found = params[_name(index)]
+        for axis in group:
+            is_range = len(group) == 1 and isinstance(axis.values, Sampled)
+            values[axis.key] = found if is_range else axis.draw(seed)[found]
+    return values
+
+
+def _told(trial: Trial, space: SearchSpace, distributions: Mapping[str, Any], seed: int) -> Any:
+    import optuna
+    from optuna.trial import TrialState
+
+    state, value = TrialState.RUNNING, None
+    if trial.final is not None and math.isfinite(trial.final):
+        state, value = TrialState.COMPLETE, trial.final
+    elif trial.losses or trial.has_ended:
+        state = TrialState.PRUNED
+    return optuna.trial.create_trial(
+        state=state,
+        value=value,
+        params=_params(trial.values, space, seed),
+        distributions=dict(distributions),
+        intermediate_values=dict(enumerate(trial.losses)),
+        user_attrs={"constraints": (1.0 if trial.is_infeasible else 0.0,)},
+        system_attrs={"constraints": (1.0 if trial.is_infeasible else 0.0,)},
+    )
+
+
+def _params(values: Mapping[str, Any], space: SearchSpace, seed: int) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for index, group in enumerate(space.groups):
+        axis = group[0]
+        value = values[axis.key]
+        if len(group) == 1 and isinstance(axis.values, Sampled):
+            params[_name(index)] = value
+        else:
+            drawn = list(zip(*(one.draw(seed) for one in group), strict=True))
+            params[_name(index)] = drawn.index(tuple(values[one.key] for one in group))
+    return params

@@ -1,0 +1,157 @@
+"""How the configurations of a task are found, and what may be spent on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
+from alto.spec.search_space import SearchSpace
+from alto.spec.validation import SpecModel
+
+__all__ = ["Budget", "Search"]
+
+_NUM_STARTUP = 10
+_POPULATION = 12
+
+
+class Budget(SpecModel):
+    """What a search may spend. Where several are given, the first one that is spent ends the task: jobs that train then
+    end with the reason ``budget``, and the best adapter so far wins.
+
+    Attributes:
+        jobs: Configurations; those that begin with the task count.
+        samples: Training rows of all jobs, counting repeats.
+        duration_s: Seconds of training and evaluation, those before an interruption included.
+        cost: Money, in the currency of ``gpu_hour_price``.
+        gpu_hour_price: Price of an hour of one GPU; with ``cost`` only.
+
+    Raises:
+        SpecError: A value is out of its bounds, or one of ``cost`` and ``gpu_hour_price`` is given alone.
+        UnknownKeyError: A key that is not one of the above.
+    """
+
+    jobs: int | None = Field(default=None, ge=1, le=10_000, description="configurations")
+    samples: int | None = Field(default=None, ge=1, le=10**12, description="training rows of all jobs")
+    duration_s: float | None = Field(default=None, gt=0, le=10**8, description="seconds")
+    cost: float | None = Field(default=None, gt=0, le=10**9, description="money")
+    gpu_hour_price: float | None = Field(default=None, gt=0, le=10**6, description="price of an hour of one GPU")
+
+    @model_validator(mode="after")
+    def _check_cost(self) -> Budget:
+        if (self.cost is None) != (self.gpu_hour_price is None):
+            given = "cost" if self.gpu_hour_price is None else "gpu_hour_price"
+            raise ValueError(
+                f"cost: expected both cost and gpu_hour_price, found only {given}. Add the other, or set duration_s."
+            )
+        return self
+
+    def max_duration_s(self, num_gpus: int) -> float | None:
+        """Seconds that a task on ``num_gpus`` may take; None sets no limit."""
+        limits = [] if self.duration_s is None else [self.duration_s]
+        if self.cost is not None and self.gpu_hour_price is not None:
+            limits.append(3600 * self.cost / (self.gpu_hour_price * num_gpus))
+        return min(limits, default=None)
+
+
+class Search(SpecModel):
+    """How the configurations of a task are found.
+
+    Attributes:
+        algorithm: ``grid`` trains every configuration of the search space; ``random`` some of them, drawn with the
+            task's ``data_seed``; ``tpe`` begins with random ones and gives each slot that becomes free to one that
+            Optuna's tree-structured Parzen estimator suggests from the losses so far; ``pbt`` trains a population: at
+            every ``interval`` the worst jobs continue with the weights of better ones and changed settings.
+        budget: What may be spent. None of ``grid``: no limit. Without one, ``random`` and ``tpe`` try half as many
+            configurations as the search space has.
+        num_initial_jobs: Jobs that begin with the task: of ``tpe`` before it learns (default 10), of ``pbt`` the
+            population (default 12).
+        interval: Share of their steps between two exchanges of a population (``pbt``).
+        exchanged: Share of the population that is exchanged each time (``pbt``).
+
+    Raises:
+        SpecError: A value is out of its bounds, or does not belong to the algorithm.
+        UnknownKeyError: A key that is not one of the above.
+    """
+
+    algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(default="grid", description="how they are found")
+    budget: Budget = Field(default=Budget(), description="what may be spent")
+    num_initial_jobs: int | None = Field(default=None, ge=2, le=10_000, description="jobs that begin with the task")
+    interval: float = Field(default=0.1, ge=0.01, le=0.5, description="share of the steps between two exchanges")
+    exchanged: float = Field(default=0.25, gt=0, le=0.5, description="share of the population that is exchanged")
+
+    @model_validator(mode="after")
+    def _check_fits_algorithm(self) -> Search:
+        if self.num_initial_jobs is not None and self.algorithm not in ("tpe", "pbt"):
+            raise ValueError(
+                f"num_initial_jobs: expected it with algorithm tpe or pbt, found {self.algorithm!r}, whose jobs all "
+                "begin with the task. Remove it, or set budget.jobs."
+            )
+        if self.budget.jobs is not None and self.algorithm == "grid":
+            raise ValueError(
+                "budget.jobs: expected it with another algorithm than 'grid', which trains all configurations. "
+                "Set algorithm to random or tpe, or limit samples or duration_s."
+            )
+        return self
+
+    @classmethod
+    def parse(cls, value: object) -> Search:
+        """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm.
+
+        Raises:
+            SpecError, UnknownKeyError: As the constructor does.
+        """
+        if isinstance(value, Search):
+            return value
+        if isinstance(value, str):
+            value = {"algorithm": value}
+        settings = _mapping(value, "search", cls.model_fields, "{algorithm: tpe}")
+        if "budget" in settings and not isinstance(settings["budget"], Budget):
+            given = _mapping(settings["budget"], "search.budget", Budget.model_fields, "{duration_s: 3600}")
+            settings["budget"] = _built(Budget, given, "search.budget")
+        found: Search = _built(cls, settings, "search")
+        return found
+
+    @property
+    def learns(self) -> bool:
+        """Whether jobs are added while the task runs."""
+        return self.algorithm in ("tpe", "pbt")
+
+    def num_initial(self, space: SearchSpace) -> int:
+        """Jobs that begin with a task."""
+        if self.algorithm == "grid":
+            return len(space)
+        if self.algorithm == "pbt":
+            return min(self.num_initial_jobs or _POPULATION, space.num_distinct)
+        most = self.max_jobs(space)
+        return most if self.algorithm == "random" else min(self.num_initial_jobs or _NUM_STARTUP, most)
+
+    def max_jobs(self, space: SearchSpace) -> int:
+        """Largest number of configurations that are tried; jobs of a population that continue others do not count."""
+        if self.algorithm == "pbt":
+            return self.num_initial(space)
+        if self.budget.jobs is not None:
+            return min(self.budget.jobs, space.num_distinct)
+        is_limited = self.budget.samples is not None or self.budget.max_duration_s(1) is not None
+        if self.algorithm == "tpe" and is_limited:
+            return space.num_distinct
+        return min(max(2, -(-len(space) // 2)), space.num_distinct)
+
+
+def _mapping(value: object, where: str, fields: Mapping[str, Any], example: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise SpecError(f"{where} should be a mapping of settings, found {quoted(value)}. Write for example {example}.")
+    return canonical_keys(value, fields=fields, aliases={}, where=where)
+
+
+def _built(kind: type[Any], settings: Mapping[str, Any], where: str) -> Any:
+    try:
+        return kind(**settings)
+    except SpecError as error:
+        if type(error) is SpecError:
+            raise SpecError(f"{where}.{error}") from None
+        raise

@@ -1,0 +1,89 @@
+"""Checks of a task's keys together, beyond the domains of single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alto.errors import ConflictingKeysError, SpecError
+from alto.spec.early_exit import EarlyExit
+from alto.spec.job_config import JobConfig
+from alto.spec.method import Method
+from alto.spec.search import Search
+from alto.spec.search_space import SearchSpace
+from alto.spec.strict_yaml import MAX_VALUES, num_values
+from alto.spec.validation import plain
+
+__all__ = ["check_fixed", "check_given_once", "check_search", "check_selection", "check_size", "check_splits"]
+
+
+def check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
+    """Check the fixed fields first, so that their errors are not attributed to the first job."""
+    JobConfig(**{key: value for key, value in fixed.items() if key not in method.fields})
+    if not method.fields.keys() & {*space.keys}:
+        method.settings(fixed)
+    for key in method.fields.keys() & fixed.keys():
+        method.check_setting(key, plain(fixed[key]))
+
+
+def check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    twice = [key for key in given["search_space"].keys if key in fixed]
+    if twice:
+        raise ConflictingKeysError(
+            f"{twice[0]!r} is given both at the top level of the task and in search_space; expected one. Remove one."
+        )
+    for what, do in (("validation", "validate"), ("test", "test")):
+        if given.get(f"{what}_dataset") is not None and given.get(f"{what}_split") is not None:
+            raise ConflictingKeysError(
+                f"{what}_dataset and {what}_split are both given; expected one: the rows to {do} on, or the share of "
+                "the dataset to set aside for it. Remove one."
+            )
+    if given.get("load_in_4bit") is True and given.get("load_in_8bit") is True:
+        raise ConflictingKeysError(
+            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
+            "nearer to the model. Remove one."
+        )
+
+
+def check_splits(validation_split: float | None, test_split: float | None) -> None:
+    if (validation_split or 0) + (test_split or 0) >= 1:
+        raise SpecError(
+            f"validation_split and test_split should leave rows to train on, found {validation_split} and "
+            f"{test_split} of the dataset. Lower one of them."
+        )
+
+
+def check_selection(select_by: str, method: Method) -> None:
+    if select_by == "eval_accuracy" and method.entry.is_paired:
+        raise SpecError(
+            f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
+            f"a final answer, found 'eval_accuracy'. Remove the key."
+        )
+
+
+def check_size(values: Mapping[str, Any]) -> None:
+    """Check that the file written into a run's folder can be read again when the run is resumed."""
+    found = num_values(values)
+    if found > MAX_VALUES:
+        raise SpecError(
+            f"a task should hold at most {MAX_VALUES} values, found {found}. Sample them with {{min, max, num}}, or "
+            f"make several tasks of it."
+        )
+
+
+def check_search(search: Search, space: SearchSpace, early_exit: EarlyExit) -> None:
+    if search.algorithm == "grid" and space.open_ranges:
+        raise SpecError(
+            f"search_space.{space.open_ranges[0]} should have 'num', the number of its values in a grid. Add it, or "
+            "set search: tpe."
+        )
+    if search.algorithm != "grid" and space.num_distinct < 2:
+        raise SpecError(
+            f"search.algorithm {search.algorithm!r} should have several configurations to choose from, found "
+            f"{space.num_distinct}. Add values to search_space, or remove 'search'."
+        )
+    if search.algorithm == "pbt" and not (early_exit.enabled and early_exit.select):
+        raise SpecError(
+            "search.algorithm 'pbt' should rank its population, found that early_exit does not select. Remove "
+            "early_exit.enabled and early_exit.select, or choose another algorithm."
+        )

@@ -1,0 +1,207 @@
+"""Record the sweeps on which early-exit policies are judged: every job trained to its end, validated at many points.
+
+Each recording has its own training, validation and test rows; nothing is trained on the test rows or selected by them.
+``--list`` shows the recordings. Those on ``alto-small`` need its folder, made by::
+
+    python tools/train_base.py --size small --data ../shared/data --output build/alto-small
+
+    python tools/record_sweeps.py --data ../shared/data --small build/alto-small --only gsm8k-warmup
+
+Ten to forty minutes each on two CPU cores. The losses do not depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from alto import EarlyExit, Engine, Task
+from alto.data import sample_rows
+from alto.data.split import carve_rows
+from alto.early_exit import Recording
+from alto.runs import read_entries
+
+RECORDINGS = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
+POINTS = (0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.15, 0.25, 0.35)
+"""Shares of its steps at which a job is validated, beside every tenth."""
+
+OBSERVE = EarlyExit(rungs=tuple((point, 1.0) for point in POINTS), detect_divergence=False, detect_overfitting=False)
+"""Evaluates at all points and ends nobody."""
+
+SHORT_SOURCES = ("rasbt/instruction-data-with-preference", "pandalm/testset-v1", "hh-rlhf/harmless-base/test")
+MAX_PAIR_CHARS = 900
+DATA_SEED = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One recording.
+
+    Attributes:
+        what: What it adds to the others.
+        file: Rows, below the data folder.
+        rows: Training, validation and test rows.
+        space: Search space.
+        fixed: Further keys of the task.
+        base: ``alto-tiny`` or ``alto-small``.
+        columns: Columns of the rows by role.
+    """
+
+    what: str
+    file: str
+    rows: tuple[int, int, int]
+    space: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    base: str = "alto-tiny"
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+_MATHS = {"file": "gsm8k/train.jsonl", "columns": {"prompt": "question", "completion": "answer"}}
+_INSTRUCTIONS = {
+    "file": "instruct_gpteacher/train.jsonl.gz",
+    "columns": {"prompt": "prompt", "completion": "response"},
+}
+_REASONING = {
+    "file": "reasoning_mistral/train.jsonl.gz",
+    "columns": {"system": "system", "prompt": "prompt", "completion": "response"},
+}
+_RATES = [3e-4, 1e-3, 3e-3, 1e-2]
+
+
+def _pairs(seed: int) -> Plan:
+    return Plan(
+        what=f"preferences, 500 validation pairs, seed {seed}",
+        file="pref_mix/pairs.jsonl.gz",
+        rows=(1000, 500, 500),
+        space={"lr": [1e-4, 5e-4, 2e-3, 5e-3], "r": [8, 32], "per_device_train_batch_size": [1, 2]},
+        fixed={"method": "dpo", "beta": 0.1, "warmup_ratio": 0.05, "lr_scheduler_type": "cosine", "seed": seed},
+        columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    )
+
+
+PLANS: Mapping[str, Plan] = {
+    "gsm8k-warmup": Plan(
+        what="learning-rate warmup of 3 and 10 %, cosine, 500 to 1,000 steps",
+        **_MATHS,
+        rows=(2000, 100, 300),
+        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [2, 4], "warmup_ratio": [0.03, 0.1]},
+        fixed={"lr_scheduler_type": "cosine"},
+    ),
+    "instructions-epochs": Plan(
+        what="six epochs on few rows: winners peak early",
+        **_INSTRUCTIONS,
+        rows=(240, 100, 300),
+        space={"lr": _RATES, "r": [4, 16, 64], "per_device_train_batch_size": [1, 2]},
+        fixed={"num_train_epochs": 6},
+    ),
+    "reasoning": Plan(
+        what="long rows, 500 to 1,000 steps, warmup of 0 and 6 %",
+        **_REASONING,
+        rows=(1000, 80, 160),
+        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [1, 2], "warmup_ratio": [0.0, 0.06]},
+        fixed={"lr_scheduler_type": "cosine", "max_length": 512},
+    ),
+    "dpo-seed-1": _pairs(1),
+    "dpo-seed-2": _pairs(2),
+    "dpo-seed-3": _pairs(3),
+    "gsm8k-small": Plan(
+        what="a base of ten million parameters",
+        **_MATHS,
+        rows=(1000, 60, 160),
+        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [1, 2]},
+        fixed={"lr_scheduler_type": "cosine", "warmup_ratio": 0.03},
+        base="alto-small",
+    ),
+    "instructions-small": Plan(
+        what="a base of ten million parameters, five epochs",
+        **_INSTRUCTIONS,
+        rows=(200, 60, 160),
+        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [1, 2]},
+        fixed={"num_train_epochs": 5},
+        base="alto-small",
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--small", type=Path, help="folder of alto-small")
+    parser.add_argument("--only", nargs="*", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--output", type=Path, default=RECORDINGS)
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    if options.list or options.data is None:
+        for name, plan in PLANS.items():
+            print(f"{name:<20} {plan.what}")
+        return 0 if options.list else 2
+    for name in options.only:
+        if PLANS[name].base == "alto-small" and options.small is None:
+            print(f"{name}: expected --small FOLDER, found none; tools/train_base.py makes it", file=sys.stderr)
+            return 2
+    for name in options.only:
+        began = time.perf_counter()
+        recording = record(name, PLANS[name], options.data, options.small)
+        path = options.output / f"{name}.json.gz"
+        recording.write(path)
+        print(f"{name}: {len(recording.jobs)} jobs, {path.stat().st_size / 1e6:.2f} MB", end="")
+        print(f", {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+def record(name: str, plan: Plan, data: Path, small: Path | None) -> Recording:
+    """Train every job of ``plan`` to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_task(name, plan, data, small, Path(folder))
+        result = Engine(output_dir=Path(folder) / "runs").tune(task)
+        recording = Recording.from_journal(read_entries(Path(result.run_dir) / "journal.jsonl"))
+        return replace(recording, task={**recording.task, "base": plan.base, "dataset": plan.file, "what": plan.what})
+
+
+def make_task(name: str, plan: Plan, data: Path, small: Path | None, folder: Path) -> Task:
+    """The task of ``plan``, its rows written into ``folder``."""
+    files = {}
+    for split, rows in zip(("train", "validation", "test"), carved(plan, data), strict=True):
+        files[split] = folder / f"{split}.jsonl"
+        files[split].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = Task(
+        name=name,
+        model=plan.base if plan.base == "alto-tiny" else str(small),
+        dataset=str(files["train"]),
+        validation_dataset=str(files["validation"]),
+        test_dataset=str(files["test"]),
+        columns=plan.columns,
+        search_space=plan.space,
+        early_exit=OBSERVE,
+        eval_steps=0.1,
+        report_to="none",
+        **plan.fixed,
+    )
+    return task.replace(max_slots=len(task.jobs))
+
+
+def carved(plan: Plan, data: Path) -> list[list[dict[str, Any]]]:
+    """Rows of the three splits, without the columns that nothing reads."""
+    path = data / plan.file
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    if "source" in rows[0]:
+        rows = [row for row in rows if row["source"] in SHORT_SOURCES and _num_chars(row) <= MAX_PAIR_CHARS]
+    rows = [{column: row[column] for column in plan.columns.values()} for row in rows]
+    return carve_rows(sample_rows(rows, sum(plan.rows), DATA_SEED), plan.rows, DATA_SEED)
+
+
+def _num_chars(row: Mapping[str, Any]) -> int:
+    return sum(len(row[column]) for column in ("prompt", "chosen", "rejected"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
