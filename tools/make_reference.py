@@ -30,7 +30,7 @@ from alto.records import ExitDecision, ExitReason, LossPoint, Standing
 from alto.runs import queue_dir, run_dir
 from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
-from alto.spec import MAX_JOBS, EarlyExit, JobConfig, SearchSpace, Task
+from alto.spec import MAX_JOBS, Budget, EarlyExit, JobConfig, Search, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
@@ -45,7 +45,8 @@ in a run directory. [tutorial.md](tutorial.md) is an introduction, [troubleshoot
 errors.
 
 - [Task](#task), [configuration of a job](#configuration-of-a-job), [search space](#search-space),
-  [early exit](#early-exit), [memory](#memory), [packing](#packing), [keys that are refused](#keys-that-are-refused)
+  [early exit](#early-exit), [search](#search), [memory](#memory), [packing](#packing),
+  [keys that are refused](#keys-that-are-refused)
 - [Datasets](#datasets): files, forms, columns, presets
 - [Commands](#commands)
 - [Run directory](#run-directory), [journal](#journal), [numbers of an exit](#numbers-of-an-exit)
@@ -58,6 +59,8 @@ quotes, and a value out of bounds. YAML needs a point and a sign in a number wit
 TYPES: Mapping[Any, str] = {
     EarlyExit: "true, false or a mapping",
     SearchSpace: "a mapping",
+    Search: "the name of an algorithm, or a mapping",
+    Budget: "a mapping",
     Mapping: "a mapping of text to text",
     tuple: "a list",
 }
@@ -114,6 +117,7 @@ def page() -> str:
         job_section(),
         search_space_section(),
         early_exit_section(),
+        search_section(),
         memory_section(),
         packing_section(),
         refused_section(),
@@ -237,6 +241,22 @@ Under `early_exit`. `early_exit: false` trains every job to its end; `true` is t
 [early-exit.md](early-exit.md) explains the decisions and which key to change.
 
 {_keys(EarlyExit, {})}
+"""
+
+
+def search_section() -> str:
+    return f"""## Search
+
+Under `search`; the name of an algorithm is short for a mapping with that alone (`search: tpe`).
+[search.md](search.md) explains the algorithms.
+
+{_keys(Search, {})}
+
+### Budget
+
+Under `search.budget`.
+
+{_keys(Budget, {})}
 """
 
 
@@ -470,6 +490,10 @@ def _default(name: str, field: FieldInfo) -> str:
         return "**required**"
     if isinstance(field.default, EarlyExit):
         return "`true`"
+    if isinstance(field.default, Search):
+        return "`grid`"
+    if isinstance(field.default, Budget):
+        return "no limit"
     if isinstance(field.default, SearchSpace):
         return "none: one job"
     return "–" if field.default is None else f"`{_yaml(field.default)}`"

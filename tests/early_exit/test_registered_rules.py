@@ -142,7 +142,11 @@ def test_a_rule_of_the_other_policy_can_be_added() -> None:
         ("default=0.01", "default=1.5", r"Plateau: expected defaults .*threshold .* < 1, found 1.5"),
         ("default=3", 'default="3"', r"Plateau: expected defaults .*patience .* whole number .* found '3' \(text\)"),
         ("    def judge", "    def judgement", "expected Plateau to have a judge method"),
-        ('reason = "plateau"', 'reason = "stopped"', "other than underperforming, stopped, failed, found 'stopped'"),
+        (
+            'reason = "plateau"',
+            'reason = "stopped"',
+            "other than underperforming, stopped, failed, budget, found 'stopped'",
+        ),
         ('reason = "plateau"', 'reason = "No <progress>"', "a word or two of lower-case letters"),
         ('    reason = "plateau"\n', "", "found None"),
     ],

@@ -26,7 +26,7 @@ from alto.spec.metric import loss_scale, score_of
 
 __all__ = ["Disagreement", "audit", "selection_of"]
 
-EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED)
+EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,13 @@ from alto.records import ExitDecision, ExitReason, LossPoint, StartValue
 
 __all__ = ["ENDS_COMPETING", "JobTrack"]
 
-ENDS_COMPETING = (ExitReason.DIVERGING, ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
+ENDS_COMPETING = (
+    ExitReason.DIVERGING,
+    ExitReason.UNDERPERFORMING,
+    ExitReason.STOPPED,
+    ExitReason.FAILED,
+    ExitReason.BUDGET,
+)
 """Jobs that end for one of these do not compete at later rungs; after overfitting, or a user's rule, the best
 evaluation competes."""
 

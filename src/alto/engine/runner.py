@@ -42,6 +42,7 @@ from alto.objectives import find_objective
 from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
 from alto.runs.events import BaseDescription
+from alto.search import check_installed
 from alto.spec import Task, read_run_task
 from alto.spec.base_model import quantisation_keys
 from alto.trackers import Tracker, chosen_trackers, tracking
@@ -151,6 +152,8 @@ class TaskRunner:
             task: With absolute paths, as :func:`portable` gives it.
             resume_state: What the run is resumed from, empty for one that begins; None where there will be no run.
         """
+        if task.search.algorithm == "tpe":
+            check_installed()
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
         rows = read_task_rows(task)  # before a model is downloaded

@@ -88,6 +88,12 @@ def _judged(
 def _why_there_is_none(state: TaskState) -> str:
     decisions = [state.selection.decision_on(job) for job in state.jobs]
     failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
+    stopped = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
+    if stopped:
+        return (
+            f"search.budget was spent before the first evaluation of {len(stopped)} of {len(decisions)}; raise it, or "
+            "lower eval_steps"
+        )
     if not failed:
         return f"all {len(decisions)} diverged before; lower the learning rates"
     row, fits = failed[0].evidence["row_tokens"], state.slot_manager.largest_micro_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from typing import Any
 
 from alto.errors import DeviceMemoryError
@@ -11,7 +12,7 @@ from alto.executor.clone import next_id
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.task_state import TaskState
-from alto.records import ExitReason, LossPoint, RungResult
+from alto.records import ExitDecision, ExitReason, LossPoint, RungResult
 from alto.search import Trial, forks_of, next_configuration
 from alto.spec import Job, JobConfig
 from alto.spec.metric import LOSS
@@ -25,13 +26,16 @@ class Exploration:
 
     Args:
         state: Of the task.
-        lifecycle: Adds jobs.
+        lifecycle: Adds and ends jobs.
+        spent_before_s: Seconds that the task took before it was interrupted.
     """
 
-    def __init__(self, state: TaskState, lifecycle: JobLifecycle) -> None:
+    def __init__(self, state: TaskState, lifecycle: JobLifecycle, *, spent_before_s: float) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._task = state.context.task
+        self._spent_before_s = spent_before_s
+        self._began = time.monotonic()
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
@@ -67,9 +71,24 @@ class Exploration:
             config = self._task.job_config({**origin.config.to_dict(), **fork.changes})
             self._lifecycle.add_fork(self._job(config, {}), origin, fork.replaces)
 
-    def samples_trained(self) -> int:
-        """Training rows that all jobs have read so far."""
-        return sum(job.samples_until(job.step) for job in self._state.jobs.values())
+    def is_budget_spent(self) -> bool:
+        """Whether the task has spent its samples, its time or its money; time is this process's."""
+        budget = self._task.search.budget
+        max_duration_s = budget.max_duration_s(self._state.context.ranks.size)
+        if max_duration_s is not None and self._spent_before_s + time.monotonic() - self._began >= max_duration_s:
+            return True
+        if budget.samples is None:
+            return False
+        return sum(job.samples_until(job.step) for job in self._state.jobs.values()) >= budget.samples
+
+    def end_all(self) -> None:
+        """End every job that trains: the budget is spent."""
+        selection = self._state.selection
+        for job_id in selection.training:
+            job = self._state.jobs[job_id]
+            decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.BUDGET)
+            selection.end(decision)
+            self._lifecycle.end(job, decision)
 
     def _num_able(self) -> int:
         """Jobs that a slot is of use to now: those that have not ended and do not wait at a rung."""

@@ -12,7 +12,7 @@ from alto.backbone import base_differences
 from alto.data import TaskData, digest_of
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import JournalEntry, RunDir, read_intact_events, replace_file, writing
+from alto.runs import JournalEntry, RunDir, RunHistory, read_intact_events, replace_file, writing
 from alto.runs.events import (
     NO_SEQ,
     BaseDescription,
@@ -74,6 +74,11 @@ class ResumeState:
             RunError: A known field of a known event is missing or holds another type.
         """
         return tuple(decode(line) for line in self.lines)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the run has taken, without interruptions."""
+        return RunHistory.of(self.entries).duration_s
 
     @property
     def started(self) -> TaskStarted:

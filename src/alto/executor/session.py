@@ -15,6 +15,7 @@ from alto.executor.beginning import RunStart, begin_events, resume_event
 from alto.executor.conclusion import Hooks, conclude
 from alto.executor.context import TaskContext
 from alto.executor.control import Control
+from alto.executor.exploration import Exploration
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
@@ -45,11 +46,13 @@ class ControlInputs:
         commands: Commands in the mailbox.
         is_interrupted: Whether the task has to stop.
         is_saving_due: Whether a checkpoint has to be saved.
+        is_budget_spent: Whether the task may spend no more.
     """
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False
     is_saving_due: bool = False
+    is_budget_spent: bool = False
 
 
 class TaskSession:
@@ -87,6 +90,7 @@ class TaskSession:
         self._hooks = hooks
         self._ranks = state.context.ranks
         self._admission = Admission(state, lifecycle)
+        self._exploration = Exploration(state, lifecycle, spent_before_s=start.resume_state.duration_s)
         self._gpu_offers = GpuOffers(state, recorder, start.throughput(self._ranks.size))
         self._save_interval_s = state.context.task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
@@ -189,6 +193,8 @@ class TaskSession:
         self._control.apply(self._inputs.commands)
         while self.state.selection.rung_ready():
             self._hold_rung()
+        if self._inputs.is_budget_spent:
+            self._exploration.end_all()
         if not self.state.selection.training:
             return False
         if self._inputs.is_interrupted:
@@ -202,6 +208,9 @@ class TaskSession:
             share: Most slots that the task may have; None sets no limit.
             taken: Slots that jobs of other tasks have.
         """
+        num_slots = self.state.slot_manager.num_slots
+        if not self._inputs.is_budget_spent:
+            self._exploration.suggest(num_slots if share is None else min(share, num_slots))
         if self._admission.admit_jobs(share, taken):
             self._gpu_offers.offer()
 
@@ -268,6 +277,7 @@ class TaskSession:
             commands=self._control.pending(),
             is_interrupted=self._hooks.is_interrupted(),
             is_saving_due=time.monotonic() >= self._next_save_at,
+            is_budget_spent=self._exploration.is_budget_spent(),
         )
 
     def _hold_rung(self) -> None:
@@ -281,6 +291,7 @@ class TaskSession:
         self._recorder.rung_held(index, rung, result)
         for decision in result.dropped:
             self._lifecycle.end(state.jobs[decision.job], decision)
+        self._exploration.exchange(index, result)
 
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         selection, context = self.state.selection, self.state.context

@@ -36,7 +36,17 @@ FAR = 10
 curves, the lowest loss, or 1.0, whichever is the highest."""
 
 # Later roles are drawn over earlier ones.
-_DRAWING_ORDER = ("underperforming", "diverging", "stopped", "failed", "overfitting", "pending", "parked", "training")
+_DRAWING_ORDER = (
+    "underperforming",
+    "diverging",
+    "stopped",
+    "budget",
+    "failed",
+    "overfitting",
+    "pending",
+    "parked",
+    "training",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

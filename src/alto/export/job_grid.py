@@ -35,6 +35,7 @@ OUTCOME_STYLES = {
     "diverging": "red",
     "failed": "red",
     "stopped": "magenta",
+    "budget": "magenta",
     "underperforming": "dim",
     "pending": "dim",
 }

@@ -220,4 +220,5 @@ def _list_evidence(evidence: Mapping[str, float | str]) -> str:
 _BARE_REASONS: Mapping[str, str] = {
     ExitReason.STOPPED: "stopped by the user",
     ExitReason.FAILED: "failed",
+    ExitReason.BUDGET: "the task's budget was spent",
 }

@@ -29,6 +29,7 @@ class ExitReason(StrEnum):
     UNDERPERFORMING = "underperforming"
     STOPPED = "stopped"
     FAILED = "failed"
+    BUDGET = "budget"
 
 
 def exit_reason(text: str) -> str:

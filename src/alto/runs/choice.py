@@ -16,8 +16,8 @@ _MAX_NAMES = 3
 
 
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
-    """Sentences on the winner of a finished run: which others lie within noise of it, and why it won where early exit
-    had ended it as underperforming. Empty where neither applies."""
+    """Sentences on the winner of a finished run: which others lie within noise of it, why it won where early exit had
+    ended it as underperforming, and where a budget ended it. Empty where none applies."""
     winner = history.best
     if history.result is None or winner is None:
         return ()
@@ -26,6 +26,11 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
         notes.append(_what_rows_cannot_tell(history, winner, tied))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
         notes.append(_why_underperforming(history, winner))
+    if winner.exit_reason == ExitReason.BUDGET:
+        notes.append(
+            f"search.budget was spent when {winner.job} had done {winner.step} of {winner.total_steps} steps: a larger "
+            "one may give a better adapter."
+        )
     return tuple(notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from alto.spec.search_space import Axis, Sampled, SearchSpace
 
 __all__ = ["check_installed", "next_configuration"]
 
-_TRIES = 64
-"""Suggestions that were tried before, in a row, after which the space counts as searched."""
+_TRIES = 8
+"""Suggestions that were tried before, in a row, after which one is drawn at random."""
 
 
 def check_installed() -> None:
@@ -32,7 +33,7 @@ def check_installed() -> None:
 
 
 def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -> dict[str, Any] | None:
-    """The place in ``space`` to try next; None where none is found that was not tried yet.
+    """The place in ``space`` to try next; None where all were tried.
 
     It depends on its arguments alone: the estimator is built anew from all trials, and its random state is made of
     ``seed`` and their number. A trial that was ended early is told with its values at the rungs that it has reached:
@@ -52,21 +53,22 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     tried = {tuple(trial.values.items()) for trial in trials}
     told = [_told(trial, space, distributions, seed) for trial in trials]
     for attempt in range(_TRIES):
-        sampler = optuna.samplers.TPESampler(
-            seed=(seed + 1_000_003 * len(trials) + 7919 * attempt) % 2**32,
-            n_startup_trials=0,
-            multivariate=True,
-            constant_liar=True,
-            constraints_func=lambda trial: trial.user_attrs["constraints"],
-            warn_independent_sampling=False,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(
+                seed=(seed + 1_000_003 * len(trials) + 7919 * attempt) % 2**32,
+                n_startup_trials=0,
+                multivariate=True,
+                constant_liar=True,
+            )
         study = optuna.create_study(sampler=sampler)
         study.add_trials(told)
         asked = study.ask(distributions)
         values = _values(space, asked.params, seed)
         if tuple(values.items()) not in tried:
             return values
-    return None
+    drawn = space.sample(min(len(tried) + 1, space.num_distinct), seed)
+    return next((values for values in drawn if tuple(values.items()) not in tried), None)
 
 
 def _distributions(space: SearchSpace) -> dict[str, Any]:
@@ -124,8 +126,7 @@ def _told(trial: Trial, space: SearchSpace, distributions: Mapping[str, Any], se
         params=_params(trial.values, space, seed),
         distributions=dict(distributions),
         intermediate_values=dict(enumerate(trial.losses)),
-        user_attrs={"constraints": (1.0 if trial.is_infeasible else 0.0,)},
-        system_attrs={"constraints": (1.0 if trial.is_infeasible else 0.0,)},
+        constraints={"memory": 1.0 if trial.is_infeasible else 0.0},
     )
 
 

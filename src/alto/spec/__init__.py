@@ -6,6 +6,7 @@ from alto.spec.job_config import ALL_LINEAR, JobConfig
 from alto.spec.load import build_task, load_task, parse_override, read_run_task
 from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.rules import Rule
+from alto.spec.search import Budget, Search
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
 from alto.spec.task import AdapterDtype, Job, RowFormName, Task
@@ -19,6 +20,7 @@ __all__ = [
     "AdapterDtype",
     "ArrivingTask",
     "BaseModelSpec",
+    "Budget",
     "EarlyExit",
     "Job",
     "JobConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "Quantisation",
     "RowFormName",
     "Rule",
+    "Search",
     "SearchSpace",
     "Simulation",
     "Task",

@@ -19,8 +19,8 @@ __all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", 
 
 _MAX_EVALUATIONS = 10**6
 _REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
-_RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED)
-"""Reserved reasons: those of rungs, users and faults."""
+_RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
+"""Reserved reasons: those of rungs, users, faults and budgets."""
 
 
 class Rule(SpecModel):

@@ -140,8 +140,8 @@ class JobExited:
 
     Attributes:
         job: Job id.
-        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped`` or ``failed``; or the reason of a
-            rule that a package registers.
+        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped``, ``failed`` or ``budget``; or the
+            reason of a rule that a package registers.
         evidence: The numbers that the decision was based on, by name.
         slot: Slot that it left; None where it was in none.
         step: Steps done; None where the journal does not have it.

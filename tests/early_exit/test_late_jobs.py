@@ -1,0 +1,161 @@
+"""Jobs that join a task while others train: ranked at every rung among all that were ever ranked there, and copies of
+jobs that continue from where these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alto.early_exit import Policy, Selection
+from alto.errors import RunError
+from alto.records import ExitReason, Rung
+
+RUNGS = (Rung(progress=0.2, keep=0.5), Rung(progress=0.6, keep=0.5))
+STEPS = 10
+
+
+def selection(jobs: Mapping[str, float], rungs: tuple[Rung, ...] = RUNGS) -> Selection:
+    return Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys(jobs, STEPS))
+
+
+def train(found: Selection, job: str, loss: float, until: int) -> None:
+    """Train ``job`` at a constant loss, evaluated after every step, while it may."""
+    while found.is_training(job) and not found.is_waiting(job) and (step := len(found.history(job)) + 1) <= until:
+        found.observe_losses(job, step, [loss])
+        found.observe(job, step, loss)
+
+
+def reason(found: Selection, job: str) -> tuple[str, int] | None:
+    decision = found.decision_on(job)
+    return None if decision is None else (decision.reason, decision.step)
+
+
+FIELD = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+
+
+def after_first_rung() -> Selection:
+    found = selection(FIELD)
+    for job, loss in FIELD.items():
+        train(found, job, loss, STEPS)
+    assert found.rung_ready()
+    assert set(found.select().kept) == {"a", "b"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "ended"),
+    [(0.5, None), (1.5, None), (2.5, None), (3.5, ("underperforming", 2)), (9.0, ("underperforming", 2))],
+)
+def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tuple[str, int] | None) -> None:
+    """Of five that were ever ranked, the first three continue: ``ceil(0.5 * 5)``."""
+    found = after_first_rung()
+    found.add("late", STEPS, catches_up=True)
+    train(found, "late", loss, 3)
+    assert reason(found, "late") == ended
+    assert found.training == (("a", "b") if ended else ("a", "b", "late"))
+
+
+def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
+    found = after_first_rung()
+    found.add("late", STEPS, catches_up=True)
+    train(found, "late", 1.5, 1)
+    for job in ("a", "b"):
+        train(found, job, FIELD[job], STEPS)
+    assert found.rung_ready(), "it has not reached the first rung yet"
+    found.select()
+    train(found, "late", 1.5, STEPS)
+    # At the second rung two of five continue: ceil(0.25 * 5).
+    assert reason(found, "late") is None
+    assert len(found.history("late")) == STEPS
+    assert found.winner().job == "a"
+
+
+def test_a_job_that_caught_up_is_waited_for() -> None:
+    found = after_first_rung()
+    found.add("late", STEPS, catches_up=True)
+    for job in ("a", "b"):
+        train(found, job, FIELD[job], STEPS)
+    assert found.rung_ready()
+    train(found, "late", 1.5, 5)
+    assert found.rung_ready(), "it is still on its way"
+    train(found, "late", 1.5, 6)
+    assert found.is_waiting("late")
+    assert found.rung_ready()
+    assert found.select().kept == ("a", "late")
+
+
+def test_before_the_first_rung_the_others_do_not_wait_either() -> None:
+    found = selection({"a": 1.0, "b": 2.0})
+    train(found, "a", 1.0, STEPS)
+    found.add("late", STEPS, catches_up=True)
+    train(found, "b", 2.0, STEPS)
+    assert found.rung_ready()
+    assert found.select().kept == ("a",)
+    train(found, "late", 0.5, 3)
+    assert found.is_training("late")
+
+
+def test_alone_in_the_field_it_holds_the_next_rung() -> None:
+    found = after_first_rung()
+    found.add("late", STEPS, catches_up=True)
+    for job in ("a", "b"):
+        found.observe_losses(job, 3, [float("nan")])
+    train(found, "late", 1.0, STEPS)
+    assert found.is_waiting("late")
+    assert found.rung_ready()
+    assert found.select().kept == ("late",)
+
+
+def test_a_job_of_a_user_is_waited_for_as_before() -> None:
+    found = after_first_rung()
+    found.add("clone", STEPS)
+    for job in ("a", "b"):
+        train(found, job, FIELD[job], STEPS)
+    assert not found.rung_ready()
+
+
+@given(
+    st.lists(st.floats(0.1, 10, allow_nan=False), min_size=4, max_size=10, unique=True),
+    st.floats(0.1, 10, allow_nan=False),
+    st.floats(0.1, 10, allow_nan=False),
+)
+def test_a_better_late_job_is_never_ended_before_a_worse_one(losses: list[float], one: float, other: float) -> None:
+    better, worse = min(one, other), max(one, other)
+
+    def outcome(loss: float) -> int:
+        jobs = {f"job-{index}": value for index, value in enumerate(losses)}
+        found = selection(jobs)
+        for job, value in jobs.items():
+            train(found, job, value, STEPS)
+        found.select()
+        found.add("late", STEPS, catches_up=True)
+        train(found, "late", loss, 5)
+        return len(found.history("late"))
+
+    assert outcome(better) >= outcome(worse)
+
+
+def test_a_fork_continues_with_what_was_observed_of_its_origin() -> None:
+    found = after_first_rung()
+    found.fork("copy", "a")
+    assert [point.step for point in found.history("copy")] == [1, 2]
+    assert {point.job for point in found.history("copy")} == {"copy"}
+    assert found.best("copy") is None, "that adapter is its origin's"
+    with pytest.raises(RunError, match="step 3 of copy"):
+        found.observe_losses("copy", 1, [1.0])
+    for job, loss in (("a", 1.0), ("b", 2.0), ("copy", 0.5)):
+        train(found, job, loss, STEPS)
+    assert found.is_waiting("copy")
+    assert found.select().kept[0] == "copy"
+    assert found.winner().job == "copy"
+    assert found.history("a")[-1].validation_loss == 1.0, "its origin is unchanged"
+
+
+def test_only_a_job_that_trains_can_be_continued() -> None:
+    found = after_first_rung()
+    with pytest.raises(RunError, match="d to train, found that it has ended"):
+        found.fork("copy", "d")
+    assert found.decision_on("d").reason is ExitReason.UNDERPERFORMING

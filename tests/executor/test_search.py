@@ -1,0 +1,330 @@
+"""Searches that add jobs while others train, through the executor: suggestions, populations, budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from company import built
+from oracle import SoloJob
+from resident_jobs import DATA, assert_same_step, make_model
+
+from alto.backbone import Backbone
+from alto.early_exit import audit
+from alto.errors import TaskInterruptedError
+from alto.executor import Executor, Hooks, TaskSession
+from alto.executor.checkpoint import read_state
+from alto.runs import RunDir, read_entries, read_events, read_history
+from alto.spec import Task
+
+pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+SPACE = {"lr": {"min": 1e-5, "max": 1e-2, "log": True}, "r": [2, 4, 8], "batch_size": [4, 7]}
+TPE = {"algorithm": "tpe", "num_initial_jobs": 4, "budget": {"jobs": 12}}
+PBT = {"algorithm": "pbt", "num_initial_jobs": 4, "interval": 0.2, "exchanged": 0.25}
+
+
+def make(search: dict[str, Any], **changes: Any) -> Task:
+    settings = {
+        "model": "unused",
+        "dataset": "unused.jsonl",
+        "name": "searched",
+        "max_slots": 4,
+        "max_tokens_per_pass": 400,
+        "num_train_epochs": 3,
+        "eval_steps": 0.25,
+        "search": search,
+        "search_space": SPACE,
+    }
+    return Task(**{**settings, **changes})
+
+
+class Run:
+    """One run of a task, in this process."""
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        self.folder = folder
+        self.task = task
+
+    def train(self, turns: int | None = None) -> Run:
+        """To its end, or so many turns, after which it is stopped and saved."""
+        left = [turns]
+
+        def is_interrupted() -> bool:
+            if left[0] is None:
+                return False
+            left[0] -= 1
+            return left[0] < 0
+
+        from alto.executor.planned_job import resolve_rungs
+
+        task = resolve_rungs(self.task, len(DATA.train))
+        backbone = Backbone(make_model("llama"), None, "unused")
+        with built(self.folder, task, DATA, backbone, hooks=Hooks(is_interrupted=is_interrupted)) as session:
+            if turns is None:
+                self.finish(session)
+            else:
+                with pytest.raises(TaskInterruptedError):
+                    self.finish(session)
+        return self
+
+    def finish(self, session: TaskSession) -> None:
+        executor = Executor(session.bank)
+        executor.attach("run", session)
+        ended: dict[str, Exception | None] = {}
+        while not ended:
+            ended = executor.turn()
+        if ended["run"] is not None:
+            raise ended["run"]
+
+    @property
+    def root(self) -> Path:
+        (root,) = self.folder.iterdir()
+        return root
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.root / "journal.jsonl") if not kinds or event["event"] in kinds]
+
+    def added(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in event.items() if key not in ("seq", "time")}
+            for event in self.events("job_added")
+        ]
+
+    def assert_decided_as_journalled(self) -> None:
+        assert audit(read_entries(self.root / "journal.jsonl")) == ()
+
+
+def test_suggestions_fill_slots_as_others_train(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make(TPE)).train()
+    added = run.added()
+    assert [event["job"] for event in added] == [f"job-{number:03d}" for number in range(4, 12)]
+    for event in added:
+        assert "origin" not in event
+        assert set(event["values"]) == {"learning_rate", "r", "per_device_train_batch_size"}
+        assert event["config"]["learning_rate"] == event["values"]["learning_rate"]
+    assert len({tuple(event["values"].values()) for event in added}) == 8
+    run.assert_decided_as_journalled()
+    first_waits = run.events("eval")[0]["seq"]
+    assert run.events("job_added")[0]["seq"] > first_waits, "all four slots trained before"
+    last_end = [event["seq"] for event in run.events("job_exited", "job_completed")][-1]
+    assert run.events("job_added")[-1]["seq"] < last_end, "they joined while others trained"
+    history = read_history(run.root)
+    assert len(history.jobs) == 12
+    assert history.result is not None
+    ends = {job.exit_reason for job in history.jobs.values()}
+    assert ends <= {None, "underperforming", "overfitting", "diverging"}
+
+
+def test_a_search_that_is_interrupted_suggests_the_same(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", make(TPE)).train()
+    parted = Run(tmp_path / "parted", make(TPE))
+    for turns in (5, 8, 4):
+        parted.train(turns)
+    parted.train()
+    assert parted.added() == whole.added()
+    for history in (read_history(whole.root), read_history(parted.root)):
+        assert history.result is not None
+    assert read_history(parted.root).result.best_job == read_history(whole.root).result.best_job
+    parted.assert_decided_as_journalled()
+
+
+def test_random_configurations_all_begin_with_the_task(tmp_path: Path) -> None:
+    task = make({"algorithm": "random", "budget": {"jobs": 5}})
+    run = Run(tmp_path / "run", task).train()
+    assert [job.id for job in task.jobs] == list(read_history(run.root).jobs)
+    assert len(task.jobs) == 5
+    assert run.added() == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Of a population, to its end."""
+    return Run(tmp_path_factory.mktemp("population") / "run", make(PBT)).train()
+
+
+class TestAPopulation:
+    def test_it_stays_as_large_as_it_was(self, run: Run) -> None:
+        forks = run.added()
+        dropped = [event["job"] for event in run.events("job_exited") if event["reason"] == "underperforming"]
+        assert [fork["replaces"] for fork in forks] == dropped
+        assert len(run.events("warmup_ended")) == 4
+        assert len(forks) == 4
+        assert len(run.events("job_completed")) == 4
+        run.assert_decided_as_journalled()
+
+    def test_copies_have_changed_settings_and_count_only_what_they_train(self, run: Run) -> None:
+        configs = {job["job"]: job["config"] for job in run.events("task_started")[0]["jobs"]}
+        ends = {event["job"]: event for event in run.events("job_exited", "job_completed")}
+        for fork in run.added():
+            origin, config = configs[fork["origin"]], fork["config"]
+            configs[fork["job"]] = config
+            assert config["learning_rate"] / origin["learning_rate"] == pytest.approx(0.8) or config[
+                "learning_rate"
+            ] == pytest.approx(min(origin["learning_rate"] * 1.25, 1e-2))
+            same = {"learning_rate", "weight_decay", "lora_dropout"} ^ set(origin)
+            assert {key: config[key] for key in same} == {key: origin[key] for key in same}
+            share = fork["samples_budgeted"] / (3 * len(DATA.train))
+            assert share == pytest.approx(1 - fork["forked_at"] / fork["total_steps"], abs=0.1)
+            assert ends[fork["job"]]["samples_trained"] <= fork["samples_budgeted"]
+
+    def test_the_lineage_is_shown(self, run: Run) -> None:
+        history = read_history(run.root)
+        for fork in run.added():
+            assert history.jobs[fork["job"]].origin == fork["origin"]
+
+    def test_killed_or_not_the_lineage_is_the_same(self, run: Run, tmp_path: Path) -> None:
+        parted = Run(tmp_path / "parted", make(PBT))
+        for turns in (3, 5, 2, 4):
+            parted.train(turns)
+        parted.train()
+        assert parted.added() == run.added()
+        assert read_history(parted.root).result.best_job == read_history(run.root).result.best_job
+
+
+def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 1 for copies: the state on disk, the row in the bank, and the step from there."""
+    from alto.executor import slot_manager
+    from alto.executor.trainer import Trainer
+
+    sources: dict[str, tuple[Any, Any]] = {}
+    give_state = slot_manager.SlotManager.give_state
+
+    def noted(manager: Any, fork: Any, origin: Any) -> None:
+        give_state(manager, fork, origin)
+        sources[fork.id] = read_state(manager._store.folder(origin.id, "last"))
+
+    readmit, compared = Trainer.readmit, []
+
+    def checked(trainer: Trainer, job: Any, local_slot: int, weights: Any, optimizer: Any) -> None:
+        readmit(trainer, job, local_slot, weights, optimizer)
+        if job.id in sources and job.step == job.forked_at:
+            source_weights, source_optimizer = sources[job.id]
+            row, moments = trainer.bank.read(local_slot), trainer.optimizer.read(local_slot)
+            assert moments.step == source_optimizer.step == job.forked_at
+            for name, pair in source_weights.items():
+                assert all(torch.equal(a, b) for a, b in zip(row[name], pair, strict=True))
+            for name, tensor in source_optimizer.tensors.items():
+                assert torch.equal(moments.tensors[name], tensor), name
+            compared.append(job.id)
+
+    monkeypatch.setattr(slot_manager.SlotManager, "give_state", noted)
+    monkeypatch.setattr(Trainer, "readmit", checked)
+    found: dict[str, tuple[Any, Any, Any, Any]] = {}
+    backward, update = Trainer.backward, Trainer.update
+
+    def before(trainer: Trainer, jobs: Any) -> Any:
+        losses = backward(trainer, jobs)
+        for job, loss in zip(jobs, losses.tolist(), strict=True):
+            if job.id in sources and job.step == job.forked_at:
+                bank = trainer.bank
+                gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, job.slot)}
+                found[job.id] = (job, loss, gradients, bank.read(job.slot))
+        return losses
+
+    def after(trainer: Trainer, jobs: Any) -> Any:
+        norms = update(trainer, jobs)
+        for job, norm in zip(jobs, norms.tolist(), strict=True):
+            if job.id in found and len(found[job.id]) == 4:
+                found[job.id] = (*found[job.id], norm, trainer.bank.read(job.slot))
+        return norms
+
+    monkeypatch.setattr(Trainer, "backward", before)
+    monkeypatch.setattr(Trainer, "update", after)
+    many = {**PBT, "num_initial_jobs": 6, "exchanged": 0.5}
+    Run(tmp_path / "run", make(many, search_space={**SPACE, "lr": [1e-4, 3e-4, 1e-3, 5e-4]})).train()
+    assert len(compared) >= 3
+    num_without_dropout = 0
+    for job, loss, gradients, weights, norm, later in found.values():
+        if job.config.lora_dropout:
+            continue  # its masks are ALTO's own; tests/executor/test_isolation.py compares them
+        num_without_dropout += 1
+        solo = SoloJob(make_model("llama"), DATA.train, job.config)
+        solo.load(*sources[job.id])
+        assert_same_step(step_facts(loss, norm, gradients, weights, later), solo.train_step())
+    assert num_without_dropout >= 1
+
+
+def step_facts(loss: float, norm: float, gradients: Any, before: Any, after: Any) -> Any:
+    from oracle import StepFacts, flat
+
+    first, second = flat(before), flat(after)
+    updates = {name: second[name] - first[name] for name in first}
+    return StepFacts(loss=loss, grad_norm=norm, gradients=flat(gradients), updates=updates)
+
+
+class TestABudget:
+    def test_of_samples_ends_the_task_with_the_best_so_far(self, tmp_path: Path) -> None:
+        task = make({"budget": {"samples": 100}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
+        run = Run(tmp_path / "run", task).train()
+        history = read_history(run.root)
+        assert {job.exit_reason for job in history.jobs.values()} == {"budget"}
+        assert 100 <= history.samples_trained < 100 + 2 * 8
+        assert history.result is not None
+        run.assert_decided_as_journalled()
+
+    def test_of_time_ends_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from alto.executor import exploration
+
+        clock = [0.0]
+
+        def now() -> float:
+            clock[0] += 1.0
+            return clock[0]
+
+        monkeypatch.setattr(exploration.time, "monotonic", now)
+        search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"duration_s": 40}}
+        run = Run(tmp_path / "run", make(search, early_exit=False)).train()
+        assert "budget" in {event["reason"] for event in run.events("job_exited")}
+
+    def test_time_before_an_interruption_counts(self, tmp_path: Path) -> None:
+        task = make({"budget": {"duration_s": 3600}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
+        run = Run(tmp_path / "run", task).train(turns=6)
+        spent = read_history(run.root).duration_s
+        assert spent > 0
+        run.task = task.replace(search={"budget": {"duration_s": spent}})
+        run.train()
+        assert {event["reason"] for event in run.events("job_exited")} == {"budget"}
+
+    def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
+        from alto.errors import NoResultError
+
+        task = make({"budget": {"samples": 1}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False, eval_steps=1.0)
+        run = Run(tmp_path / "run", task)
+        with pytest.raises(NoResultError, match="budget"):
+            run.train()
+
+    def test_money_is_time_on_gpus(self) -> None:
+        budget = make({"algorithm": "tpe", "budget": {"cost": 10, "gpu_hour_price": 2.5}}).search.budget
+        assert budget.max_duration_s(1) == pytest.approx(4 * 3600)
+        assert budget.max_duration_s(8) == pytest.approx(1800)
+
+
+def test_what_optuna_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from alto.errors import UnsupportedError
+    from alto.search import check_installed
+
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[search\]'"):
+        check_installed()
+
+
+def test_resuming_finds_states_of_copies(tmp_path: Path) -> None:
+    """A copy that was never resident before the stop is resumed from its copied state."""
+    run = Run(tmp_path / "run", make(PBT))
+    turns = 0
+    while not (tmp_path / "run").exists() or not run.added():
+        turns += 2
+        run.train(turns if turns > 2 else 2)
+        if turns > 60:
+            break
+    fork = run.added()[0]
+    _, optimizer = read_state(RunDir(run.root).job(fork["job"], "last"))
+    assert optimizer.step >= fork["forked_at"]

@@ -1,0 +1,48 @@
+"""Who continues for whom in a population, and with which settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from alto.search import forks_of, population_rungs
+
+CONFIG = {"learning_rate": 1e-3, "weight_decay": 0.1, "lora_dropout": 0.0}
+
+
+def forks(kept: list[str], dropped: list[str], *, rung: int = 0, seed: int = 1, bounds: dict | None = None) -> list:
+    configs = dict.fromkeys(kept, CONFIG)
+    return forks_of(kept, dropped, configs, bounds or {}, exchanged=0.25, seed=seed, rung=rung)
+
+
+def test_each_that_ended_is_replaced_by_a_copy_of_one_of_the_best() -> None:
+    found = forks(["a", "b", "c", "d", "e", "f"], ["g", "h"])
+    assert [fork.replaces for fork in found] == ["g", "h"]
+    assert {fork.origin for fork in found} <= {"a", "b"}, "the best quarter of eight"
+    drawn = {fork.origin for seed in range(20) for fork in forks(["a", "b", "c", "d", "e", "f"], ["g", "h"], seed=seed)}
+    assert drawn == {"a", "b"}
+
+
+def test_settings_move_by_a_factor_inside_their_bounds() -> None:
+    rates = {fork.changes["learning_rate"] for seed in range(30) for fork in forks(["a"], ["b"], seed=seed)}
+    assert sorted(rates) == pytest.approx([0.8e-3, 1.25e-3])
+    dropouts = {fork.changes["lora_dropout"] for seed in range(30) for fork in forks(["a"], ["b"], seed=seed)}
+    assert dropouts == {0.0, 0.05}
+    narrow = {"learning_rate": (9e-4, 1.1e-3)}
+    rates = {fork.changes["learning_rate"] for s in range(30) for fork in forks(["a"], ["b"], seed=s, bounds=narrow)}
+    assert rates == {9e-4, 1.1e-3}
+
+
+def test_the_same_rung_gives_the_same_forks() -> None:
+    assert forks(["a", "b"], ["c"]) == forks(["a", "b"], ["c"])
+    assert any(forks(["a", "b"], ["c"]) != forks(["a", "b"], ["c"], rung=rung) for rung in range(1, 6))
+
+
+def test_without_a_job_that_trains_nothing_is_copied() -> None:
+    assert forks([], ["a"]) == []
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(0.1, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)), (0.5, (0.5,)), (0.4, (0.4, 0.8))]
+)
+def test_points_of_exchange(interval: float, expected: tuple[float, ...]) -> None:
+    assert population_rungs(interval) == pytest.approx(expected)
