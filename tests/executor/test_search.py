@@ -16,6 +16,7 @@ from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
 from alto.executor import Executor, Hooks, TaskSession
 from alto.executor.checkpoint import read_state
+from alto.export.tables import job_table
 from alto.runs import RunDir, read_entries, read_events, read_history
 from alto.spec import Task
 
@@ -117,6 +118,8 @@ def test_suggestions_fill_slots_as_others_train(tmp_path: Path) -> None:
     assert history.result is not None
     ends = {job.exit_reason for job in history.jobs.values()}
     assert ends <= {None, "underperforming", "overfitting", "diverging"}
+    origins = [row.origin for row in sorted(job_table(history).rows, key=lambda row: row.job)]
+    assert origins == [""] * 4 + ["suggested by the search"] * 8
 
 
 def test_a_search_that_is_interrupted_suggests_the_same(tmp_path: Path) -> None:
@@ -175,6 +178,9 @@ class TestAPopulation:
         history = read_history(run.root)
         for fork in run.added():
             assert history.jobs[fork["job"]].origin == fork["origin"]
+            (row,) = (row for row in job_table(history).rows if row.job == fork["job"])
+            assert row.origin == f"continues {fork['origin']} from step {fork['forked_at']}"
+        assert sum(job.samples_trained for job in history.jobs.values()) <= history.samples_budgeted
 
     def test_killed_or_not_the_lineage_is_the_same(self, run: Run, tmp_path: Path) -> None:
         parted = Run(tmp_path / "parted", make(PBT))

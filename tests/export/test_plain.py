@@ -86,7 +86,7 @@ def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
         "interrupted at 55 % settled",
         "resumed: 1 of 2 jobs have ended, 55 % settled",
         "resumed b",
-        "c (lr 3e-4) added as a clone of b, with its weights",
+        "c (lr 3e-4) added: clone of b, with its weights",
         "admitted c",
         "a (lr 1e-4) reopened, resumes after step 10 of 100",
         "best so far 1.8000: b (lr 2e-4) at step 50 of 100",

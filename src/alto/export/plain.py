@@ -18,6 +18,7 @@ from alto.export.wording import (
     describe_config,
     describe_finalists,
     describe_memory_event,
+    describe_origin,
     describe_profile,
     describe_rungs,
     format_count,
@@ -156,8 +157,11 @@ class PlainView:
 
     def _on_added(self, event: events.JobAdded) -> None:
         job = self.history.jobs[event.job]
-        start = "with its weights" if event.warm else "from new weights"
-        self._say(f"{self._name(job)} added as a clone of {clean(job.origin)}, {start}")
+        start = (
+            "" if job.is_suggested or event.forked_at else ", with its weights" if event.warm else ", from new weights"
+        )
+        place = f" in the place of {clean(event.replaces)}" if event.replaces else ""
+        self._say(f"{self._name(job)} added: {describe_origin(job)}{start}{place}")
 
     def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:
         if admission != self._admission:

@@ -16,6 +16,7 @@ from alto.export.wording import (
     describe_adapter_check,
     describe_config,
     describe_memory_event,
+    describe_origin,
     format_count,
     format_loss,
     format_setting,
@@ -37,7 +38,7 @@ class JobRow:
     Attributes:
         job: Job id, safe to print.
         job_id: Job id in the run.
-        origin: The job it is a clone of, safe to print; empty if it came with the task.
+        origin: Where it comes from, such as ``clone of job-001``, safe to print; empty if it came with the task.
         settings: Value of every column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
         label: The varying configuration in one line.
@@ -152,7 +153,7 @@ def _row(
     return JobRow(
         job=clean(job.job),
         job_id=job.job,
-        origin=clean(job.origin or ""),
+        origin=describe_origin(job),
         settings=tuple(format_setting(config.get(key)) for key in keys),
         raw_settings=tuple(config.get(key) for key in keys),
         label=describe_config(config, keys) or clean(job.job),

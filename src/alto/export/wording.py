@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from alto.records import AdapterCheck, FinalistScore, Rung
+from alto.runs import JobHistory
 from alto.runs.events import OutOfMemory, ProfileMeasured, TaskStarted
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "describe_config",
     "describe_finalists",
     "describe_memory_event",
+    "describe_origin",
     "describe_profile",
     "describe_rung",
     "describe_rungs",
@@ -161,6 +163,16 @@ def describe_memory_event(event: OutOfMemory) -> str:
     else:
         change = f"micro-batches now have at most {format_count(event.max_tokens_per_pass)} tokens"
     return f"memory ran out in {where.get(phase, 'the ' + clean(phase))}; {change}"
+
+
+def describe_origin(job: JobHistory) -> str:
+    """Where a job comes from that was added while others trained; empty for all others."""
+    if job.is_suggested:
+        return "suggested by the search"
+    if job.origin is None:
+        return ""
+    origin = clean(job.origin)
+    return f"continues {origin} from step {format_count(job.forked_at)}" if job.forked_at else f"clone of {origin}"
 
 
 def describe_profile(event: ProfileMeasured) -> str:

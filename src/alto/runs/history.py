@@ -169,7 +169,9 @@ class RunHistory(JournalFold):
         """Handle an event by which a job is added, ends, or changes its slot."""
         match event:
             case events.JobAdded():
-                self._plan(event.description).origin = event.origin
+                job = self._plan(event.description)
+                job.origin, job.forked_at, job.is_suggested = event.origin, event.forked_at, event.origin is None
+                job.step = event.forked_at
             case events.JobReopened():
                 self._on_reopened(self._job(event.job))
             case events.JobAdmitted() | events.JobResumed():

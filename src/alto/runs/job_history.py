@@ -101,13 +101,17 @@ class JobHistory:
             no such rows.
         exit_reason: Why it ended early; None if it did not.
         exit_evidence: Numbers that this was based on, by name.
-        origin: The job it is a clone of; None if it came with the task.
+        origin: The job that it is a clone or a copy of; None of all others.
+        forked_at: Steps after which it continues where ``origin`` was; 0 of all but such copies.
+        is_suggested: The search has added it while others trained.
         start: The evaluation of the frozen base; None where the journal does not have it.
     """
 
     job: str
     position: int
     origin: str | None = None
+    forked_at: int = 0
+    is_suggested: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int = 0
     samples_budgeted: int = 0
@@ -147,7 +151,8 @@ class JobHistory:
         """Rows seen so far: counted once the job has ended, in proportion to its steps before."""
         if self.samples_at_end is not None:
             return self.samples_at_end
-        return round(self.progress * self.samples_budgeted)
+        own_steps = self.total_steps - self.forked_at
+        return round((self.step - self.forked_at) / own_steps * self.samples_budgeted) if own_steps > 0 else 0
 
     @property
     def samples_saved(self) -> int:

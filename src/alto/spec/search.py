@@ -68,8 +68,8 @@ class Search(SpecModel):
             every ``interval`` the worst jobs continue with the weights of better ones and changed settings.
         budget: What may be spent. None of ``grid``: no limit. Without one, ``random`` and ``tpe`` try half as many
             configurations as the search space has.
-        num_initial_jobs: Jobs that begin with the task: of ``tpe`` before it learns (default 10), of ``pbt`` the
-            population (default 12).
+        num_initial_jobs: Jobs that begin with the task: of ``tpe`` before it learns (default 10, and at most half of
+            all), of ``pbt`` the population (default 12).
         interval: Share of their steps between two exchanges of a population (``pbt``).
         exchanged: Share of the population that is exchanged each time (``pbt``).
 
@@ -128,7 +128,9 @@ class Search(SpecModel):
         if self.algorithm == "pbt":
             return min(self.num_initial_jobs or _POPULATION, space.num_distinct)
         most = self.max_jobs(space)
-        return most if self.algorithm == "random" else min(self.num_initial_jobs or _NUM_STARTUP, most)
+        if self.algorithm == "random":
+            return most
+        return min(self.num_initial_jobs or min(_NUM_STARTUP, max(2, most // 2)), most)
 
     def max_jobs(self, space: SearchSpace) -> int:
         """Largest number of configurations that are tried; jobs of a population that continue others do not count."""
