@@ -1,0 +1,65 @@
+"""A family of early-exit policies, and the member of it that is best on some recordings."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from alto import EarlyExit
+
+__all__ = ["FAMILY", "SMALL_FAMILY", "WEIGHT_OF_LOSS", "best_member", "name_of"]
+
+WEIGHT_OF_LOSS = 2.0
+"""A share of the winner's improvement that is lost counts as this many shares of the samples saved."""
+
+_LAST_HALVING = 0.45
+
+
+def _member(first: float, keep: float, then: float, min_kept: int, finish: float) -> EarlyExit:
+    rungs, share = [(first, keep)], 2 * first
+    while share < min(finish, _LAST_HALVING):
+        rungs.append((share, then))
+        share *= 2
+    return EarlyExit(rungs=tuple(rungs), min_kept=min_kept, finish_from=finish)
+
+
+FAMILY: Sequence[EarlyExit] = [
+    _member(*settings)
+    for settings in itertools.product(
+        (0.005, 0.01, 0.015, 0.025, 0.05),
+        (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3),
+        (1 / 2, 2 / 3, 3 / 4),
+        (2, 3, 4, 6),
+        (0.2, 0.3, 0.4, 0.6),
+    )
+]
+"""The first rung and what it keeps, what each doubling of the share keeps, how many at least, and from where only the
+best continues."""
+
+SMALL_FAMILY = FAMILY[::101]
+
+
+def best_member(
+    family: Sequence[EarlyExit], outcomes: Sequence[Mapping[str, tuple[float, float]]], without: str
+) -> int:
+    """The number of the member that saves most, less what it loses, on all recordings but one.
+
+    Args:
+        family: The policies.
+        outcomes: Of each of them, what it saves and what it loses, by recording.
+        without: The recording that is left out.
+    """
+
+    def worth(number: int) -> float:
+        others = [found for name, found in outcomes[number].items() if name != without]
+        return statistics.fmean(saved - WEIGHT_OF_LOSS * max(0.0, lost) for saved, lost in others)
+
+    return max(range(len(family)), key=worth)
+
+
+def name_of(settings: EarlyExit) -> str:
+    """A policy in one line."""
+    rungs = settings.selection_rungs
+    shown = ", ".join(f"{100 * rung.progress:g} % {rung.keep:.3g}" for rung in rungs if rung.max_kept is None)
+    return f"{shown}; at least {rungs[0].min_kept}; one from {100 * (settings.finish_from or 1):g} %"
