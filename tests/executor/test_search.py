@@ -18,6 +18,7 @@ from alto.executor import Executor, Hooks, TaskSession
 from alto.executor.checkpoint import read_state
 from alto.export.tables import job_table
 from alto.runs import RunDir, read_entries, read_events, read_history
+from alto.runs.progress import rung_costs
 from alto.spec import Task
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
@@ -116,6 +117,11 @@ def test_suggestions_fill_slots_as_others_train(tmp_path: Path) -> None:
     history = read_history(run.root)
     assert len(history.jobs) == 12
     assert history.result is not None
+    costs = rung_costs(history)
+    assert [cost.until for cost in costs] == [rung.progress for rung in history.rungs] + [1.0]
+    assert sum(cost.samples_trained for cost in costs) == history.samples_trained
+    assert all(cost.samples_trained > 0 for cost in costs[:-1])
+    assert sum(cost.share for cost in costs) == pytest.approx(1.0)
     ends = {job.exit_reason for job in history.jobs.values()}
     assert ends <= {None, "underperforming", "overfitting", "diverging"}
     origins = [row.origin for row in sorted(job_table(history).rows, key=lambda row: row.job)]

@@ -31,7 +31,7 @@ from alto.export.wording import (
     varying_keys,
 )
 from alto.runs import RunHistory, Stage, choice_notes, read_history
-from alto.runs.progress import exit_totals, time_saved_s
+from alto.runs.progress import exit_totals, rung_costs, time_saved_s
 from alto.spec.outside import read_json
 
 __all__ = ["write_report"]
@@ -87,6 +87,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "notes": [*run_notes(history), *map(clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
+        "rung_costs": rung_costs(history),
         "importance": importance_of_settings(history),
         "min_jobs": MIN_JOBS,
         "settings": _settings(history),

@@ -151,7 +151,11 @@ class RunHistory(JournalFold):
             case events.JobEvaluated():
                 self._on_evaluated(event)
             case events.WarmupEnded(rung=rung, progress=progress, kept=kept, dropped=dropped):
-                self.rungs.append(RungOutcome(rung=rung, progress=progress, kept=kept, dropped=dropped))
+                self.rungs.append(
+                    RungOutcome(
+                        rung=rung, progress=progress, kept=kept, dropped=dropped, samples_trained=self.samples_trained
+                    )
+                )
             case events.OutOfMemory():
                 self.memory_events.append(event)
             case events.FinalistsJudged(scores=scores):

@@ -50,12 +50,14 @@ class RungOutcome:
         progress: Share of a job's own steps at which the rung ranks.
         kept: Job ids that continue or keep their place, best first.
         dropped: Job ids that ended here.
+        samples_trained: Rows that all jobs had seen when it was decided.
     """
 
     rung: int
     progress: float
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
+    samples_trained: int
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,16 @@ from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec.rungs import places_at
 
-__all__ = ["ExitTotal", "Pace", "exit_totals", "expected_samples_left", "next_stop", "time_saved_s"]
+__all__ = [
+    "ExitTotal",
+    "Pace",
+    "RungCost",
+    "exit_totals",
+    "expected_samples_left",
+    "next_stop",
+    "rung_costs",
+    "time_saved_s",
+]
 
 WINDOW_S = 180.0
 
@@ -31,6 +40,42 @@ class ExitTotal:
     samples_trained: int
     samples_saved: int
     share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungCost:
+    """What was trained between two rungs.
+
+    Attributes:
+        until: Share of a job's own steps at which the second of them ranks; 1 after the last rung.
+        num_kept, num_dropped: Jobs that continued and that ended there; None after the last rung.
+        samples_trained: Rows that all jobs have seen since the rung before.
+        share: Of the rows that were trained in all.
+    """
+
+    until: float
+    num_kept: int | None
+    num_dropped: int | None
+    samples_trained: int
+    share: float
+
+
+def rung_costs(history: RunHistory) -> list[RungCost]:
+    """What each rung cost, in their order, and what came after the last; empty where no rung was decided."""
+    costs, before, total = [], 0, max(1, history.samples_trained)
+    ends = [(rung.progress, len(rung.kept), len(rung.dropped), rung.samples_trained) for rung in history.rungs]
+    for until, num_kept, num_dropped, samples in [*ends, (1.0, None, None, history.samples_trained)] if ends else []:
+        costs.append(
+            RungCost(
+                until=until,
+                num_kept=num_kept,
+                num_dropped=num_dropped,
+                samples_trained=samples - before,
+                share=(samples - before) / total,
+            )
+        )
+        before = samples
+    return costs
 
 
 class Pace:
