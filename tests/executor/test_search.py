@@ -340,3 +340,22 @@ def test_resuming_finds_states_of_copies(tmp_path: Path) -> None:
     fork = run.added()[0]
     _, optimizer = read_state(RunDir(run.root).job(fork["job"], "last"))
     assert optimizer.step >= fork["forked_at"]
+
+
+def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alto.executor import TaskContext
+    from alto.executor.planned_job import resolve_rungs
+    from alto.executor.profiling.planning import _with_search
+
+    backbone = Backbone(make_model("llama"), None, "unused")
+
+    def expected(search: Any) -> float:
+        task = resolve_rungs(make(search), len(DATA.train))
+        return _with_search(100.0, TaskContext.of(task, backbone, DATA))
+
+    assert expected(TPE) == pytest.approx(100 * 12 / 4)
+    assert expected({**TPE, "budget": {"jobs": 12, "duration_s": 60}}) == 60
+    samples = 3 * len(DATA.train) * 12
+    assert expected({**TPE, "budget": {"jobs": 12, "samples": samples // 2}}) == pytest.approx(150)
+    assert expected(PBT) == 100
+    assert expected({"algorithm": "random", "budget": {"jobs": 5}}) == 100

@@ -121,7 +121,8 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
     # An evaluation that is a job's best so far, as most are, reads the test rows too.
     validation_tokens = sum(split.num_tokens for split in context.data.splits[1:])
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
-    rungs = context.policy.rungs
+    # In a population a copy trains on in the place of each job that ends.
+    rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
     references_s = 0.0
     if context.objective.needs_reference:  # an upper bound: they may be cached
         references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
@@ -149,13 +150,25 @@ def _plan(context: TaskContext, task: Task, *, refresh: bool) -> TaskPlan:
         packings=_forecasts(profile, packing, bytes_per_slot, len(jobs), context.ranks.size),
         memory=profile.memory,
         throughput=profile.throughput,
-        duration_s=references_s + duration_s,
-        expected_duration_s=references_s + expected(profile.throughput),
+        duration_s=references_s + _with_search(duration_s, context),
+        expected_duration_s=references_s + _with_search(expected(profile.throughput), context),
         expected_step_s=expected(replace(profile.throughput, job_s=0.0, token_s=0.0, eval_token_s=0.0)),
         modules=hashlib.sha256("\n".join(sorted(modules)).encode()).hexdigest()[:16],
         is_cached=profile.is_cached,
         profile_s=profile.duration_s,
     )
+
+
+def _with_search(duration_s: float, context: TaskContext) -> float:
+    """Seconds with the jobs that the search will add, as long as those that the task begins with, within its budget."""
+    search, jobs = context.task.search, context.jobs
+    duration_s *= search.max_jobs(context.task.search_space) / len(jobs)
+    num_rows = len(context.data.train)
+    samples = sum(job.config.samples_after(job.total_steps, num_rows) for job in jobs)
+    samples = samples * search.max_jobs(context.task.search_space) // len(jobs)
+    if search.budget.samples is not None:
+        duration_s *= min(1.0, search.budget.samples / samples)
+    return min(duration_s, search.budget.max_duration_s(context.ranks.size) or math.inf)
 
 
 def _profile(context: TaskContext, task: Task, *, refresh: bool) -> Profile:
