@@ -58,7 +58,7 @@ quotes, and a value out of bounds. YAML needs a point and a sign in a number wit
 
 TYPES: Mapping[Any, str] = {
     EarlyExit: "true, false or a mapping",
-    SearchSpace: "a mapping",
+    SearchSpace: "a mapping, or `auto`",
     Search: "the name of an algorithm, or a mapping",
     Budget: "a mapping",
     Mapping: "a mapping of text to text",

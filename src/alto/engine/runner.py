@@ -44,6 +44,7 @@ from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, r
 from alto.runs.events import BaseDescription
 from alto.search import check_installed
 from alto.spec import Task, read_run_task
+from alto.spec.auto_space import auto_space
 from alto.spec.base_model import quantisation_keys
 from alto.trackers import Tracker, chosen_trackers, tracking
 
@@ -161,6 +162,9 @@ class TaskRunner:
         backbone = load(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
         )
+        if task.search_space.is_auto:
+            hidden_size = backbone.model.config.get_text_config().hidden_size
+            task = task.replace(search_space=auto_space(hidden_size, task.fixed))
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in data.splits:

@@ -111,10 +111,12 @@ class SearchSpace:
         groups: A free field is a group of one axis, a ``paired`` mapping a group of several. The last group
             varies fastest.
         paired: Indices of the groups that were written under ``paired``.
+        is_auto: Its ranges will be replaced when the base model is known.
     """
 
     groups: tuple[tuple[Axis, ...], ...] = ()
     paired: frozenset[int] = frozenset()
+    is_auto: bool = False
 
     @classmethod
     def parse(cls, given: object, method: Method | None = None) -> SearchSpace:

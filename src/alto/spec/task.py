@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
+from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
@@ -110,6 +111,8 @@ class Task(SpecModel):
         early_exit: A mapping of settings; true for the defaults, false for none.
         search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
             name of an algorithm.
+        search_space: What varies between jobs; ``auto`` are ranges around a usual learning rate for the base model's
+            hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
         select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
             that end in ``#### N``, and the most right answers win, ties by validation loss; only on one GPU.
         num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
@@ -198,7 +201,8 @@ class Task(SpecModel):
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search"] = Search.parse(given.get("search", {}))
-        given["search_space"] = _search_space(given.get("search_space", {}), method)
+        space = given.get("search_space", {})
+        given["search_space"] = auto_space(fixed=fixed) if space == AUTO else _search_space(space, method)
         given.setdefault("name", _default_name(given.get("dataset")))
         check_given_once(given, fixed)
         super().__init__(**given)
@@ -301,7 +305,8 @@ class Task(SpecModel):
         search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
-        return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": self.search_space.to_dict()}
+        space = AUTO if self.search_space.is_auto else self.search_space.to_dict()
+        return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": space}
 
     def to_yaml(self) -> str:
         """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""

@@ -1,0 +1,52 @@
+"""The search space ``auto``: ranges around what others found to be good learning rates.
+
+Sources: J. Schulman and Thinking Machines Lab, "LoRA Without Regret" (2025), and the recipe of their Tinker cookbook:
+with adapters on all layers and ``lora_alpha`` 32, the best learning rate is about ten times that of full fine-tuning,
+hardly depends on the rank, and falls with the hidden size as ``5e-4 * (2000 / hidden_size) ** 0.781``, fitted on Llama
+models. arXiv:2602.06204 derives why: with ``lora_alpha`` fixed, so that the scale falls as ``1 / r``, the best rate
+does not change with the rank; with ``lora_alpha`` in proportion to it, it falls as ``1 / r``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from alto.spec.search_space import Axis, Sampled, SearchSpace
+
+__all__ = ["AUTO", "auto_space", "usual_learning_rate"]
+
+AUTO = "auto"
+
+_REFERENCE_RATE, _REFERENCE_SIZE, _EXPONENT = 5e-4, 2000, 0.781
+_FACTOR = 10.0
+_RANKS = (8, 16, 32, 64)
+_BATCH_SIZES = (2, 4, 8)
+_LORA_ALPHA = 32
+_NUM_RATES = 5
+
+
+def usual_learning_rate(hidden_size: int) -> float:
+    """The learning rate that is usually good for a base model of ``hidden_size``, for any rank."""
+    return _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT)
+
+
+def auto_space(hidden_size: int | None = None, fixed: Collection[str] = ()) -> SearchSpace:
+    """Learning rates up to ten times above and below the usual one, ranks and batch sizes.
+
+    Args:
+        hidden_size: Of the base model; None where it is not known yet: then the ranges are those of 2,000.
+        fixed: Fields that the task sets for all jobs; they do not vary.
+    """
+    usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE)
+    # Rounded, as it is written into files.
+    least, most = (float(f"{rate:.3g}") for rate in (usual / _FACTOR, usual * _FACTOR))
+    rates = Sampled(min=least, max=most, log=True, num=_NUM_RATES, is_integer=False)
+    axes = (
+        Axis(key="learning_rate", values=rates),
+        Axis(key="r", values=_RANKS),
+        Axis(key="per_device_train_batch_size", values=_BATCH_SIZES),
+        Axis(key="lora_alpha", values=(_LORA_ALPHA,)),
+    )
+    groups = tuple((axis,) for axis in axes if axis.key not in fixed)
+    return SearchSpace(groups=groups, is_auto=hidden_size is None)
