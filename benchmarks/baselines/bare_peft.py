@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import get_scheduler, set_seed
 
-__all__ = ["bare_peft_one", "loss_sum"]
+__all__ = ["bare_peft_one", "evaluate", "loss_sum"]
 
 Example = Mapping[str, list[int]]
 
@@ -39,8 +39,13 @@ def bare_peft_one(
     eval_at_steps: Sequence[int],
     eval_batch_size: int = 8,
     order: Order | None = None,
+    on_evaluation: Callable[[PeftModel, Evaluation], bool] | None = None,
 ) -> BaselineJob:
-    """Train one job to its end; arguments and result are those of ``trl_sequential.train_one``."""
+    """Train one job to its end; arguments and result are those of ``trl_sequential.train_one``.
+
+    Args:
+        on_evaluation: Called after every evaluation; the job ends where it returns true.
+    """
     start = time.perf_counter()
     settings = JobSettings.of(config)
     order = order or epoch_order(len(prepared.train), settings.seed)
@@ -76,8 +81,10 @@ def bare_peft_one(
         samples += len(examples)
         if step in steps:
             eval_start = time.perf_counter()
-            evaluations.append(Evaluation(step, _evaluate(model, prepared.validation, eval_batch_size, pad_id)))
+            evaluations.append(Evaluation(step, evaluate(model, prepared.validation, eval_batch_size, pad_id)))
             eval_s += time.perf_counter() - eval_start
+            if on_evaluation is not None and on_evaluation(model, evaluations[-1]):
+                break
     end = time.perf_counter()
     return BaselineJob(
         duration_s=end - start,
@@ -131,7 +138,8 @@ def loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tupl
 
 
 @torch.no_grad()
-def _evaluate(model: PeftModel, rows: Sequence[Example], batch_size: int, pad_id: int) -> float:
+def evaluate(model: PeftModel, rows: Sequence[Example], batch_size: int, pad_id: int) -> float:
+    """The mean loss over the trained tokens of ``rows``."""
     model.eval()
     total, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):

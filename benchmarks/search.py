@@ -1,0 +1,206 @@
+"""Searches that learn while they train, against the grid and against Optuna around PEFT, at equal wall-clock time.
+
+``tpe`` and ``pbt`` are ALTO's, ``grid`` ALTO's grid with early exit; ``optuna`` is Optuna's TPE sampler and Hyperband
+pruner driving PEFT one job at a time. All have the same rows, search space and seconds, loading included. Adapters are
+chosen by the validation rows and judged on test rows that chose nothing.
+
+    python benchmarks/search.py --scale cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from baselines.job import prepare
+from baselines.optuna_peft import Best, optuna_search
+from common import RESULTS_DIR, ROOT, Result, publish
+
+from alto import Engine, Task
+from alto.backbone import resolve_model
+from alto.data.split import carve_rows
+from alto.runs import read_events
+
+GOALS = {"tpe_over_optuna_time_to_loss": (">=", 4.0)}
+SPACE: Mapping[str, Any] = {
+    "learning_rate": {"min": 1e-5, "max": 1e-1, "log": True, "num": 5},
+    "r": [8, 16, 32, 64],
+    "per_device_train_batch_size": [1, 2, 4, 8],
+}
+ALGORITHMS = ("tpe", "pbt", "grid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What one scale runs.
+
+    Attributes:
+        rows: Training, validation and test rows of GSM8K.
+        duration_s: Of each search; infinite where samples and trials limit it, however slow the machine is.
+        samples, trials: Limits of ALTO's searches and of Optuna's, where time is none.
+    """
+
+    rows: tuple[int, int, int]
+    duration_s: float = math.inf
+    samples: int = 120
+    trials: int = 3
+    seeds: tuple[int, ...]
+
+
+SIZES = {
+    "smoke": Size(rows=(16, 6, 6), seeds=(1,)),
+    "cpu": Size(rows=(240, 40, 160), duration_s=150.0, seeds=(1, 2, 3)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    size = SIZES[options.scale]
+    torch.set_num_threads(options.threads)
+    rows = []
+    for seed in size.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += searches(size, seed, options.model, options.data, Path(folder))
+    failures = gate(rows, size)
+    result = Result.of(
+        benchmark="search",
+        scale=options.scale,
+        gate_failures=failures,
+        figures={} if failures else figures(rows, size),
+        goals=GOALS if options.scale == "cpu" else {},
+        rows=rows,
+    )
+    return publish(result, options.output)
+
+
+def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> list[dict[str, Any]]:
+    """Every system once; Optuna between ALTO's, so that a slow minute hits each of them in some seed."""
+    with data.open(encoding="utf-8") as lines:
+        splits = carve_rows([json.loads(line) for line in lines], size.rows, seed)
+    for name, rows in zip(("train", "validation", "test"), splits, strict=True):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    order = [*ALGORITHMS, "optuna"]
+    order = order[seed % len(order) :] + order[: seed % len(order)]
+    found = []
+    for system in order:
+        if system == "optuna":
+            bests = with_optuna(size, seed, model, splits)
+        else:
+            bests = with_alto(system, size, seed, model, folder)
+        found.append({"seed": seed, "system": system, "bests": bests})
+        print(f"seed {seed}, {system}: test loss {bests[-1][2]:.4f} after {bests[-1][0]:.0f} s", flush=True)
+    return found
+
+
+def with_alto(algorithm: str, size: Size, seed: int, model: str, folder: Path) -> list[Best]:
+    """The best adapters so far of one search, by the journal."""
+    limit = {"samples": size.samples} if math.isinf(size.duration_s) else {"duration_s": size.duration_s}
+    task = Task(
+        name=f"{algorithm}-{seed}",
+        model=model,
+        dataset=str(folder / "train.jsonl"),
+        validation_dataset=str(folder / "validation.jsonl"),
+        test_dataset=str(folder / "test.jsonl"),
+        max_length=512,
+        data_seed=seed,
+        seed=seed,
+        search_space=SPACE,
+        search={"algorithm": algorithm, "budget": limit},
+        report_to="none",
+    )
+    began = time.time()
+    result = Engine(output_dir=folder / "runs").tune(task)
+    bests: list[Best] = []
+    for event in read_events(Path(result.run_dir) / "journal.jsonl"):
+        if event["event"] == "eval" and event.get("test_loss") is not None:
+            at, loss = event["time"] - began, event["validation_loss"]
+            if at <= size.duration_s and (not bests or loss < bests[-1][1]):
+                bests.append((at, loss, event["test_loss"]))
+    return bests
+
+
+def with_optuna(size: Size, seed: int, model: str, splits: Sequence[Sequence[Mapping[str, str]]]) -> list[Best]:
+    train, validation, test = splits
+    prepared = prepare(resolve_model(model), train, validation, max_length=512)
+    # Rows to test on are tokenised as validation rows are.
+    tested = prepare(resolve_model(model), train[:1], test, max_length=512).validation
+
+    def space(trial: optuna.Trial) -> Mapping[str, Any]:
+        rates = SPACE["learning_rate"]
+        r = trial.suggest_categorical("r", SPACE["r"])
+        return {
+            "learning_rate": trial.suggest_float("learning_rate", rates["min"], rates["max"], log=True),
+            "r": r,
+            "lora_alpha": 2 * r,
+            "per_device_train_batch_size": trial.suggest_categorical(
+                "per_device_train_batch_size", SPACE["per_device_train_batch_size"]
+            ),
+            "seed": seed,
+            "lr_scheduler_type": "linear",
+        }
+
+    trials = size.trials if math.isinf(size.duration_s) else None
+    return optuna_search(prepared, tested, space, duration_s=size.duration_s, trials=trials, seed=seed)
+
+
+def time_to(bests: Sequence[Best], loss: float) -> float:
+    """Seconds until the adapter that the validation rows choose has a test loss of ``loss``; infinite if never."""
+    return next((at for at, _, tested in bests if tested <= loss), math.inf)
+
+
+def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
+    """Medians over the seeds. The loss that both must reach is the worse of the two that the systems end with."""
+    by = {(row["seed"], row["system"]): row["bests"] for row in rows}
+    found: dict[str, float] = {}
+    for system in (*ALGORITHMS, "optuna"):
+        found[f"test_loss_{system}"] = statistics.median(by[seed, system][-1][2] for seed in size.seeds)
+    for system in ALGORITHMS:
+        for other in ("optuna", "grid"):
+            if system == other:
+                continue
+            ratios = []
+            for seed in size.seeds:
+                ours, theirs = by[seed, system], by[seed, other]
+                loss = max(ours[-1][2], theirs[-1][2])
+                ratios.append(time_to(theirs, loss) / time_to(ours, loss))
+            found[f"{system}_over_{other}_time_to_loss"] = statistics.median(ratios)
+            found[f"{system}_over_{other}_test_loss"] = statistics.median(
+                by[seed, system][-1][2] / by[seed, other][-1][2] for seed in size.seeds
+            )
+    return found
+
+
+def gate(rows: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
+    """What is wrong; empty where every system has found an adapter in time, and validation losses only fall."""
+    failures = []
+    for row in rows:
+        losses = [loss for _, loss, _ in row["bests"]]
+        if not losses or losses != sorted(losses, reverse=True) or row["bests"][-1][0] > 1.1 * size.duration_s:
+            system = f"seed {row['seed']}, {row['system']}"
+            failures.append(f"{system}: expected ever better adapters in time, found {losses}")
+    return failures
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=tuple(SIZES), required=True)
+    parser.add_argument("--model", default="alto-tiny")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULTS_DIR)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
