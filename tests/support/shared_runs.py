@@ -100,6 +100,7 @@ def assert_as_alone(root: str | Path, alone: str | Path) -> None:
     found, expected = (curves_of(read_journal(run)) for run in (root, alone))
     assert found.keys() == expected.keys()
     for job, curve in expected.items():
-        assert list(found[job].train) == pytest.approx(list(curve.train), rel=1e-4)
+        assert found[job].train == pytest.approx(curve.train, rel=1e-4), job
+        assert found[job].validation == pytest.approx(curve.validation, rel=1e-4), job
     results = [json.loads((Path(run) / "best" / "metrics.json").read_text("utf-8")) for run in (root, alone)]
     assert results[0]["job"] == results[1]["job"]
