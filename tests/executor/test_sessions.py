@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from company import SETTINGS, Company, built, tasks
-from resident_jobs import DATA, make_model, make_task
+from company import SETTINGS, Company, Curves, assert_as_alone, curves, curves_alone, events_of, tasks
+from resident_jobs import DATA, make_task
 
-from alto.backbone import Backbone
 from alto.errors import RunWriteError, TaskInterruptedError
-from alto.executor import Hooks, run_alone
+from alto.executor import Hooks
 from alto.lora import eject
 from alto.objectives import Terms
 from alto.records import AdapterCheck
-from alto.runs import read_events
-
-
-def events_of(folder: Path) -> list[dict[str, Any]]:
-    (run,) = folder.iterdir()
-    return list(read_events(run / "journal.jsonl"))
-
-
-def curves(folder: Path) -> dict[str, list[float]]:
-    """Every training and validation loss of every job, in order."""
-    found: dict[str, list[float]] = {}
-    for event in events_of(folder):
-        if event["event"] == "train":
-            found.setdefault(event["job"], []).extend(event["losses"])
-        elif event["event"] == "eval":
-            found.setdefault(event["job"] + " validation", []).append(event["validation_loss"])
-    return found
 
 
 def exits(folder: Path) -> list[tuple[str, str | None]]:
@@ -47,32 +29,14 @@ def exits(folder: Path) -> list[tuple[str, str | None]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, list[float]]]:
-    """The curves of every task by itself."""
-    found = {}
-    for name, (task, data) in tasks().items():
-        folder = tmp_path_factory.mktemp("alone") / name
-        with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
-            run_alone(session)
-        found[name] = curves(folder)
-    return found
-
-
-def assert_as_alone(folder: Path, names: Sequence[str], alone: Mapping[str, dict[str, list[float]]]) -> None:
-    for name in names:
-        found = curves(folder / name)
-        assert found.keys() == alone[name].keys()
-        for job, losses in alone[name].items():
-            assert found[job] == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, job)
-        assert events_of(folder / name)[-1]["event"] == "task_completed"
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    return curves_alone(tmp_path_factory.mktemp("alone"), tasks())
 
 
 ARRIVALS = ("ash", "cedar", "birch", "dogwood", "elm")
 
 
-def test_tasks_that_come_at_any_time_train_as_each_alone(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
-) -> None:
+def test_tasks_that_come_at_any_time_train_as_each_alone(tmp_path: Path, alone: Curves) -> None:
     with Company(tmp_path) as company:
         for name in ARRIVALS:
             company.attach(name, *tasks()[name])
@@ -142,9 +106,7 @@ def raise_in(company: Company, name: str) -> None:
         job.context = replace(context, objective=objective)
 
 
-def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
-) -> None:
+def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others(tmp_path: Path, alone: Curves) -> None:
     names = ("ash", "dogwood")
 
     def rest(folder: Path, leave: Callable[[Company], None]) -> list[dict[str, list[float]]]:
@@ -166,7 +128,7 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
 
 
 def test_an_objective_that_raises_in_a_step_of_its_own_ends_its_task_alone(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Company(tmp_path) as company:
         for name in ("ash", "cedar"):
@@ -182,7 +144,7 @@ def test_an_objective_that_raises_in_a_step_of_its_own_ends_its_task_alone(
 
 
 def test_a_folder_that_cannot_be_written_ends_its_task_alone(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise RunWriteError("the disk is full, as the test wants it")
@@ -197,9 +159,7 @@ def test_a_folder_that_cannot_be_written_ends_its_task_alone(
     assert_as_alone(tmp_path, ("ash", "cedar"), alone)
 
 
-def test_a_task_that_is_stopped_saves_and_is_resumed_beside_others(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
-) -> None:
+def test_a_task_that_is_stopped_saves_and_is_resumed_beside_others(tmp_path: Path, alone: Curves) -> None:
     asked: list[bool] = []
     with Company(tmp_path) as company:
         company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
@@ -236,9 +196,61 @@ def test_slots_are_shared_by_weight_and_come_back(tmp_path: Path) -> None:
     assert all(len(exits(tmp_path / name)) == 6 for name in ("heavy", "light"))
 
 
-def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
-) -> None:
+def test_new_weights_divide_the_slots_at_the_next_turn(tmp_path: Path) -> None:
+    many = [{"lr": 1e-4, "r": 4, "batch_size": 4, "seed": seed} for seed in range(6)]
+    with Company(tmp_path) as company:
+        for name in ("first", "second"):
+            company.attach(name, make_task(many, max_slots=3, **SETTINGS), DATA)
+        for weights, slots in (((1.0, 1.0), [3, 3]), ((2.0, 1.0), [4, 2]), ((1.0, 5.0), [1, 5])):
+            company.executor.weigh(dict(zip(("first", "second"), weights, strict=True)))
+            company.turn()
+            assert [len(session.state.slots()) for session in company.executor.sessions.values()] == slots
+
+
+def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: Path) -> None:
+    """Also where a step fails, or a task has left and comes back."""
+    asked: list[bool] = []
+    trained: dict[str, int] = dict.fromkeys(("ash", "cedar", "birch"), 0)
+    received: dict[str, list[int]] = {name: [] for name in trained}
+
+    def tokens_of(name: str, steps: Mapping[str, int]) -> int:
+        """Of the rows of all steps that jobs have taken."""
+        state = company.executor.sessions[name].state
+        train = state.context.data.train.input_ids
+        orders = [job.order.rows_of_step(step) for job in state.jobs.values() for step in range(steps[job.id])]
+        return sum(len(train[row]) for rows in orders for row in rows)
+
+    def steps_of(name: str) -> dict[str, int]:
+        return {job.id: job.step for job in company.executor.sessions[name].state.jobs.values()}
+
+    with Company(tmp_path) as company:
+        company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        company.attach("cedar", *tasks()["cedar"])
+        company.attach("birch", *tasks()["birch"])
+        for turn in range(1000):
+            if not company.executor.sessions:
+                break
+            before = {name: steps_of(name) for name in company.executor.sessions}
+            training = [name for name, session in company.executor.sessions.items() if session.state.selection.training]
+            if turn == 3:
+                raise_in(company, "birch")
+            asked[:] = [True] * (turn == 5)
+            company.turn()
+            for name in before.keys() - company.executor.sessions.keys():
+                received[name].append(trained.pop(name))
+            for name in company.executor.sessions if len(training) - (turn == 5) > 1 else ():
+                trained[name] += tokens_of(name, steps_of(name)) - tokens_of(name, before[name])
+            if turn == 5:
+                asked.clear()
+                trained["ash"] = 0
+                company.attach("ash", *tasks()["ash"])
+    for name in ("ash", "cedar"):
+        events = [event for event in events_of(tmp_path / name) if event["event"] == "share_received"]
+        assert [event["num_tokens"] for event in events] == received[name]
+        assert all(received[name])
+
+
+def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(tmp_path: Path, alone: Curves) -> None:
     """Finished adapters are served, or checked, on the same base."""
 
     def check(folder: Path) -> AdapterCheck:
@@ -272,9 +284,7 @@ def slots_of(company: Company) -> dict[str, frozenset[int]]:
     return {name: session.state.slots() for name, session in company.executor.sessions.items()}
 
 
-def test_a_task_that_is_resumed_takes_no_slot_of_the_others(
-    tmp_path: Path, alone: Mapping[str, dict[str, list[float]]]
-) -> None:
+def test_a_task_that_is_resumed_takes_no_slot_of_the_others(tmp_path: Path, alone: Curves) -> None:
     asked: list[bool] = []
     with Company(tmp_path) as company:
         company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
@@ -296,7 +306,7 @@ def test_a_task_that_is_resumed_takes_no_slot_of_the_others(
 
 @pytest.mark.parametrize("failing", ["save", "admit"])
 def test_a_task_that_cannot_leave_a_bank_that_grows_ends_alone(
-    failing: str, tmp_path: Path, alone: Mapping[str, dict[str, list[float]]], monkeypatch: pytest.MonkeyPatch
+    failing: str, tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise RunWriteError("the disk is full, as the test wants it")

@@ -46,6 +46,13 @@ def test_slots_by_weight(
     assert slot_shares(wanted, weight_of, num_slots) == shares
 
 
+def step(shares: TokenShares, costs: dict[str, int], weight_of: dict[str, float]) -> tuple[str, ...]:
+    """One step that costs what was expected; returns who trains in it."""
+    chosen = shares.choose(costs, weight_of)
+    shares.trained({task: cost if task in chosen else 0 for task, cost in costs.items()}, weight_of)
+    return chosen
+
+
 @given(st.dictionaries(names, st.tuples(st.integers(1, 5000), weights), min_size=1))
 def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, float]]) -> None:
     """Whatever their steps cost: no task is ever ahead of another by more than two of the largest steps."""
@@ -54,7 +61,7 @@ def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, 
     shares, trained = TokenShares(), dict.fromkeys(costs, 0)
     largest = max(cost / weight_of[task] for task, cost in costs.items())
     for _ in range(200):
-        chosen = shares.choose(costs, weight_of)
+        chosen = step(shares, costs, weight_of)
         assert chosen
         assert list(chosen) == [task for task in costs if task in chosen]
         for task in chosen:
@@ -70,7 +77,7 @@ def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, 
 def test_rows_of_20_times_the_length_starve_nobody() -> None:
     shares, costs = TokenShares(), {"short": 50, "long": 1000, "middle": 300}
     weight_of = dict.fromkeys(costs, 1.0)
-    steps = [shares.choose(costs, weight_of) for _ in range(1000)]
+    steps = [step(shares, costs, weight_of) for _ in range(1000)]
     assert jain_index({task: received.tokens for task, received in shares.received.items()}) > 0.99
     assert sum("short" in chosen for chosen in steps) == 1000
 
@@ -78,18 +85,18 @@ def test_rows_of_20_times_the_length_starve_nobody() -> None:
 def test_who_comes_late_is_owed_nothing_and_owes_nothing() -> None:
     shares, weight_of = TokenShares(), {"a": 1.0, "b": 1.0}
     for _ in range(10):
-        shares.choose({"a": 100}, weight_of)
+        step(shares, {"a": 100}, weight_of)
     for _ in range(10):
-        assert shares.choose({"a": 100, "b": 100}, weight_of) == ("a", "b")
-    shares.choose({"a": 100}, weight_of)
-    assert shares.choose({"a": 100, "b": 100}, weight_of) == ("a", "b")
+        assert step(shares, {"a": 100, "b": 100}, weight_of) == ("a", "b")
+    step(shares, {"a": 100}, weight_of)
+    assert step(shares, {"a": 100, "b": 100}, weight_of) == ("a", "b")
 
 
 def test_the_same_arrivals_give_the_same_steps() -> None:
     def steps() -> list[tuple[str, ...]]:
         shares, weight_of = TokenShares(), {"a": 1.0, "b": 2.0, "c": 1.0}
         costs = [{"a": 30, "b": 70}, {"a": 30, "b": 70, "c": 500}, {"b": 70, "c": 500}]
-        return [shares.choose(costs[index // 20], weight_of) for index in range(60)]
+        return [step(shares, costs[index // 20], weight_of) for index in range(60)]
 
     assert steps() == steps()
 
@@ -99,11 +106,26 @@ def test_jains_index(shares: list[float], index: float) -> None:
     assert jain_index(dict(enumerate(shares))) == pytest.approx(index)
 
 
+def test_a_step_that_fails_costs_nothing_and_tokens_count_as_they_were_trained() -> None:
+    shares, costs, weight_of = TokenShares(), {"a": 100, "b": 100, "c": 100}, {"a": 1.0, "b": 1.0, "c": 2.0}
+    assert shares.choose(costs, weight_of) == ("a", "b", "c")
+    assert shares.choose(costs, weight_of) == ("a", "b", "c"), "nobody has trained"
+    shares.trained({"a": 130, "b": 0, "c": 90}, weight_of)
+    assert shares.clocks == {"a": 130, "b": 0, "c": 45}
+    assert [(shares.received[task].tokens, shares.received[task].due_tokens) for task in costs] == [
+        (130, 55),
+        (0, 55),
+        (90, 110),
+    ]
+    shares.forget("a")
+    assert shares.choose(costs, weight_of) == ("a", "b", "c"), "another task of that name owes nothing"
+
+
 def test_only_steps_with_others_count_and_a_task_that_leaves_is_forgotten() -> None:
     shares, weight_of = TokenShares(), {"a": 1.0, "b": 3.0}
-    shares.choose({"a": 100}, weight_of)
+    step(shares, {"a": 100}, weight_of)
     assert not shares.received
-    shares.choose({"a": 100, "b": 100}, weight_of)
+    step(shares, {"a": 100, "b": 100}, weight_of)
     assert (shares.received["a"].num_steps, shares.received["a"].all_tokens) == (1, 200)
     assert shares.received["a"].due_tokens == pytest.approx(50)
     shares.forget("a")

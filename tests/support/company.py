@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task
 from resident_jobs import with_references as referenced
 
 from alto.backbone import Backbone
 from alto.data import TaskData
-from alto.executor import Executor, Hooks, Ranks, RunStart, SharedBank, TaskContext, TaskSession, recover
-from alto.runs import Journal, RunDir
+from alto.executor import (
+    Executor,
+    Hooks,
+    Ranks,
+    RunStart,
+    SharedBank,
+    TaskContext,
+    TaskSession,
+    recover,
+    run_alone,
+)
+from alto.runs import Journal, RunDir, read_events
 from alto.spec import Task
 
 OTHER = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
 WIDE = [{"lr": 1e-4, "r": 16, "batch_size": 3, "seed": 3, "lora_dropout": 0.2}]
+Curves: TypeAlias = Mapping[str, dict[str, list[float]]]
 SETTINGS: dict[str, Any] = {"eval_steps": 0.25, "max_tokens_per_pass": 200, "early_exit": {"enabled": False}}
 
 
@@ -85,3 +97,36 @@ def built(
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         start = RunStart(run_dir=run_dir, resume_state=resume_state)
         yield TaskSession.build(context, journal, start, hooks, bank)
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    (run,) = folder.iterdir()
+    return list(read_events(run / "journal.jsonl"))
+
+
+def curves(folder: Path) -> dict[str, list[float]]:
+    """Every training and validation loss of every job, in order."""
+    found: dict[str, list[float]] = {}
+    for event in events_of(folder):
+        if event["event"] == "train":
+            found.setdefault(event["job"], []).extend(event["losses"])
+        elif event["event"] == "eval":
+            found.setdefault(event["job"] + " validation", []).append(event["validation_loss"])
+    return found
+
+
+def curves_alone(folder: Path, asked: Mapping[str, tuple[Task, TaskData]]) -> Curves:
+    """The curves of every task by itself."""
+    for name, (task, data) in asked.items():
+        with built(folder / name, task, data, Backbone(make_model("llama"), None, "unused")) as session:
+            run_alone(session)
+    return {name: curves(folder / name) for name in asked}
+
+
+def assert_as_alone(folder: Path, names: Sequence[str], alone: Curves) -> None:
+    for name in names:
+        found = curves(folder / name)
+        assert found.keys() == alone[name].keys()
+        for job, losses in alone[name].items():
+            assert found[job] == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, job)
+        assert events_of(folder / name)[-1]["event"] == "task_completed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec
 
 import torch
@@ -105,7 +105,7 @@ class Executor:
             self._within(name, self._prepare, name, session)
         if self.sessions:
             self._admit()
-            self._step(self._choose())
+            self._step({name: active for name, session in self.sessions.items() if (active := session.state.active())})
         for name, session in list(self.sessions.items()):
             self._within(name, session.save_if_due)
         return self._ended
@@ -136,20 +136,20 @@ class Executor:
             )
             self._within(name, session.admit_jobs, shares[name], taken)
 
-    def _choose(self) -> dict[str, Sequence[JobState]]:
-        """The jobs of the next step, by session."""
-        jobs: dict[str, Sequence[JobState]] = {
-            name: active for name, session in self.sessions.items() if (active := session.state.active())
-        }
-        if len(jobs) < 2:
-            return jobs
-        costs = {name: sum(job.step_tokens for job in active) for name, active in jobs.items()}
-        chosen = self._shares.choose(costs, self._weights)
-        for name in jobs:
-            self.sessions[name].received = self._shares.received[name]
-        return {name: jobs[name] for name in chosen}
+    def _choose(self, ready: Mapping[str, Sequence[JobState]]) -> Mapping[str, Sequence[JobState]]:
+        """Those of the sessions with jobs that train in the next step."""
+        if len(ready) < 2:
+            return ready
+        costs = {name: sum(job.step_tokens for job in active) for name, active in ready.items()}
+        return {name: ready[name] for name in self._shares.choose(costs, self._weights)}
 
-    def _step(self, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
+    def _step(self, ready: Mapping[str, Sequence[JobState]]) -> None:
+        """One step.
+
+        Args:
+            ready: The jobs that could train, by session.
+        """
+        jobs_of = self._choose(ready)
         jobs = [job for active in jobs_of.values() for job in active]
         if not jobs:
             return
@@ -167,13 +167,24 @@ class Executor:
                 raise
             no_memory = error
         loss_of = dict(zip(map(id, jobs), trainer.read(losses), strict=True))
-        for name, active in jobs_of.items():
-            stepped = [job for job in active if trainer.has_stepped(job)]
-            self._within(name, self.sessions[name].stepped, [(job, loss_of[id(job)]) for job in stepped])
+        stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
+        self._count(stepped, ready)
+        for name, active in stepped.items():
+            self._within(name, self.sessions[name].stepped, [(job, loss_of[id(job)]) for job in active])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
                 self._within(name, session.save)
             raise no_memory
+
+    def _count(self, stepped: Mapping[str, Sequence[JobState]], ready: Iterable[str]) -> None:
+        """Count the tokens of a step that ``stepped`` have taken, where several sessions were ``ready``."""
+        names = list(ready)
+        if len(names) < 2:
+            return
+        tokens = {name: sum(job.next_step_tokens for job in stepped.get(name, ())) for name in names}
+        self._shares.trained(tokens, self._weights)
+        for name in names:
+            self.sessions[name].received = self._shares.received[name]
 
     def _handle(self, error: Exception, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
         """Find the session that an error of the step belongs to; the others are as they were before the step.
@@ -188,7 +199,6 @@ class Executor:
         if len(self.sessions) == 1 or isinstance(error, torch.AcceleratorError):  # then the device cannot be used again
             raise error
         trainer = self.bank.trainer
-        trainer.forget()
         for name, active in jobs_of.items():
             try:
                 trainer.backward(active)

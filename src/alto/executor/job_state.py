@@ -82,6 +82,12 @@ class JobState:
         num_rows = min(self.config.per_device_train_batch_size, len(self.context.data.train))
         return math.ceil(num_rows * self.context.row_tokens)
 
+    @property
+    def next_step_tokens(self) -> int:
+        """Tokens of its next step."""
+        rows = self.order.rows_of_step(self.step)
+        return sum(self.context.data.train.input_ids[row].numel() for row in rows)
+
     def samples_until(self, num_steps: int) -> int:
         """Training rows that it has read itself after ``num_steps`` steps; a row counts each time it is read."""
         num_rows = len(self.context.data.train)

@@ -240,8 +240,8 @@ class TaskSession:
             NoResultError: No job was ever evaluated with a finite loss.
             TaskInterruptedError: The run was stopped while finalists answered.
         """
-        self.save()
         self._record_share()
+        self.save()
         conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
         self._control.close()
 
@@ -356,8 +356,8 @@ class TaskSession:
             self._interrupt()
 
     def _interrupt(self) -> None:
+        self._record_share()  # before the checkpoint, from which the run is resumed
         self.save()
-        self._record_share()
         training = self.state.selection.training
         self._recorder.task_interrupted(training)
         raise TaskInterruptedError(

@@ -5,7 +5,7 @@ Pure: the same tasks in the same order get the same shares.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["ReceivedShare", "TokenShares", "jain_index", "slot_shares", "task_weights"]
@@ -100,10 +100,10 @@ class TokenShares:
     received: dict[str, ReceivedShare] = field(default_factory=dict)
 
     def choose(self, costs: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
-        """The tasks that train in the next step, in the order of ``costs``; their clocks advance.
+        """The tasks that train in the next step, in the order of ``costs``; :meth:`trained` is next.
 
         Args:
-            costs: Tokens of the next step of every task that could train, at least one task.
+            costs: Tokens of the next step of every task that could train, at least one task, in expectation.
             weights: Positive; of at least these tasks.
         """
         self.clocks = {task: clock for task, clock in self.clocks.items() if task in costs}
@@ -112,27 +112,32 @@ class TokenShares:
             self.clocks[task] = max(self.clocks.get(task, earliest), earliest)
         first = min(costs, key=lambda task: self.clocks[task])
         until = self.clocks[first] + costs[first] / weights[first]
-        chosen = tuple(task for task in costs if task == first or self.clocks[task] < until)
-        for task in chosen:
-            self.clocks[task] += costs[task] / weights[task]
-        if len(costs) > 1:
-            self._count(costs, weights, chosen)
-        return chosen
+        return tuple(task for task in costs if task == first or self.clocks[task] < until)
+
+    def trained(self, tokens: Mapping[str, int], weights: Mapping[str, float]) -> None:
+        """Count a step, and advance the clocks of the tasks that have trained in it.
+
+        Args:
+            tokens: What each task has trained, of those that :meth:`choose` has chosen from; 0 of the others.
+            weights: As :meth:`choose` takes them.
+        """
+        for task, num_tokens in tokens.items():
+            self.clocks[task] += num_tokens / weights[task]
+        if len(tokens) < 2:
+            return
+        all_tokens = sum(tokens.values())
+        total_weight = sum(weights[task] for task in tokens)
+        for task, num_tokens in tokens.items():
+            received = self.received.setdefault(task, ReceivedShare())
+            received.num_steps += 1
+            received.tokens += num_tokens
+            received.due_tokens += all_tokens * weights[task] / total_weight
+            received.all_tokens += all_tokens
 
     def forget(self, task: str) -> None:
         """Forget a task that has left."""
         self.clocks.pop(task, None)
         self.received.pop(task, None)
-
-    def _count(self, costs: Mapping[str, int], weights: Mapping[str, float], chosen: Collection[str]) -> None:
-        num_tokens = sum(costs[task] for task in chosen)
-        total_weight = sum(weights[task] for task in costs)
-        for task in costs:
-            received = self.received.setdefault(task, ReceivedShare())
-            received.num_steps += 1
-            received.tokens += costs[task] if task in chosen else 0
-            received.due_tokens += num_tokens * weights[task] / total_weight
-            received.all_tokens += num_tokens
 
 
 def jain_index(shares: Mapping[str, float]) -> float:
