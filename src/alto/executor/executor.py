@@ -103,6 +103,8 @@ class Executor:
         self._ended = {}
         for name, session in list(self.sessions.items()):
             self._within(name, self._prepare, name, session)
+        for name, session in list(self.sessions.items()):
+            self._within(name, session.check_jobs)  # a clone that was just added may have needed a larger bank
         if self.sessions:
             self._admit()
             self._step({name: active for name, session in self.sessions.items() if (active := session.state.active())})

@@ -185,10 +185,9 @@ class TaskSession:
 
         Raises:
             TaskInterruptedError: The run was stopped, and everything is on disk.
-            Exception: What has kept its jobs from leaving the bank or entering it, when another task came.
+            Exception: As of :meth:`check_jobs`.
         """
-        if (error := self.state.slot_manager.error) is not None:
-            raise error
+        self.check_jobs()
         self._inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
         self._control.apply(self._inputs.commands)
         while self.state.selection.rung_ready():
@@ -200,6 +199,15 @@ class TaskSession:
         if self._inputs.is_interrupted:
             self._interrupt()
         return True
+
+    def check_jobs(self) -> None:
+        """Check that its jobs are as they were, where the bank was made anew.
+
+        Raises:
+            Exception: What has kept them from leaving the bank or entering it.
+        """
+        if (error := self.state.slot_manager.error) is not None:
+            raise error
 
     def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> None:
         """Let the scheduler decide which jobs are resident.

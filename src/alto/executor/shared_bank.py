@@ -34,15 +34,12 @@ class BankMember(Protocol):
     def jobs(self) -> Collection[JobState]:
         """Every job that may be admitted before the bank is fitted again."""
 
-    @property
-    def error(self) -> Exception | None:
-        """What ends this task, and no other, at its next turn."""
-
     def leave(self, job: JobState) -> None:
-        """Save a job, then free its slot; where it cannot be saved, the task has an ``error``."""
+        """Save a job, then free its slot. Errors of this method and the next two end this task alone, before its next
+        step."""
 
     def enter_again(self, job: JobState, slot: int) -> None:
-        """Put a job that has left into a slot; where its state cannot be read, the task has an ``error``."""
+        """Put a job that has left into a slot."""
 
     def lose_slot(self, job: JobState, slot: int) -> None:
         """Record that the bank has no longer a slot for a job, whose state is on disk."""
@@ -151,8 +148,6 @@ class SharedBank:
 
     def _readmit(self, residents: Iterable[tuple[BankMember, JobState, int]]) -> None:
         for member, job, slot in residents:
-            if member.error is not None:
-                continue
             if slot < self.num_slots:
                 member.enter_again(job, slot)
             else:

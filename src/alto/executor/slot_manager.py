@@ -116,12 +116,18 @@ class SlotManager:
         local_slot = self.trainer.local_slot(job)
         if local_slot is None:
             return
-        if job.step:
-            self.trainer.readmit(job, local_slot, *read_state(self._store.folder(job.id, "last")))
-        elif job.starts_warm:
-            self.trainer.admit_warm(job, local_slot, read_adapter(self._run_dir.job(job.id, "start")))
-        else:
-            self.trainer.admit_fresh(job, local_slot)
+        try:
+            if job.step:
+                self.trainer.readmit(job, local_slot, *read_state(self._store.folder(job.id, "last")))
+            elif job.starts_warm:
+                self.trainer.admit_warm(job, local_slot, read_adapter(self._run_dir.job(job.id, "start")))
+            else:
+                self.trainer.admit_fresh(job, local_slot)
+        except Exception:
+            job.slot = None
+            if not self.trainer.bank.is_free(local_slot):
+                self.trainer.release(local_slot)
+            raise
 
     def evict(self, job: JobState) -> int:
         """Save the job's state, then free its slot and return the slot's number."""
@@ -142,8 +148,6 @@ class SlotManager:
         """Put a job that has left into ``slot``; errors as in :meth:`leave`."""
         with self._own_errors():
             self.admit(job, slot)
-            return
-        job.slot = None
 
     @contextlib.contextmanager
     def _own_errors(self) -> Iterator[None]:
@@ -227,8 +231,9 @@ class SlotManager:
             raise
 
     def lose_slot(self, job: JobState, slot: int) -> None:
-        """Report that the bank has no longer a slot for ``job``."""
-        self.on_lost_slot(job, slot)
+        """Report that the bank has no longer a slot for ``job``; errors as in :meth:`leave`."""
+        with self._own_errors():
+            self.on_lost_slot(job, slot)
 
     def _free(self, job: JobState) -> int:
         assert job.slot is not None, f"{job.id} has no slot"
