@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from alto.backbone import Backbone, resolve_model
 from alto.engine.resident_base import ResidentBase
@@ -52,8 +53,25 @@ def test_a_chat_template_that_has_changed_is_read(folder: Path, load: Callable[[
     assert found.tokenizer.chat_template == "{{ messages }} as changed"
 
 
-def test_weights_that_have_changed_are_loaded(folder: Path, load: Callable[[ResidentBase], Backbone]) -> None:
+@pytest.mark.parametrize("what", ["config", "weights"])
+def test_a_model_that_has_changed_is_loaded(what: str, folder: Path, load: Callable[[ResidentBase], Backbone]) -> None:
     base = ResidentBase()
     before = load(base)
-    edit(folder / "config.json", rms_norm_eps=0.1)
+    if what == "config":
+        edit(folder / "config.json", rms_norm_eps=0.1)
+    else:
+        weights = {name: tensor + 0.5 for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert load(base) is not before
+
+
+def test_a_model_is_loaded_again_to_recompute_activations(
+    folder: Path, load: Callable[[ResidentBase], Backbone]
+) -> None:
+    base = ResidentBase()
+    before = load(base)
+    assert not before.is_checkpointed
+    assert base.load(
+        BaseModelSpec(id=str(folder)), torch.device("cpu"), Ranks(), gradient_checkpointing=True
+    ).is_checkpointed
+    assert not load(base).is_checkpointed

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import read_journal, save_model
 
@@ -21,7 +26,7 @@ from alto.cluster.local import LocalCluster
 from alto.engine import work
 from alto.engine.estimates import remember_estimate
 from alto.engine.runner import TaskRunner
-from alto.errors import DeviceMemoryError, DiskFullError, RunWriteError
+from alto.errors import DeviceMemoryError, DiskFullError, RunBusyError, RunWriteError, TaskInterruptedError
 from alto.executor import TaskSession
 from alto.executor.trainer import Trainer
 from alto.lora import eject
@@ -67,7 +72,9 @@ def test_tasks_train_together_as_by_themselves(shared: SharedRuns, alone: Mappin
         assert 0 < event["due_share"] < 1
     for name in shared.tasks:
         others = [other.encode() for other in shared.tasks if other != name]
+        rows = [b"1 plus 1?"] if name == "birch" else [b"1 and 1?", b"1 1, no?"]
         for file, content in shared.files(name).items():
+            assert not any(row in content for row in rows), f"{file} of {name} has a row of another task"
             assert not any(other in content for other in others), f"{file} of {name} speaks of another task"
     shared.attach("alder", attempt=2)  # it has its result
     assert shared.until_ended("alder", 2).outcome is Outcome.FINISHED
@@ -233,7 +240,9 @@ def test_an_error_of_nobody_ends_all_with_its_reason(
     monkeypatch.setattr(Trainer, "update", no_memory)
     ended = host.turn()
     assert {number: type(error) for number, error in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
-    assert "none left, as the test wants it" in str(ended[0])
+    for number, name in enumerate(("alder", "cedar")):
+        assert f"task '{name}': none left, as the test wants it" in str(ended[number])
+        assert str(tmp_path / name) in str(ended[number]), "where to resume it"
     assert not host.is_usable
     assert host.turn() == {}
 
@@ -275,3 +284,102 @@ def test_a_measurement_that_fails_leaves_the_base_model_to_the_others(
         pass
     assert ended == {0: ""}
     assert_as_alone(tmp_path / "alder", alone["alder"])
+
+
+def finish(host: work.Training, num_runs: int) -> dict[int, str | BaseException]:
+    ended: dict[int, str | BaseException] = {}
+    while len(ended) < num_runs:
+        ended |= host.turn()
+    return ended
+
+
+def test_all_tasks_are_stopped_at_once_and_each_is_resumed_by_itself(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
+) -> None:
+    host, asked = work.Training(), list[bool]()
+    for number, name in enumerate(tasks):
+        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(asked))
+        host.turn()
+    host.turn()
+    asked.append(True)
+    ended = finish(host, len(tasks))
+    assert all(isinstance(error, TaskInterruptedError) for error in ended.values())
+    for name in tasks:
+        assert read_journal(tmp_path / name)[-1]["event"] == "task_interrupted"
+        TaskRunner().resume(RunDir(tmp_path / name), trust_remote_code=False)
+        assert_as_alone(tmp_path / name, alone[name])
+
+
+def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
+) -> None:
+    host = work.Training()
+    hosted(host, 0, tasks["cedar"], tmp_path / "cedar")
+    host.turn()
+    with pytest.raises(RunBusyError, match="cedar"):
+        host.attach(HostedRun(number=1, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+    assert finish(host, 1) == {0: ""}
+    assert_as_alone(tmp_path / "cedar", alone["cedar"])
+
+
+def test_another_dtype_of_adapters_is_refused(tasks: Mapping[str, Task], tmp_path: Path) -> None:
+    host, asked = work.Training(), list[bool]()
+    hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: bool(asked))
+    with pytest.raises(RunBusyError, match=r"adapter_dtype: expected float32, .* found bfloat16"):
+        hosted(host, 1, tasks["cedar"].replace(adapter_dtype="bfloat16"), tmp_path / "cedar")
+    assert host.turn() == {}
+    asked.append(True)
+    finish(host, 1)
+
+
+def test_tasks_weigh_by_tenant_and_priority_among_those_that_are_there(
+    tasks: Mapping[str, Task], tmp_path: Path
+) -> None:
+    host, stopped = work.Training(), set[str]()
+    owners = {"alder": ("x", 0), "birch": ("y", 0), "cedar": ("y", 1)}
+    for number, (name, (tenant, priority)) in enumerate(owners.items()):
+        facts: dict[str, Any] = {"tenant": tenant, "priority": priority}
+        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=partial(stopped.__contains__, name), **facts)
+    assert host._executor._weights == pytest.approx({"0": 1.0, "1": 1 / 3, "2": 2 / 3})
+    stopped.add("cedar")
+    assert list(host.turn()) == [2]
+    assert host._executor._weights == {"0": 1.0, "1": 1.0}
+    stopped.update(owners)
+    finish(host, 2)
+
+
+def test_a_task_leaves_the_state_of_its_process_as_it_was(tasks: Mapping[str, Task], tmp_path: Path) -> None:
+    def state() -> dict[str, Any]:
+        return {
+            "torch": torch.get_rng_state().tolist(),
+            "random": random.getstate(),
+            "numpy": [str(part) for part in np.random.get_state()],
+            "variables": dict(os.environ),
+            "dtype": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
+            "warnings": list(warnings.filters),
+            "folder": Path.cwd(),
+            "gradients": torch.is_grad_enabled(),
+            "precision": torch.get_float32_matmul_precision(),
+        }
+
+    host = work.Training()
+    hosted(host, 0, tasks["cedar"], tmp_path / "first")  # what is imported may change them once
+    finish(host, 1)
+    before = state()
+    hosted(host, 1, tasks["birch"], tmp_path / "second")
+    finish(host, 1)
+    assert state() == before
+
+
+def test_a_process_keeps_no_adapter_after_its_last_task(tasks: Mapping[str, Task], tmp_path: Path) -> None:
+    host, asked = work.Training(), list[bool]()
+    for number, name in enumerate(("alder", "cedar")):
+        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(asked))
+    model = host._executor.sessions["0"].state.context.backbone.model
+    modules = {name: type(module).__name__ for name, module in model.named_modules()}
+    asked.append(True)
+    finish(host, 2)
+    left = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert "MultiLoraLinear" in modules.values()
+    assert "MultiLoraLinear" not in left.values()

@@ -93,8 +93,10 @@ class PeftCheck:
     @torch.no_grad()
     def _peft_logits(self, load: Callable[..., Any], adapter: SavedAdapter) -> tuple[list[str], Tensor]:
         """The differences in PEFT's modules, as sentences, and PEFT's logits."""
-        with self._backbone.own_attention():
-            model = load(self._backbone.model, str(adapter.folder), torch_device=str(self._backbone.device)).eval()
+        device = self._backbone.device
+        # PEFT draws random weights before it reads those of the adapter.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), self._backbone.own_attention():
+            model = load(self._backbone.model, str(adapter.folder), torch_device=str(device)).eval()
             layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
             return _faults(adapter, layers), self._logits(model)
 
