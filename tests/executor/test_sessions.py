@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from company import SETTINGS, Company, Curves, assert_as_alone, curves, curves_a
 from resident_jobs import DATA, make_task
 
 from alto.errors import RunWriteError, TaskInterruptedError
-from alto.executor import Hooks
+from alto.executor import Hooks, JobState, Trainer
 from alto.lora import eject
 from alto.objectives import Terms
 from alto.records import AdapterCheck
@@ -125,6 +125,38 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
     raised = rest(tmp_path / "raised", lambda company: raise_in(company, "cedar"))
     assert rest(tmp_path / "stopped", lambda _: asked.append(True)) == raised
     assert_as_alone(tmp_path / "raised", names, alone)
+
+
+def test_a_task_that_is_cancelled_in_the_middle_of_a_step_changes_no_bit_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the gradients and the update; compared with one that is cancelled after the step."""
+    names, update = ("ash", "dogwood"), Trainer.update
+
+    def rest(folder: Path, *, is_in_step: bool) -> list[Any]:
+        asked: list[bool] = []
+
+        def interrupted(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
+            asked.append(is_in_step)
+            return update(self, jobs)
+
+        with Company(folder) as company:
+            company.attach("ash", *tasks()["ash"])
+            company.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: any(asked)))
+            company.attach("dogwood", *tasks()["dogwood"])
+            company.turn(3)
+            with monkeypatch.context() as patch:
+                patch.setattr(Trainer, "update", interrupted)
+                company.turn()
+            assert not company.ended
+            asked.append(True)
+            company.turn()
+            assert isinstance(company.ended["cedar"], TaskInterruptedError)
+            company.finish()
+        saved = [event["jobs"] for event in events_of(folder / "cedar") if event["event"] == "checkpoint"]
+        return [saved[-1], *(curves(folder / name) for name in names)]
+
+    assert rest(tmp_path / "in", is_in_step=True) == rest(tmp_path / "after", is_in_step=False)
 
 
 def test_an_objective_that_raises_in_a_step_of_its_own_ends_its_task_alone(

@@ -61,7 +61,11 @@ def test_a_row_that_does_not_fit_fails_a_job_of_its_task(
             company.attach(name, *tasks()[name])
         cedar = company.executor.sessions["cedar"]
         company.turn(2)
-        monkeypatch.setattr(Trainer, "backward", too_large)
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "backward", too_large)
+            patch.setattr("alto.scheduler.TokenShares.choose", lambda *_: ("ash", "cedar"))
+            company.turn()
+        assert not company.ended
         company.finish()
     (event,) = of(tmp_path / "cedar", "job_exited")
     assert (event["job"], event["reason"], event["evidence"]["row_tokens"]) == ("job-000", "failed", 77)
