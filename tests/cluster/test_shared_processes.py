@@ -186,3 +186,17 @@ def test_a_controller_that_dies_leaves_no_task_unsaved(machine: Started) -> None
     while is_alive(pid) and time.monotonic() < gives_up_at:
         machine.poll()
     assert not is_alive(pid)
+
+
+def test_an_order_to_end_does_not_interrupt_what_is_attached_beside_others(local: Started) -> None:
+    pid = begin(local, "a")
+    folder = local.run_dir("b")
+    (folder / "slow").touch()
+    local.start("b", executor="x", base="m")
+    wait_for((folder / "attaching").exists, "the second task", meanwhile=local.poll)
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(0.2)
+    (folder / "go").touch()
+    for task in "ab":
+        ended = local.until_ended(task)
+        assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")

@@ -118,10 +118,12 @@ def test_a_task_that_does_not_fit_is_refused_and_the_others_continue(
     with Company(tmp_path) as company:
         company.attach("ash", *tasks()["ash"])
         company.turn(2)
+        slots = company.executor.sessions["ash"].state.slots()
         with monkeypatch.context() as patch:
             patch.setattr(shared_bank, "build_trainer", small)
             with pytest.raises(DeviceMemoryError, match="one adapter of rank 16"):
                 company.attach("birch", *tasks()["birch"])
+            assert company.executor.sessions["ash"].state.slots() == slots
             company.turn()
             company.attach("elm", *tasks()["elm"])
         company.finish()

@@ -138,8 +138,6 @@ class SlotManager:
         """Save a job and free its slot, while the bank is fitted. One that cannot be saved ends this task at its next
         turn; on several ranks, which have a single task, the error is raised."""
         with self._own_errors():
-            if self._ranks.is_alone:
-                self._run_dir.check_lock()  # of another run than the one whose turn it is
             self.evict(job)
         if job.slot is not None:
             self._free(job)
