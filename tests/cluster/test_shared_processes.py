@@ -147,6 +147,17 @@ def test_a_task_is_not_lost_where_its_process_ends_at_that_moment(machine: Start
     assert end(machine, "b") is Outcome.FINISHED
 
 
+def test_a_task_that_was_asked_to_stop_is_not_begun_in_another_process(local: Started) -> None:
+    pid = begin(local, "a")
+    assert end(local, "a") is Outcome.FINISHED
+    os.kill(pid, signal.SIGSTOP)
+    local.start("b", base="m", executor="x")
+    local.cluster.stop("b")
+    os.kill(pid, signal.SIGKILL)
+    assert local.until_ended("b").outcome is Outcome.LOST
+    assert not local.told("b")
+
+
 def test_no_process_and_no_folder_is_left_when_the_cluster_is_closed(local: Started, tmp_path: Path) -> None:
     pids = [begin(local, "a"), begin(local, "b", "y", gpu=1)]
     folders = [process._orders.root for process in local.cluster._machine._pool._gpus]  # type: ignore[attr-defined]
