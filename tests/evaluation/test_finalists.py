@@ -16,7 +16,7 @@ from alto.data import Message
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import FinalistJudge
-from alto.records import FinalistScore, TaskResult
+from alto.records import Judgement, TaskResult
 from alto.runs import JournalEntry
 from alto.runs.events import JobCompleted
 
@@ -46,18 +46,20 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 class Judge:
     """Gives every finalist the answers that are set down for its place among them."""
 
-    def __init__(self, num_correct: Sequence[int]) -> None:
+    def __init__(self, num_correct: Sequence[int], scorer: str = "eval_accuracy") -> None:
         self.num_correct = num_correct
+        self.scorer = scorer
         self.asked: list[dict[str, Path]] = []
 
-    def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
+    def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
         assert all((folder / "adapter_model.safetensors").is_file() for folder in finalists.values())
         on_turn()
         self.asked.append(dict(finalists))
-        return [
-            FinalistScore(job=job, num_correct=right, num_questions=5)
+        rows = {
+            job: tuple([1.0] * right + [0.0] * (5 - right))
             for job, right in zip(finalists, self.num_correct, strict=True)
-        ]
+        }
+        return Judgement(scorer=self.scorer, rows=rows)
 
 
 def tune(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TaskResult:
@@ -79,14 +81,22 @@ def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatc
     assert [score.num_correct for score in result.finalists] == [1, 0, 4]
     *_, judged, checked, completed = read_journal(run)
     scores = [{"job": job, "num_correct": n, "num_questions": 5} for job, n in zip(finalists, (1, 0, 4), strict=True)]
-    assert (judged["event"], judged["scores"]) == ("finalists_judged", scores)
+    assert (judged["event"], judged["scorer"]) == ("finalists_judged", "eval_accuracy")
+    assert [{key: score[key] for key in scores[0]} for score in judged["scores"]] == scores
+    assert judged["scores"][0]["rows"] == [1, 0, 0, 0, 0]
+    assert [score["mean"] for score in judged["scores"]] == [0.2, 0, 0.8]
     assert (checked["event"], checked["job"]) == ("adapter_checked", finalists[2])
     assert (completed["event"], completed["best_job"]) == ("task_completed", finalists[2])
     metrics = json.loads((run / "best" / "metrics.json").read_text())
-    assert (metrics["job"], metrics["eval_accuracy"], metrics["finalists"]) == (finalists[2], 0.8, scores)
+    assert (metrics["job"], metrics["eval_accuracy"]) == (finalists[2], 0.8)
+    assert [{key: score[key] for key in scores[0]} for score in metrics["finalists"]] == scores
+    assert metrics["finalists"][2]["interval"] == pytest.approx([0.3755, 0.9638], abs=1e-4)  # Wilson's
     own = run / "jobs" / finalists[2] / "best" / "adapter_model.safetensors"
     assert (run / "best" / own.name).read_bytes() == own.read_bytes()
-    told = f"{finalists[0]} 1 of 5 right, {finalists[1]} 0 of 5 right, {finalists[2]} 4 of 5 right"
+    told = (
+        f"Chosen by answers: {finalists[0]} 1 of 5 right (4–62 %), {finalists[1]} 0 of 5 right (0–43 %), "
+        f"{finalists[2]} 4 of 5 right (38–96 %); 95 % intervals."
+    )
     assert told in (run / "report.html").read_text(encoding="utf-8")
     again = alto.Engine().resume(run)
     assert (again.best_job, again.finalists, len(judge.asked)) == (result.best_job, result.finalists, 1)
@@ -109,7 +119,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
     task: alto.Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying(Judge):
-        def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
+        def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
@@ -154,7 +164,7 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
         (Message("user", "Who?"), Message("assistant", "Nobody.")),
         (Message("text", "#### 3"),),
     ]
-    assert len(FinalistJudge(rows, backbone, "tiny")._prompts) == 1
+    assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
     long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
     said = (
         r"select_by eval_accuracy: of the validation rows .* expected prompts shorter .* in row 2; .* remove select_by"

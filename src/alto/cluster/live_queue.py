@@ -105,7 +105,7 @@ class LiveQueue:
             QueueCommandError: The queue accepts no more tasks.
         """
         command = _Submit(task=task, tenant=tenant, priority=priority, estimate=self._intake.estimate(task))
-        return self._controller.call(lambda: self._submit(command, trusts=task.trust_remote_code))
+        return self._controller.call(lambda: self._submit(command, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
         """Cancel a task: remove it from the queue, or let its executor save and end.
@@ -188,9 +188,12 @@ class LiveQueue:
         if before is not None:  # the answer was lost
             return before
         task, estimate = self._read(command)
-        if task.trust_remote_code and not self._intake.trusts_commands:
+        if task.needs_trust and not self._intake.trusts_commands:
+            what, which = "trust_remote_code", f"without code of its base model {task.model!r}"
+            if not task.trust_remote_code:
+                what, which = "select_by", "whose scorer runs no code and reaches no server"
             raise UntrustedCodeError(
-                f"trust_remote_code: expected a task without code of its base model {task.model!r}, or a queue that "
+                f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
         asked = _Submit(

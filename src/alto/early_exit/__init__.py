@@ -16,6 +16,7 @@ from alto.early_exit.progress import evaluation_steps, point_at_share, rung_note
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
 from alto.early_exit.rule import Evidence, magnitude, verdict_in_a_row
+from alto.early_exit.scores import choose, interval_of, scores_of
 from alto.early_exit.selection import Selection
 from alto.early_exit.smoothing import Ema, ema_of
 from alto.early_exit.upturn import OverfittingUpturn
@@ -38,15 +39,18 @@ __all__ = [
     "Rule",
     "Selection",
     "audit",
+    "choose",
     "ema_of",
     "evaluation_steps",
     "exits_of",
+    "interval_of",
     "judge_step_loss",
     "magnitude",
     "point_at_share",
     "policy_from",
     "replay",
     "rung_notes",
+    "scores_of",
     "selection_of",
     "verdict_in_a_row",
 ]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-__all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered"]
+__all__ = ["Scored", "is_better", "is_within_noise", "leading_group", "ordered", "student_quantile"]
 
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
@@ -57,7 +57,7 @@ def is_within_noise(one: Scored, other: Scored) -> bool:
     if num_rows == 1:
         return True
     error = statistics.stdev(differences) / math.sqrt(num_rows)
-    return abs(statistics.fmean(differences)) <= _student(num_rows - 1) * error
+    return abs(statistics.fmean(differences)) <= student_quantile(num_rows - 1) * error
 
 
 def is_better(one: Scored, other: Scored) -> bool:
@@ -125,7 +125,7 @@ def _by_score(item: Scored) -> tuple[float, float, str]:
     return (-item.score, item.validation_loss, item.job)
 
 
-def _student(degrees: int) -> float:
+def student_quantile(degrees: int) -> float:
     """The 97.5 % quantile of Student's distribution; above three degrees of freedom by the first terms of Cornish and
     Fisher, within 2 %."""
     if degrees in _STUDENT:

@@ -34,9 +34,10 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
             f"num_gpus: expected at most {most}, the GPUs of one machine, found {task.num_gpus} for {task.name!r}: its "
             "ranks do not reach over machines in this version; lower it"
         )
-    if task.select_by == "eval_accuracy":
+    if task.scoring is not None:
+        found = task.select_by if isinstance(task.select_by, str) else task.scoring.scorer
         raise UnsupportedError(
-            f"select_by: expected 'metric' with num_gpus {task.num_gpus}, found 'eval_accuracy' for {task.name!r}: "
+            f"select_by: expected 'metric' with num_gpus {task.num_gpus}, found {found!r} for {task.name!r}: "
             "answers are written by one process on a base model that it holds whole; remove the key, or set "
             "num_gpus to 1"
         )

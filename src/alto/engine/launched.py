@@ -116,7 +116,7 @@ class LaunchedRunner:
             entry=entry,
             num_gpus=task.num_gpus,
             is_parallel=True,
-            trust_remote_code=task.trust_remote_code,
+            trust_remote_code=task.needs_trust,
             retry_interrupted=False,
             how_far=lambda: how_far(run_dir),
         )

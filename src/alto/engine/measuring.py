@@ -90,7 +90,7 @@ class Measurement:
             entry=PLAN_ANEW if self.refresh else PLAN,
             num_gpus=task.num_gpus,
             is_parallel=self.is_parallel,
-            trust_remote_code=task.trust_remote_code,
+            trust_remote_code=task.needs_trust,
             base=base_key(task),
         )
 

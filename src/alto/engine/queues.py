@@ -204,7 +204,7 @@ class QueueRunner:
         queue_dir = QueueDir.create(
             output_dir, entries, [portable(task) for task in tasks], self._setup.settings(method)
         )
-        trusted = [name for name, task in zip(names, tasks, strict=True) if task.trust_remote_code]
+        trusted = [name for name, task in zip(names, tasks, strict=True) if task.needs_trust]
         intake = _intake(self._setup, cluster, trusted=trusted, trusts_commands=trusts_commands)
         with (
             queue_dir.run.locked(),

@@ -169,7 +169,8 @@ class TaskRunner:
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
-        judge = FinalistJudge(rows.validation, backbone, task.model) if task.select_by == "eval_accuracy" else None
+        scoring = task.select_by
+        judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
         context = TaskContext.of(resolve_rungs(task, len(data.train)), backbone, data, self.ranks)
         return _Prepared(trackers=trackers, context=context, judge=judge, base=base)
 

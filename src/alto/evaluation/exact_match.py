@@ -11,7 +11,7 @@ from alto.errors import DataError
 from alto.evaluation.answers import final_answer, reference_answers, reply_position
 from alto.records import Prediction
 
-__all__ = ["Question", "judge_texts", "make_questions"]
+__all__ = ["Question", "judge_texts", "make_prompts", "make_questions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +35,30 @@ def make_questions(conversations: Sequence[Conversation], tokenizer: Any) -> lis
     Raises:
         DataError: A row has no final answer, or no prompt.
     """
-    questions = []
     answers = reference_answers(conversations)
-    for number, (conversation, answer) in enumerate(zip(conversations, answers, strict=True), start=1):
+    prompts = make_prompts(conversations, tokenizer)
+    return [
+        Question(prompt_ids=ids, reference=reference, answer=answer)
+        for (ids, reference), answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def make_prompts(conversations: Sequence[Conversation], tokenizer: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Of every row with a reply, the token ids up to its last reply, and the text of that reply.
+
+    Raises:
+        DataError: A row has no prompt.
+    """
+    prompts = []
+    for number, conversation in enumerate(conversations, start=1):
         position = reply_position(conversation)
-        assert position is not None, "a row with a reference answer has a reply"
+        assert position is not None, "the row has a reply"
         try:
             ids = encode_prompt(conversation[:position], tokenizer)
         except DataError as error:
             raise DataError(f"row {number}: {error}") from error
-        reference = conversation[position].content
-        questions.append(Question(prompt_ids=tuple(ids), reference=reference, answer=answer))
-    return questions
+        prompts.append((tuple(ids), conversation[position].content))
+    return prompts
 
 
 def judge_texts(

@@ -1,76 +1,173 @@
-"""Scores the best jobs of a task by their answers to its validation rows: the lowest loss need not mean the best
-answers."""
+"""Scores jobs of a task by their answers to its validation rows: the lowest loss need not mean the best answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from alto.backbone import Backbone
+import torch
+
+from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, Pair
-from alto.errors import DataError
+from alto.errors import AltoError, DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.answers import has_final_answers
-from alto.evaluation.exact_match import judge_texts, make_questions
-from alto.evaluation.generate import check_prompts, complete, max_positions
-from alto.evaluation.settings import EvaluationSettings
-from alto.lora import read_saved_adapter
-from alto.records import FinalistScore
+from alto.evaluation.answers import has_final_answers, reply_position
+from alto.evaluation.choices import Choices, options_of
+from alto.evaluation.http_scorer import HttpScorer
+from alto.evaluation.python_scorer import PythonScorer
+from alto.evaluation.scorers import ExactMatch, OnTurn, Scorer, ScorerFailedError
+from alto.evaluation.written import WrittenAnswers
+from alto.lora import ServedAdapters, read_saved_adapter
+from alto.records import Judgement
+from alto.spec import Scoring
 
-__all__ = ["FinalistJudge"]
+__all__ = ["EVAL_ACCURACY", "FinalistJudge"]
+
+EVAL_ACCURACY = "eval_accuracy"
+"""What ``select_by`` calls exact match where the most right answers win."""
+
+_MAX_ADAPTERS = 16
+"""Adapters on the base at a time; halved each time that memory runs out."""
+
+_MAX_REASON_CHARS = 500
+
+
+class _Answers(Protocol):
+    """Scores of rows by adapters."""
+
+    def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]: ...
 
 
 class FinalistJudge:
-    """Generates answers of several adapters of one base to the same questions, in one batch.
+    """Scores the answers of several adapters of one base to the same rows, together.
 
     Args:
-        rows: Rows whose reply ends in ``#### N`` are used.
+        rows: Validation rows; those that the scorer can use are used.
         backbone: The base; no job trains on it while they are judged.
         model: Its name, for messages.
+        select_by: ``select_by`` of the task: settings, or ``eval_accuracy``.
 
     Raises:
-        DataError: No row has a final answer, or one has no prompt.
+        DataError: No row can be scored, or one has no prompt.
+        SpecError: There is no such Python function, or the headers of requests are not set.
     """
 
-    def __init__(self, rows: Sequence[Conversation | Pair], backbone: Backbone, model: str) -> None:
-        answered = [row for row in rows if not isinstance(row, Pair) and has_final_answers([row])]
-        if not answered:
-            raise DataError(
-                f"select_by eval_accuracy: expected validation rows whose replies end in a line '#### N', found none "
-                f"of {len(rows)}; add final answers, or remove select_by"
-            )
+    def __init__(
+        self,
+        rows: Sequence[Conversation | Pair],
+        backbone: Backbone,
+        model: str,
+        select_by: str | Scoring = EVAL_ACCURACY,
+    ) -> None:
+        scoring = select_by if isinstance(select_by, Scoring) else Scoring(scorer="exact_match")
+        self._name = EVAL_ACCURACY if isinstance(select_by, str) else scoring.scorer
+        used = _usable(rows, scoring, self._name)[: scoring.num_rows]
         try:
-            self._questions = make_questions(answered, backbone.tokenizer)
-            self._prompts = [question.prompt_ids for question in self._questions]
-            check_prompts(self._prompts, max_positions(backbone))
+            self._answers = _answers(used, scoring, backbone)
         except DataError as error:
+            which = "that end in '#### N'" if scoring.scorer == "exact_match" else "with a reply"
             raise DataError(
-                f"select_by eval_accuracy: of the validation rows that end in '#### N', {error}; or remove select_by"
+                f"select_by {self._name}: of the validation rows {which}, {error}; or remove select_by"
             ) from error
+        self._num_rows = len(used)
         self._backbone = backbone
         self._model = model
 
-    def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> list[FinalistScore]:
-        """Number of right answers of each of ``finalists``, in their order.
+    def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
+        """Score ``finalists``. A scorer that fails is no error: the reason is in the judgement.
 
         Args:
             finalists: Adapter folders by job.
-            on_turn: Called after every token; what it raises ends the judging.
+            on_turn: Called regularly; what it raises is raised.
         """
+        guard = _Guard(on_turn)
+        try:
+            rows = self._rows(finalists, guard)
+        except Exception as error:
+            if error is guard.raised or isinstance(error, torch.AcceleratorError):
+                raise
+            return Judgement(scorer=self._name, failure=_reason(error))
+        return Judgement(scorer=self._name, rows=rows)
+
+    def _rows(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
+        """The score of every row by job, of as many adapters at a time as memory has place for."""
+        names, most = list(finalists), _MAX_ADAPTERS
+        rows: dict[str, tuple[float, ...]] = {}
+        while len(rows) < len(names):
+            batch = names[len(rows) : len(rows) + most]
+            try:
+                found = self._rows_of({name: finalists[name] for name in batch}, on_turn)
+            except Exception as error:
+                if len(batch) == 1 or not (is_out_of_memory(error) or isinstance(error, DeviceMemoryError)):
+                    raise
+                most = len(batch) // 2
+            else:
+                rows.update(zip(batch, found, strict=True))
+                continue
+            release_memory()
+        return rows
+
+    def _rows_of(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> list[tuple[float, ...]]:
         adapters = [read_saved_adapter(folder) for folder in finalists.values()]
-        settings = EvaluationSettings()
         with loaded_adapters(self._backbone, adapters, self._model) as served:
-            texts = complete(
-                self._backbone,
-                served,
-                self._prompts,
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                on_done=lambda _: on_turn(),
-            )
-        scores = []
-        for job, of_job in zip(finalists, texts, strict=True):
-            judged = judge_texts(self._questions, of_job, self._backbone.tokenizer, weights=job)
-            num_correct = sum(prediction.correct for prediction in judged)
-            scores.append(FinalistScore(job=job, num_correct=num_correct, num_questions=len(judged)))
-        return scores
+            scores = self._answers.scores(served, list(finalists), on_turn)
+        assert all(len(of_job) == self._num_rows for of_job in scores)
+        return [tuple(float(f"{score:.6g}") for score in of_job) for of_job in scores]
+
+
+class _Guard:
+    """Calls a function, and remembers what it raises."""
+
+    def __init__(self, on_turn: OnTurn) -> None:
+        self._on_turn = on_turn
+        self.raised: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._on_turn()
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+def _usable(rows: Sequence[Conversation | Pair], scoring: Scoring, name: str) -> list[Conversation]:
+    """The rows that the scorer can use."""
+    replied = [row for row in rows if not isinstance(row, Pair) and _has_plain_reply(row)]
+    used, what, remedy = replied, "are text after a prompt", "prompts and replies"
+    if scoring.scorer == "exact_match":
+        used, what, remedy = replied, "end in a line '#### N'", "final answers"
+        used = [row for row in used if has_final_answers([row])]
+    if not used:
+        raise DataError(
+            f"select_by {name}: expected validation rows whose replies {what}, found none of {len(rows)}; add "
+            f"{remedy}, or remove select_by"
+        )
+    return used
+
+
+def _has_plain_reply(row: Conversation) -> bool:
+    position = reply_position(row)
+    return position is not None and bool(row[position].content.strip())
+
+
+def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> _Answers:
+    if scoring.scorer == "multiple_choice":
+        return Choices(rows, options_of(rows), backbone)
+    return WrittenAnswers(rows, backbone, _scorer(scoring), max_new_tokens=scoring.max_new_tokens)
+
+
+def _scorer(scoring: Scoring) -> Scorer:
+    if scoring.scorer == "python":
+        assert scoring.function is not None
+        return PythonScorer(scoring.function, scoring.timeout_s)
+    if scoring.scorer == "http":
+        return HttpScorer(scoring)
+    return ExactMatch()
+
+
+def _reason(error: Exception) -> str:
+    """Why there are no scores, in one line."""
+    text = str(error) if isinstance(error, AltoError | ScorerFailedError) else f"{type(error).__name__}: {error}"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"

@@ -15,7 +15,7 @@ from alto.lora import ServedAdapters
 from alto.objectives import token_losses
 from alto.objectives.sums import run_sums
 
-__all__ = ["heldout_losses", "reply_log_probs"]
+__all__ = ["heldout_losses", "reply_log_probs", "sequence_log_probs"]
 
 
 def heldout_losses(
@@ -62,10 +62,30 @@ def reply_log_probs(
 
     Arguments and errors as :func:`heldout_losses`.
     """
+    found = sequence_log_probs(
+        backbone, served, dataset, names=names, max_tokens_per_pass=max_tokens_per_pass, on_done=on_done
+    )
+    return [log_probs_S.view(-1, 2) for log_probs_S in found]
+
+
+def sequence_log_probs(
+    backbone: Backbone,
+    served: ServedAdapters,
+    dataset: EncodedDataset,
+    *,
+    names: Sequence[str],
+    max_tokens_per_pass: int,
+    on_done: Callable[[int], None],
+) -> list[Tensor]:
+    """Of every adapter, the log-probability of the trained tokens of every sequence, float64, nats: one sequence of a
+    row, two of a pair.
+
+    Arguments and errors as :func:`heldout_losses`.
+    """
     parts: list[list[Tensor]] = [[] for _ in range(len(served))]
     for batch, losses_S in _micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
-        log_probs_Q2 = -run_sums(losses_S, batch.sequence_targets).view(-1, 2)
-        for slot, of_slot in zip(batch.slots, log_probs_Q2.split(batch.job_rows), strict=True):
+        of_sequences = -run_sums(losses_S, batch.sequence_targets)
+        for slot, of_slot in zip(batch.slots, of_sequences.split(batch.job_sequences), strict=True):
             parts[slot].append(of_slot)
     log_probs = [torch.cat(of_slot) for of_slot in parts]
     _check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, log_probs, strict=True)})

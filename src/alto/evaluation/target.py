@@ -101,7 +101,7 @@ def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:
 
 def _common_task(runs: Sequence[RunDir], *, trust_remote_code: bool) -> Task:
     """The task of the first run, whose base is loaded as that of every other is."""
-    tasks = {str(run.root): load_run_task(run, trust_remote_code=trust_remote_code) for run in runs}
+    tasks = {str(run.root): load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False) for run in runs}
     ways = {name: _as_evaluated(task.base_model, "") for name, task in tasks.items()}
     if len(set(ways.values())) > 1:
         found = "; ".join(f"{name}: {_loading_keys(way)}" for name, way in ways.items())

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from alto.early_exit import choose, scores_of
 from alto.errors import NoResultError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.task_state import TaskState
-from alto.records import AdapterCheck, ExitReason, FinalistScore, LossPoint
+from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint
 from alto.runs import RunDir
 
 __all__ = ["Check", "Hooks", "Judge", "conclude"]
@@ -18,9 +19,9 @@ __all__ = ["Check", "Hooks", "Judge", "conclude"]
 Check: TypeAlias = Callable[[Path], AdapterCheck]
 """Checks that PEFT reads an adapter (its folder) as it was trained."""
 
-Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sequence[FinalistScore]]
+Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Judgement]
 """Scores the answers of adapters (folders by job). It calls the given function regularly; an error of that function
-ends it."""
+ends it. A scorer that fails is no error: the judgement says why."""
 
 
 def _never() -> bool:
@@ -64,11 +65,9 @@ def conclude(
             f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
             f"found that {_why_there_is_none(state)}"
         )
-    tied: Sequence[LossPoint] = ()
+    tied: Sequence[LossPoint] = state.selection.within_noise_of_winner()
     if hooks.judge is not None:
-        winner = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked)
-    else:
-        tied = state.selection.within_noise_of_winner()
+        winner, tied = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or (winner, tied)
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
     recorder.task_completed(winner, tied, state.jobs.values())
@@ -76,13 +75,15 @@ def conclude(
 
 def _judged(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
-) -> LossPoint:
-    """The finalist with the best answers; ties go to the lower validation loss."""
+) -> tuple[LossPoint, Sequence[LossPoint]] | None:
+    """The finalist with the best answers, and those within noise of it; None where the scorer failed."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
-    scores = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
-    num_correct = {score.job: score.num_correct for score in scores}
-    recorder.finalists_judged(scores)
-    return max(finalists, key=lambda point: (num_correct[point.job], -point.validation_loss))
+    judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
+    scores = scores_of(judgement)
+    recorder.finalists_judged(judgement, scores)
+    if judgement.failure:
+        return None
+    return choose(finalists, {score.job: score for score in scores}, scorer=judgement.scorer)
 
 
 def _why_there_is_none(state: TaskState) -> str:

@@ -92,7 +92,7 @@ def resolve_rungs(task: Task, num_rows: int) -> Task:
             min_kept=math.ceil(keep * len(task.jobs)),
             finish_from=1.0,
         )
-    if task.select_by == "eval_accuracy" and early_exit.finish_from is None:
+    if task.scoring is not None and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
     shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))

@@ -11,7 +11,7 @@ from alto.executor.memory_errors import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.executor.tally import Evaluated
-from alto.records import AdapterCheck, ExitDecision, FinalistScore, LossPoint, Rung, RungResult
+from alto.records import AdapterCheck, ExitDecision, FinalistScore, Judgement, LossPoint, Rung, RungResult
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
     AdapterChecked,
@@ -276,9 +276,9 @@ class JournalRecorder:
         """The task was interrupted, with ``training`` still to train."""
         self._journal.append(TaskInterrupted(training=tuple(training)))
 
-    def finalists_judged(self, scores: Iterable[FinalistScore]) -> None:
-        """The best jobs have answered."""
-        self._journal.append(FinalistsJudged(scores=tuple(scores)))
+    def finalists_judged(self, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
+        """The answers of the best jobs were scored, or the scorer failed."""
+        self._journal.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
 
     def adapter_checked(self, job: str, found: AdapterCheck) -> None:
         """The best adapter was checked with PEFT, or could not be loaded."""

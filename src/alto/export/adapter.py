@@ -97,12 +97,18 @@ def _strict(value: float) -> float | str:
 
 
 def _finalists(result: TaskResult) -> dict[str, Any]:
-    """The number of right answers of the winner, where answers chose it; else empty."""
+    """The scores of the finalists and the winner's own, where answers chose it, or why they did not; else empty."""
+    if result.scorer_failure:
+        return {"scorer": result.scorer, "scorer_failure": result.scorer_failure}
     if not result.finalists:
         return {}
+    of_winner = next(score for score in result.finalists if score.job == result.best_job)
+    accuracy = {} if of_winner.num_correct is None else {"eval_accuracy": of_winner.exact_match}
     return {
-        "eval_accuracy": next(score.exact_match for score in result.finalists if score.job == result.best_job),
-        "finalists": [asdict(score) for score in result.finalists],
+        "scorer": result.scorer,
+        "score": of_winner.score,
+        **accuracy,
+        "finalists": [score.summary() for score in result.finalists],
     }
 
 

@@ -21,6 +21,7 @@ from alto.export.wording import (
     describe_origin,
     describe_profile,
     describe_rungs,
+    describe_scoring,
     format_count,
     format_duration,
     format_loss,
@@ -94,11 +95,17 @@ class PlainView:
             case events.OutOfMemory():
                 self._say(describe_memory_event(event))
             case events.FinalistsJudged():
-                self._say(f"answers of the finalists: {describe_finalists(self.history.finalists)}")
+                self._on_judged(event)
             case events.AdapterChecked():
                 self._on_adapter_checked()
             case _:
                 self._report_job(event)
+
+    def _on_judged(self, event: events.FinalistsJudged) -> None:
+        if event.failure:
+            self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
+        else:
+            self._say(f"answers of the finalists: {describe_finalists(event.scores)}")
 
     def _report_job(self, event: events.Event) -> None:
         match event:

@@ -24,8 +24,8 @@ from alto.export.parallel import parallel_figure
 from alto.export.tables import job_table, run_notes
 from alto.export.wording import (
     clean,
-    describe_finalists,
     describe_rungs,
+    describe_scoring,
     describe_task,
     tidy_config,
     varying_keys,
@@ -78,7 +78,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "history": history,
         "table": table,
         "best": next((row for row in table.rows if row.is_best), None),
-        "finalists": describe_finalists(history.finalists),
+        "finalists": describe_scoring(history.finalists, history.scorer, history.scorer_failure),
         "is_finished": history.result is not None,
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),

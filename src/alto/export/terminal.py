@@ -23,9 +23,9 @@ from alto.export.plain import PlainView
 from alto.export.tables import JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
-    describe_finalists,
     describe_memory_event,
     describe_profile,
+    describe_scoring,
     describe_task,
     format_count,
     format_duration,
@@ -255,7 +255,8 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     metrics = describe_metrics(history.jobs[best.job_id].best_metrics, table.metrics)
-    chosen = f"; chosen by answers: {describe_finalists(history.finalists)}" if history.finalists else ""
+    scoring = describe_scoring(history.finalists, history.scorer, "")  # a failure is among the notes
+    chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),

@@ -26,6 +26,7 @@ __all__ = [
     "describe_profile",
     "describe_rung",
     "describe_rungs",
+    "describe_scoring",
     "describe_task",
     "format_count",
     "format_count_of",
@@ -133,8 +134,33 @@ def describe_rung(rung: Rung) -> str:
 
 
 def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
-    """How many answers each got right."""
-    return ", ".join(f"{clean(score.job)} {score.num_correct} of {score.num_questions} right" for score in finalists)
+    """The score of each with its interval: ``job-000 4 of 5 right (38–96 %), job-001 2 of 5 right (12–77 %)``, or
+    ``job-000 0.713 (0.65–0.78) on 40 rows``."""
+    return ", ".join(f"{clean(score.job)} {_describe_score(score)}" for score in finalists)
+
+
+def _describe_score(score: FinalistScore) -> str:
+    if score.num_correct is not None:
+        interval = "" if score.interval is None else " ({:.0f}–{:.0f} %)".format(*(100 * end for end in score.interval))
+        return f"{score.num_correct} of {score.num_questions} right{interval}"
+    interval = "" if score.interval is None else " ({}–{})".format(*map(_format_score, score.interval))
+    return f"{_format_score(score.score)}{interval} on {format_count_of(score.num_questions, 'row')}"
+
+
+def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: str) -> str:
+    """What chose among the finalists, for a line of the terminal: their scores, or why there are none; empty where
+    only the metric chose."""
+    if failure:
+        return f"the scorer {clean(scorer)} failed: {clean(failure)}; the metric chose"
+    if not finalists:
+        return ""
+    by = "answers" if scorer in ("", "eval_accuracy") else f"answers ({clean(scorer).replace('_', ' ')})"
+    interval = "; 95 % intervals" if any(score.interval is not None for score in finalists) else ""
+    return f"chosen by {by}: {describe_finalists(finalists)}{interval}"
+
+
+def _format_score(score: float) -> str:
+    return f"{score:.3g}"
 
 
 def describe_adapter_check(check: AdapterCheck) -> str:

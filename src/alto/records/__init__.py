@@ -25,7 +25,7 @@ from alto.records.jobs import (
     exit_reason,
 )
 from alto.records.measurements import MemoryPoint, MemoryProfile, PackingForecast, TaskPlan, Throughput, ThroughputPoint
-from alto.records.results import AdapterCheck, FinalistScore, TaskResult
+from alto.records.results import AdapterCheck, FinalistScore, Judgement, TaskResult
 from alto.records.scheduling import (
     MAX_DURATION_S,
     MIN_DURATION_S,
@@ -52,6 +52,7 @@ __all__ = [
     "GenerationBackend",
     "Gpu",
     "JobResult",
+    "Judgement",
     "LossPoint",
     "MemoryPoint",
     "MemoryProfile",

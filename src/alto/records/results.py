@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from alto.records.jobs import JobResult
 
-__all__ = ["AdapterCheck", "FinalistScore", "TaskResult"]
+__all__ = ["AdapterCheck", "FinalistScore", "Judgement", "TaskResult"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,22 +31,58 @@ class AdapterCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistScore:
-    """Number of validation questions that a finalist answered right.
+    """The score of one job's answers to validation rows.
 
     Attributes:
         job: Job id.
-        num_correct: Questions whose answer was right.
-        num_questions: Questions that were asked.
+        num_questions: Rows that were scored.
+        num_correct: Of a scorer that finds an answer right or wrong: how many were right; None of others.
+        mean: Mean of ``rows``; None in journals of version 0.1, which have ``num_correct`` alone.
+        interval: 95 % interval of the mean over such rows; None where it cannot be estimated from them.
+        rows: Score of every row, in the order of the rows, six significant digits.
     """
 
     job: str
-    num_correct: int
     num_questions: int
+    num_correct: int | None = None
+    mean: float | None = None
+    interval: tuple[float, float] | None = None
+    rows: tuple[float, ...] = ()
+
+    @property
+    def score(self) -> float:
+        """The mean over all rows; higher is better."""
+        return self.exact_match if self.mean is None else self.mean
 
     @property
     def exact_match(self) -> float:
-        """Their share, in [0, 1]."""
-        return self.num_correct / self.num_questions
+        """Share of right answers, in [0, 1]; NaN of a scorer that does not count them."""
+        return math.nan if self.num_correct is None else self.num_correct / self.num_questions
+
+    def summary(self) -> dict[str, Any]:
+        """The score as JSON values, without the scores of single rows."""
+        return {
+            "job": self.job,
+            "score": self.score,
+            "interval": None if self.interval is None else list(self.interval),
+            "num_correct": self.num_correct,
+            "num_questions": self.num_questions,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a scorer found.
+
+    Attributes:
+        scorer: Its name.
+        rows: By job, the score of every row, six significant digits; empty where it failed.
+        failure: Why it failed; empty where it did not.
+    """
+
+    scorer: str
+    rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +94,10 @@ class TaskResult:
         metric: The metric that it was selected by: ``loss``, or a metric of the task's method.
         best_metrics: Metrics of the method at its best evaluation.
         test_loss: Loss of that adapter on the test rows, which nothing was selected by; None where there are none.
-        finalists: Scores of the finalists' answers with ``select_by: eval_accuracy``, best by the metric first; else
-            empty.
+        finalists: Scores of the finalists' answers where ``select_by`` is not ``metric``, best by the metric first;
+            empty where it is, or where the scorer failed.
+        scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
+        scorer_failure: Why the scorer failed, so that the metric chose; empty where it did not.
         notes: Notices about how it was chosen, as sentences.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None where the run has no such check.
         notices: Problems beside the result, such as a missing report, with their remedies, as sentences.
@@ -75,6 +114,8 @@ class TaskResult:
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     test_loss: float | None = None
     finalists: tuple[FinalistScore, ...] = ()
+    scorer: str = ""
+    scorer_failure: str = ""
     notes: tuple[str, ...] = ()
     adapter_check: AdapterCheck | None = None
     notices: tuple[str, ...] = ()

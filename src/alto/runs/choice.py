@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from alto.records import ExitReason
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
-from alto.spec.metric import loss_scale
+from alto.spec.metric import LOSS, loss_scale
 
 __all__ = ["choice_notes"]
 
@@ -16,12 +16,14 @@ _MAX_NAMES = 3
 
 
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
-    """Sentences on the winner of a finished run: which others lie within noise of it, why it won where early exit had
-    ended it as underperforming, and where a budget ended it. Empty where none applies."""
+    """Sentences on the winner of a finished run: whether its scorer failed, which others lie within noise of it, why it
+    won where early exit had ended it as underperforming, and where a budget ended it. Empty where none applies."""
     winner = history.best
     if history.result is None or winner is None:
         return ()
     notes = []
+    if history.scorer_failure:
+        notes.append(_what_failed(history, winner))
     if tied := [other.job for other in history.result.within_noise]:
         notes.append(_what_rows_cannot_tell(history, winner, tied))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
@@ -34,10 +36,20 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _what_failed(history: RunHistory, winner: JobHistory) -> str:
+    decided = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
+    return (
+        f"select_by: the scorer {history.scorer} failed ({history.scorer_failure}), so the {decided} chose "
+        f"{winner.job}."
+    )
+
+
 def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
     names = ", ".join(tied[:_MAX_NAMES]) + (f" and {len(tied) - _MAX_NAMES} more" if len(tied) > _MAX_NAMES else "")
-    metric = history.metric.replace("_", " ")
+    metric = (history.scorer if history.finalists else history.metric).replace("_", " ")
     num_rows = history.started.num_validation if history.started is not None else 0
+    if history.finalists:
+        num_rows = history.finalists[0].num_questions
     jobs = [history.jobs[job] for job in (winner.job, *tied) if job in history.jobs]
     if len({loss_scale(job.config) for job in jobs}) == 1:
         decided = "the lowest validation loss"
@@ -53,7 +65,12 @@ def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
     dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
     progress = next(dropped_at, winner.progress)
-    why = "it gave the most right answers" if history.finalists else "no job that continued reached a better one"
+    why = "no job that continued reached a better one"
+    if history.finalists:
+        is_counted = all(score.num_correct is not None for score in history.finalists)
+        why = "it gave the most right answers" if is_counted else "its answers had the best score"
+        if history.result is not None and history.result.within_noise:
+            why = "no finalist had a score that is better by more than noise"
     is_papers = history.started is not None and history.started.early_exit.get("policy") == "paper"
     remedy = "A larger select_ratio lets" if is_papers else "Later rungs, or early_exit: {preset: cautious}, let"
     return (

@@ -34,7 +34,9 @@ class RunHistory(JournalFold):
         rungs: Outcomes of the rungs that have been decided.
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first.
-        finalists: Scores of the finalists' answers, best by the metric first.
+        finalists: Scores of the finalists' answers, best by the metric first; empty where there are none.
+        scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
+        scorer_failure: Why the finalists were not scored, so that the metric chose; empty where they were.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
         result: How the task ended, None while the run is unfinished.
     """
@@ -47,6 +49,8 @@ class RunHistory(JournalFold):
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[events.OutOfMemory] = []
         self.finalists: tuple[FinalistScore, ...] = ()
+        self.scorer = ""
+        self.scorer_failure = ""
         self.adapter_check: AdapterCheck | None = None
         self.result: events.TaskCompleted | None = None
         self._open_stays: dict[str, list[Occupancy]] = {}
@@ -159,7 +163,8 @@ class RunHistory(JournalFold):
             case events.OutOfMemory():
                 self.memory_events.append(event)
             case events.FinalistsJudged(scores=scores):
-                self.finalists = scores
+                self.finalists, self.scorer = scores, event.scorer or "eval_accuracy"
+                self.scorer_failure = event.failure
             case events.AdapterChecked():
                 self.adapter_check = AdapterCheck(
                     status=event.status, why=event.why, difference=event.difference, peft=event.peft

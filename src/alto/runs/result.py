@@ -39,6 +39,8 @@ def task_result(history: RunHistory, run: RunDir) -> TaskResult:
         best_metrics=best.best_metrics,
         test_loss=best.best_test_loss,
         finalists=history.finalists,
+        scorer=history.scorer,
+        scorer_failure=history.scorer_failure,
         notes=choice_notes(history),
         adapter_check=history.adapter_check,
     )

@@ -21,6 +21,7 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
 from alto.spec.quoting import quoted
+from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace
 from alto.spec.task_checks import (
@@ -113,9 +114,10 @@ class Task(SpecModel):
             name of an algorithm.
         search_space: What varies between jobs; ``auto`` are ranges around a usual learning rate for the base model's
             hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
-        select_by: What chooses the winner: ``metric``; or ``eval_accuracy``: the best jobs answer the validation rows
-            that end in ``#### N``, and the most right answers win, ties by validation loss; only on one GPU.
-        num_finalists: How many of the best jobs by the metric answer with ``select_by: eval_accuracy``.
+        select_by: What chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the validation rows that
+            end in ``#### N``, and the most right answers win, ties by validation loss; or a mapping that names a
+            scorer of answers (:class:`alto.spec.Scoring`). All but ``metric`` on one GPU only.
+        num_finalists: How many of the best jobs by the metric are scored where ``select_by`` is not ``metric``.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
         gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` lets the engine decide by the
@@ -166,7 +168,9 @@ class Task(SpecModel):
     share_executor: bool = Field(default=True, description="may be trained in one process with other tasks")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
-    select_by: Literal["metric", "eval_accuracy"] = Field(default="metric", description="what chooses the winner")
+    select_by: Literal["metric", "eval_accuracy"] | Scoring = Field(
+        default="metric", description="what chooses the winner"
+    )
     num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
@@ -201,6 +205,7 @@ class Task(SpecModel):
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search"] = Search.parse(given.get("search", {}))
+        given["select_by"] = parse_select_by(given.get("select_by", "metric"))
         space = given.get("search_space", {})
         given["search_space"] = auto_space(fixed=fixed) if space == AUTO else _search_space(space, method)
         given.setdefault("name", _default_name(given.get("dataset")))
@@ -291,6 +296,18 @@ class Task(SpecModel):
         )
 
     @property
+    def scoring(self) -> Scoring | None:
+        """What scores the answers of jobs; None where the metric alone chooses."""
+        if isinstance(self.select_by, Scoring):
+            return self.select_by
+        return None if self.select_by == "metric" else Scoring(scorer="exact_match")
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether it runs code, or reaches a server, that only its own file names."""
+        return self.trust_remote_code or (self.scoring is not None and self.scoring.reaches_outside)
+
+    @property
     def fixed(self) -> dict[str, Any]:
         """The fields fixed for every job at the top level: canonical names to values as written."""
         return dict(self._fixed)
@@ -301,7 +318,8 @@ class Task(SpecModel):
 
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
-        own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space"})
+        own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space", "select_by"})
+        own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
         search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
         fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}

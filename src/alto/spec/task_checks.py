@@ -9,6 +9,7 @@ from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JobConfig
 from alto.spec.method import Method
+from alto.spec.scoring import Scoring
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
@@ -53,11 +54,13 @@ def check_splits(validation_split: float | None, test_split: float | None) -> No
         )
 
 
-def check_selection(select_by: str, method: Method) -> None:
-    if select_by == "eval_accuracy" and method.entry.is_paired:
+def check_selection(select_by: str | Scoring, method: Method) -> None:
+    if select_by != "metric" and method.entry.is_paired:
+        found = select_by if isinstance(select_by, str) else select_by.scorer
+        why = "a final answer" if found == "eval_accuracy" else "one reply to score"
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
-            f"a final answer, found 'eval_accuracy'. Remove the key."
+            f"{why}, found {found!r}. Remove the key."
         )
 
 

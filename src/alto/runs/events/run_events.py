@@ -270,13 +270,18 @@ class TaskInterrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistsJudged:
-    """``select_by: eval_accuracy``: the finalists answered the validation questions.
+    """The answers of the finalists were scored, where ``select_by`` is not ``metric``; or the scorer failed, and the
+    metric chooses.
 
     Attributes:
-        scores: Right answers of each finalist; best by the metric first.
+        scores: Score of each finalist; best by the metric first. Empty where the scorer failed.
+        scorer: Name of the scorer, or ``eval_accuracy``; empty in journals of version 0.1, which know only that.
+        failure: Why the scorer failed; empty where it did not.
     """
 
     scores: tuple[FinalistScore, ...]
+    scorer: str = ""
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

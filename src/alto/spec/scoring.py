@@ -1,0 +1,157 @@
+"""What chooses the winner of a task beside its metric: a scorer of the jobs' answers to the validation rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
+from alto.spec.validation import SpecModel
+
+__all__ = ["ScorerName", "Scoring", "parse_select_by"]
+
+ScorerName: TypeAlias = Literal["exact_match", "multiple_choice", "python", "http"]
+"""The scorers that exist."""
+
+_WORDS = ("metric", "eval_accuracy")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ONLY_OF: Mapping[str, str] = {"function": "python", "url": "http", "headers_env": "http"}
+
+
+class Scoring(SpecModel):
+    """How the answers of jobs to the validation rows are scored, and when.
+
+    Attributes:
+        scorer: ``exact_match``: the final answer ``#### N`` of a generated text is that of the row.
+            ``multiple_choice``: of the distinct replies of the validation rows, 26 at most, the row's own is the most
+            likely; nothing is generated. ``python``: a function of yours scores each generated text. ``http``: a server
+            does, for example one that asks a language model.
+        function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``. It is
+            called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a finite
+            number; higher is better. It runs in the process that trains, with all its rights.
+        url: Of ``http``: where ``{"rows": [{"prompt", "reference", "answer"}, …]}`` is posted as JSON. The answer is
+            ``{"scores": […]}``, a finite number for each row; higher is better.
+        headers_env: Of ``http``: the name of an environment variable that holds further headers of a request as a JSON
+            object, such as ``{"Authorization": "Bearer …"}``. Only the name is written to the run.
+        rows_per_request: Of ``http``: rows in one request.
+        timeout_s: Seconds that one request (``http``), or the call for one row (``python``), may take. A request that
+            fails is sent again twice.
+        num_rows: Score only so many of the first validation rows that can be scored. None takes all.
+        max_new_tokens: Longest generated text, in tokens.
+        at: ``finalists``: the best ``num_finalists`` jobs are scored when training has ended.
+
+    Raises:
+        SpecError: A value is out of its bounds, or does not belong to the scorer.
+        UnknownKeyError: A key that is not one of the above.
+    """
+
+    scorer: ScorerName = Field(description="what scores the answers")
+    function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
+    url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
+    headers_env: str | None = Field(default=None, description="environment variable with further headers")
+    rows_per_request: int = Field(default=16, ge=1, le=10_000, description="rows in one request")
+    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="seconds for one request or call")
+    num_rows: int | None = Field(default=None, ge=1, le=10**9, description="rows that are scored")
+    max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="tokens of a generated text")
+    at: Literal["finalists"] = Field(default="finalists", description="which jobs are scored")
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, name: str | None) -> str | None:
+        if name is not None:
+            module, separator, function = name.partition(":") if ":" in name else name.rpartition(".")
+            parts = [*module.split("."), *function.split(".")]
+            if not separator or not all(part.isidentifier() for part in parts):
+                raise ValueError(
+                    f"should be the dotted name of a function in a module, found {quoted(name)}. Write for example "
+                    "my_package.scoring:score."
+                )
+        return name
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+        except ValueError:
+            is_address = False
+        if not is_address or not url.isprintable() or " " in url:
+            raise ValueError(
+                "should be an address that begins with http:// or https://, found another one. Write for example "
+                "https://judge.example/score."
+            )
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                "should be an address without a user name and a password, found one with them, which would be written "
+                "to the run. Put them into a header, and name its environment variable with headers_env."
+            )
+        return url
+
+    @field_validator("headers_env")
+    @classmethod
+    def _check_headers_env(cls, name: str | None) -> str | None:
+        if name is not None and _VARIABLE.fullmatch(name) is None:
+            # What was written may be the secret itself.
+            raise ValueError(
+                "should be the name of an environment variable, found other text. Put the headers into a variable as "
+                "a JSON object, and write the variable's name here."
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _check_fits_scorer(self) -> Scoring:
+        for key, scorer in _ONLY_OF.items():
+            if getattr(self, key) is not None and self.scorer != scorer:
+                raise ValueError(
+                    f"{key}: expected it with scorer {scorer!r} only, found {self.scorer!r}. Remove it, or change the "
+                    "scorer."
+                )
+        for key in ("function", "url"):
+            if getattr(self, key) is None and self.scorer == _ONLY_OF[key]:
+                raise ValueError(f"{key} is missing: expected it with scorer {self.scorer!r}. Add the key {key!r}.")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, made of what YAML and JSON can hold."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def address(self) -> str:
+        """``url`` for messages: without what follows its path, which may hold a key."""
+        return (self.url or "").partition("?")[0].partition("#")[0]
+
+    @property
+    def reaches_outside(self) -> bool:
+        """Whether it runs Python code, or sends rows to a server, that the task names."""
+        return self.scorer in ("python", "http")
+
+
+def parse_select_by(value: object) -> str | Scoring:
+    """Parse ``select_by`` of a task: a word, or a mapping of settings.
+
+    Raises:
+        SpecError, UnknownKeyError: It is neither, or as the constructor of :class:`Scoring` does.
+    """
+    if isinstance(value, Scoring) or (isinstance(value, str) and value in _WORDS):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise SpecError(
+            f"select_by (what chooses the winner) should be 'metric', 'eval_accuracy' or a mapping of settings, found "
+            f"{quoted(value)}. Write for example {{scorer: exact_match}}, or remove the key."
+        )
+    given: dict[str, Any] = canonical_keys(value, fields=Scoring.model_fields, aliases={}, where="select_by")
+    try:
+        return Scoring(**given)
+    except SpecError as error:
+        if type(error) is SpecError:
+            raise SpecError("\n".join(f"select_by.{line}" for line in str(error).splitlines())) from None
+        raise

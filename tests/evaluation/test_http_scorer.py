@@ -1,0 +1,169 @@
+"""Answers scored by a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from alto.errors import SpecError
+from alto.evaluation import http_scorer
+from alto.evaluation.http_scorer import HttpScorer
+from alto.evaluation.scorers import Answer, ScorerFailedError
+from alto.spec import Scoring
+
+SECRET = "Bearer top-secret"
+ANSWERS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="ä" * n) for n in range(5)]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers requests one after the other with ``replies``: a status and a body; the last one again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies: list[tuple[int, bytes | None]] = [(200, None)]
+        self.delay_s = 0.0
+        self.drips = False
+        self.requests: list[tuple[dict[str, str], Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((dict(self.headers), body))
+        status, reply = self.server.replies[0]
+        if len(self.server.replies) > 1:
+            self.server.replies.pop(0)
+        time.sleep(self.server.delay_s)
+        if reply is None:
+            reply = json.dumps({"scores": [len(row["answer"]) / 10 for row in body["rows"]]}).encode()
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", self.server.url)
+        self.send_header("Content-Length", str(len(reply) + 100 * self.server.drips))
+        self.end_headers()
+        self.wfile.write(reply)
+        while self.server.drips:
+            self.wfile.write(b" ")
+            self.wfile.flush()
+            time.sleep(0.05)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    made.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has given up
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.drips = False
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_scorer, "BACKOFF_S", (0.01, 0.01))
+
+
+def score(server: Server, **settings: Any) -> list[float]:
+    return HttpScorer(Scoring(scorer="http", url=server.url, **settings))(ANSWERS, lambda: None)
+
+
+def test_rows_are_posted_in_batches_and_their_scores_come_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", json.dumps({"Authorization": SECRET}))
+    assert score(server, rows_per_request=2, headers_env="JUDGE") == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert [len(body["rows"]) for _, body in server.requests] == [2, 2, 1]
+    headers, body = server.requests[1]
+    assert body["rows"][1] == {"prompt": "p3", "reference": "r3", "answer": "äää"}
+    assert (headers["Authorization"], headers["Content-Type"]) == (SECRET, "application/json")
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server) -> None:
+    server.replies = [(500, b""), (503, b""), (200, None)]
+    assert score(server) == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("replies", "said", "num_requests"),
+    [
+        ([(500, b"")], "status 500 Internal Server Error, 3 times", 3),
+        ([(401, b"")], "expected status 200, found status 401 Unauthorized", 1),
+        ([(302, b"")], "expected status 200, found status 302 Found", 1),
+        ([(200, b"oops")], "expected {.*} with 5 finite numbers, found no JSON", 1),
+        ([(200, b"[1, 2]")], "found list", 1),
+        ([(200, b'{"score": 1}')], "found an object without such a list", 1),
+        ([(200, b'{"scores": [1, 2]}')], "found 2 scores", 1),
+        ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found another value at position 2", 1),
+        ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found another value at position 3", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found another value at position 4", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found another value at position 4", 1),
+    ],
+)
+def test_what_is_no_score_is_a_failure_with_its_reason(
+    server: Server, replies: list[tuple[int, bytes | None]], said: str, num_requests: int
+) -> None:
+    server.replies = replies
+    with pytest.raises(ScorerFailedError, match=said):
+        score(server)
+    assert len(server.requests) == num_requests
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_server_that_is_slow_is_given_up(server: Server, drips: bool) -> None:
+    """Also one that sends a byte from time to time, which no time-out of a socket ends."""
+    server.delay_s, server.drips = (0.0, True) if drips else (2.0, False)
+    began = time.monotonic()
+    with pytest.raises(ScorerFailedError, match=r"no result within 0.2 s, 3 times"):
+        score(server, timeout_s=0.2)
+    assert time.monotonic() - began < 5
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_is_not_there(server: Server) -> None:
+    gone = Scoring(scorer="http", url="http://127.0.0.1:9/score?key=top-secret")
+    with pytest.raises(ScorerFailedError, match=r"http://127.0.0.1:9/score: no connection \(\w+\), 3 times") as failure:
+        HttpScorer(gone)(ANSWERS, lambda: None)
+    assert "top-secret" not in str(failure.value)
+
+
+def test_a_user_who_wants_to_stop_does_not_wait_for_it(server: Server) -> None:
+    server.delay_s = 2.0
+    began = time.monotonic()
+
+    def stop() -> None:
+        if time.monotonic() - began > 0.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        HttpScorer(Scoring(scorer="http", url=server.url))(ANSWERS, stop)
+    assert time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize(
+    "value", [None, SECRET, json.dumps([SECRET]), json.dumps({"A": f"{SECRET}\nB: 1"}), '{"A": 1}']
+)
+def test_headers_that_cannot_be_sent_are_refused_at_once_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    monkeypatch.delenv("JUDGE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE", value)
+    with pytest.raises(SpecError, match=r"select_by.headers_env: expected .* environment variable JUDGE") as refusal:
+        HttpScorer(Scoring(scorer="http", url="http://127.0.0.1:9/", headers_env="JUDGE"))
+    assert "top-secret" not in str(refusal.value)

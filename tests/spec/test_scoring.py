@@ -1,0 +1,118 @@
+"""``select_by`` as a mapping: what it may say, and what it is refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alto.errors import SpecError, UnknownKeyError
+from alto.spec import Scoring, Task, load_task, read_run_task
+
+PYTHON = {"scorer": "python", "function": "my_package.scoring:score"}
+HTTP = {"scorer": "http", "url": "https://judge.example/score?key=secret"}
+
+
+def task(select_by: Any, **changes: Any) -> Task:
+    return Task(model="alto-tiny", dataset="rows.jsonl", select_by=select_by, **changes)
+
+
+@pytest.mark.parametrize("word", ["metric", "eval_accuracy"])
+def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
+    written = task(word)
+    assert written.select_by == word
+    assert written.to_dict()["select_by"] == word
+    assert (written.scoring is None) == (word == "metric")
+    (tmp_path / "task.yaml").write_text(written.to_yaml(), encoding="utf-8")
+    assert read_run_task(tmp_path / "task.yaml") == written
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scorer": "exact_match"},
+        {"scorer": "multiple_choice", "num_rows": 100},
+        {**PYTHON, "timeout_s": 2.5, "max_new_tokens": 64},
+        {**HTTP, "headers_env": "JUDGE_HEADERS", "rows_per_request": 4},
+    ],
+)
+def test_a_mapping_is_written_and_read_back(settings: dict[str, Any], tmp_path: Path) -> None:
+    written = task(settings)
+    assert written.select_by == Scoring(**settings)
+    assert written.scoring == written.select_by
+    assert written.to_dict()["select_by"] == settings
+    assert Task(**written.to_dict()) == written
+    assert written.replace(max_length=64).select_by == written.select_by
+    path = tmp_path / "task.yaml"
+    path.write_text(written.to_yaml(), encoding="utf-8")
+    assert read_run_task(path) == written
+    assert load_task(path, ["select_by.num_rows=7"]).select_by == Scoring(**{**settings, "num_rows": 7})
+
+
+def test_only_those_that_reach_outside_need_trust() -> None:
+    needing = [
+        task(given).needs_trust for given in ("metric", "eval_accuracy", {"scorer": "exact_match"}, PYTHON, HTTP)
+    ]
+    assert needing == [False, False, False, True, True]
+    assert task("metric", trust_remote_code=True).needs_trust
+
+
+def test_an_address_is_shown_without_what_may_be_a_key() -> None:
+    assert Scoring(**HTTP).address == "https://judge.example/score"
+
+
+@pytest.mark.parametrize(
+    ("select_by", "said"),
+    [
+        (
+            "accuracy",
+            r"select_by \(.*\) should be 'metric', 'eval_accuracy' or a mapping of settings, found 'accuracy'",
+        ),
+        (3, "select_by .* found 3"),
+        ({}, "select_by.scorer .* is missing: expected 'exact_match' or 'multiple_choice' or 'python' or 'http'"),
+        ({"scorer": "bleu"}, "select_by.scorer .* should be 'exact_match' .* found 'bleu'"),
+        ({"scorer": "python"}, "select_by.function is missing: expected it with scorer 'python'"),
+        ({"scorer": "http"}, "select_by.url is missing"),
+        ({**PYTHON, "url": "http://a/"}, "select_by.url: expected it with scorer 'http' only, found 'python'"),
+        ({"scorer": "exact_match", "function": "a.b"}, "select_by.function: expected it with scorer 'python' only"),
+        ({"scorer": "exact_match", "headers_env": "A"}, "select_by.headers_env: expected it with scorer 'http' only"),
+        ({"scorer": "python", "function": "score"}, "select_by.function should be the dotted name .* found 'score'"),
+        ({"scorer": "python", "function": "a.b:c d"}, "select_by.function should be the dotted name"),
+        ({"scorer": "http", "url": "file:///etc/passwd"}, "select_by.url should be an address that begins with http"),
+        ({"scorer": "http", "url": "http://[::1/"}, "select_by.url should be an address that begins with http"),
+        (
+            {"scorer": "http", "url": "https://me:pw@judge.example/"},
+            "select_by.url should be an address without a user",
+        ),
+        ({**HTTP, "headers_env": "Bearer abc"}, "select_by.headers_env should be the name of an environment variable"),
+        ({**PYTHON, "timeout_s": 0}, "select_by.timeout_s .* should be a finite number > 0 and <= 3600, found 0"),
+        ({**PYTHON, "num_rows": 0}, "select_by.num_rows .* >= 1"),
+        ({**PYTHON, "max_new_tokens": "64"}, "select_by.max_new_tokens .* found '64'"),
+        ({**PYTHON, "at": "rungs"}, "select_by.at"),
+    ],
+)
+def test_what_is_refused(select_by: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        task(select_by)
+
+
+@pytest.mark.parametrize("url", ["https://me:topsecret@judge.example/", "ftp://topsecret/"])
+def test_no_message_shows_what_may_be_a_secret(url: str) -> None:
+    with pytest.raises(SpecError) as refusal:
+        task({**HTTP, "url": url})
+    assert "topsecret" not in str(refusal.value)
+    with pytest.raises(SpecError) as refusal:
+        task({**HTTP, "headers_env": "Bearer topsecret"})
+    assert "topsecret" not in str(refusal.value)
+
+
+def test_a_misspelt_key_is_named_with_the_right_one() -> None:
+    with pytest.raises(UnknownKeyError, match=r"select_by has the unknown key 'time_out_s'. Did you mean 'timeout_s'"):
+        task({**PYTHON, "time_out_s": 3})
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_pairs_have_no_reply_to_score(method: str) -> None:
+    with pytest.raises(SpecError, match=f"select_by should be 'metric' with method '{method}'.* found 'python'"):
+        task(PYTHON, method=method)
