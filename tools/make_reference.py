@@ -30,7 +30,7 @@ from alto.records import ExitDecision, ExitReason, LossPoint, Standing
 from alto.runs import queue_dir, run_dir
 from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
-from alto.spec import MAX_JOBS, Budget, EarlyExit, JobConfig, Search, SearchSpace, Task
+from alto.spec import MAX_JOBS, Budget, EarlyExit, JobConfig, Scoring, Search, SearchSpace, Task
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
@@ -45,8 +45,8 @@ in a run directory. [tutorial.md](tutorial.md) is an introduction, [troubleshoot
 errors.
 
 - [Task](#task), [configuration of a job](#configuration-of-a-job), [search space](#search-space),
-  [early exit](#early-exit), [search](#search), [memory](#memory), [packing](#packing),
-  [keys that are refused](#keys-that-are-refused)
+  [early exit](#early-exit), [search](#search), [scoring](#scoring), [memory](#memory),
+  [packing](#packing), [keys that are refused](#keys-that-are-refused)
 - [Datasets](#datasets): files, forms, columns, presets
 - [Commands](#commands)
 - [Run directory](#run-directory), [journal](#journal), [numbers of an exit](#numbers-of-an-exit)
@@ -118,6 +118,7 @@ def page() -> str:
         search_space_section(),
         early_exit_section(),
         search_section(),
+        scoring_section(),
         memory_section(),
         packing_section(),
         refused_section(),
@@ -257,6 +258,15 @@ Under `search`; the name of an algorithm is short for a mapping with that alone 
 Under `search.budget`.
 
 {_keys(Budget, {})}
+"""
+
+
+def scoring_section() -> str:
+    return f"""## Scoring
+
+Under `select_by`, where it is a mapping. [evaluation.md](evaluation.md#choosing-the-winner-by-answers) has examples.
+
+{_keys(Scoring, {})}
 """
 
 
@@ -474,6 +484,8 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "text or a list of texts"
     if name == "rules":
         return "a mapping of names to settings"
+    if name == "select_by":
+        return "`metric`, `eval_accuracy` or a [mapping](#scoring)"
     plain = TYPES.get(get_origin(field.annotation) or field.annotation)
     if plain is None and any(get_origin(kind) is tuple for kind in get_args(field.annotation)):
         plain = "a list of pairs, or null"

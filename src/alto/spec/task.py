@@ -116,7 +116,7 @@ class Task(SpecModel):
             hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
         select_by: What chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the validation rows that
             end in ``#### N``, and the most right answers win, ties by validation loss; or a mapping that names a
-            scorer of answers (:class:`alto.spec.Scoring`). All but ``metric`` on one GPU only.
+            scorer of answers. All but ``metric`` on one GPU only.
         num_finalists: How many of the best jobs by the metric are scored where ``select_by`` is not ``metric``.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
             it is installed. Their settings come from their own environment variables.
