@@ -484,6 +484,8 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "text or a list of texts"
     if name == "rules":
         return "a mapping of names to settings"
+    if name == "at":
+        return "`finalists` or a list of shares"
     if name == "select_by":
         return "`metric`, `eval_accuracy` or a [mapping](#scoring)"
     plain = TYPES.get(get_origin(field.annotation) or field.annotation)

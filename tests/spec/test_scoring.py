@@ -35,6 +35,7 @@ def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
         {"scorer": "multiple_choice", "num_rows": 100},
         {**PYTHON, "timeout_s": 2.5, "max_new_tokens": 64},
         {**HTTP, "headers_env": "JUDGE_HEADERS", "rows_per_request": 4},
+        {**PYTHON, "at": [0.1, 0.4]},
     ],
 )
 def test_a_mapping_is_written_and_read_back(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -89,7 +90,11 @@ def test_an_address_is_shown_without_what_may_be_a_key() -> None:
         ({**PYTHON, "timeout_s": 0}, "select_by.timeout_s .* should be a finite number > 0 and <= 3600, found 0"),
         ({**PYTHON, "num_rows": 0}, "select_by.num_rows .* >= 1"),
         ({**PYTHON, "max_new_tokens": "64"}, "select_by.max_new_tokens .* found '64'"),
-        ({**PYTHON, "at": "rungs"}, "select_by.at"),
+        ({**PYTHON, "at": "rungs"}, "select_by.at should be 'finalists', or a list of rungs .* found 'rungs'"),
+        ({**PYTHON, "at": []}, "select_by.at should be 'finalists', or a list"),
+        ({**PYTHON, "at": [1.0]}, "select_by.at should be 'finalists', or a list"),
+        ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should rise from rung to rung"),
+        ({**PYTHON, "at": [0.2, 0.3]}, r"should be rungs of early_exit \(0.025, 0.05, 0.1, 0.2, 0.4\), found 0.3"),
     ],
 )
 def test_what_is_refused(select_by: Any, said: str) -> None:
@@ -116,3 +121,20 @@ def test_a_misspelt_key_is_named_with_the_right_one() -> None:
 def test_pairs_have_no_reply_to_score(method: str) -> None:
     with pytest.raises(SpecError, match=f"select_by should be 'metric' with method '{method}'.* found 'python'"):
         task(PYTHON, method=method)
+
+
+def test_rungs_that_are_scored_are_those_of_the_task() -> None:
+    own = {"rungs": [[0.3, 0.5]]}
+    assert task({**PYTHON, "at": [0.3]}, early_exit=own).select_by.at == (0.3,)
+    with pytest.raises(SpecError, match=r"select_by.at should be rungs of early_exit \(0.3\), found 0.1"):
+        task({**PYTHON, "at": [0.1]}, early_exit=own)
+    for off in (False, {"select": False}):
+        with pytest.raises(SpecError, match=r"rungs of early_exit .none, as no jobs are ranked.*, found 0.1"):
+            task({**PYTHON, "at": [0.1]}, early_exit=off)
+
+
+@pytest.mark.parametrize("algorithm", ["tpe", "pbt"])
+def test_jobs_that_come_later_are_not_scored_at_rungs(algorithm: str) -> None:
+    space = {"learning_rate": {"min": 1e-5, "max": 1e-2, "num": 8}}
+    with pytest.raises(SpecError, match=f"select_by.at should be 'finalists' with search.algorithm '{algorithm}'"):
+        task({**PYTHON, "at": [0.1]}, search=algorithm, search_space=space)

@@ -112,6 +112,15 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool) -> dict[str, Any]
         "scorer": history.scorer or None,
         "scorer_failure": history.scorer_failure or None,
         "finalists": [score.summary() for score in history.finalists],
+        "rung_scores": [
+            {
+                "progress": scored.progress,
+                "scorer": scored.scorer,
+                "failure": scored.failure or None,
+                "scores": [score.summary() for score in scored.scores],
+            }
+            for scored in history.rung_scores
+        ],
         "samples_trained": history.samples_trained,
         "samples_saved": history.samples_saved,
         "samples_budgeted": history.samples_budgeted,

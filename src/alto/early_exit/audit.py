@@ -18,6 +18,7 @@ from alto.runs.events import (
     JobExited,
     JobReopened,
     JournalEntry,
+    RungScored,
     TrainSteps,
     WarmupEnded,
 )
@@ -102,6 +103,8 @@ def _feed(selection: Selection, event: Event, metric: str) -> None:
         case BaseEvaluated():
             for job, start in start_values(event, metric).items():
                 selection.observe_base(job, start)
+        case RungScored(scores=scores):
+            selection.observe_scores(scores)
         case WarmupEnded():
             selection.select()
         case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:

@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from alto.early_exit import nonfinite
 from alto.early_exit.noise import is_better, is_within_noise, leading_group, ordered
@@ -14,7 +15,7 @@ from alto.early_exit.progress import point_at_share
 from alto.early_exit.smoothing import Ema
 from alto.early_exit.track import ENDS_COMPETING, JobTrack
 from alto.errors import RunError
-from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing, StartValue
+from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
 from alto.spec.rungs import rung_step
 
 __all__ = ["Selection"]
@@ -79,6 +80,7 @@ class Selection:
         self._rungs_held = 0
         self._ranked_at: list[list[Standing]] = []
         self._num_changes = 0
+        self._scores: dict[str, FinalistScore] = {}
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
@@ -157,6 +159,12 @@ class Selection:
         if verdict is not None:
             self.end(verdict)
         return verdict
+
+    def observe_scores(self, scores: Sequence[FinalistScore]) -> None:
+        """Observe the scores of the answers of jobs that stand at the next rung, which ranks by them; none where they
+        could not be scored, so that it ranks by the metric."""
+        _require(self.rung_ready(), "every job that trains to wait at the rung that is scored, found that some do not")
+        self._scores = {score.job: score for score in scores}
 
     def end(self, decision: ExitDecision) -> None:
         """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``)."""
@@ -283,7 +291,7 @@ class Selection:
         for job, track in sorted(self._tracks.items()):
             point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
             if point is not None and track.late_rung is None:
-                standings.append(_standing(track, point))
+                standings.append(_scored(_standing(track, point), self._scores.get(job)))
         return tuple(standings)
 
     def select(self) -> RungResult:
@@ -297,6 +305,7 @@ class Selection:
             self._tracks[standing.job].competes &= standing.job in rung_result.kept
             self._tracks[standing.job].was_ranked = True
         self._num_changes += 1
+        self._scores = {}
         self._ranked_at.append(list(standings))
         self._rungs_held += 1
         return rung_result
@@ -405,6 +414,10 @@ def _standing(track: JobTrack, point: LossPoint) -> Standing:
         start_loss=point.start_loss,
         is_training=track.trains,
     )
+
+
+def _scored(standing: Standing, score: FinalistScore | None) -> Standing:
+    return standing if score is None else replace(standing, score=score.score, score_rows=score.rows)
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

@@ -57,7 +57,9 @@ class Admission:
     def _demands(self) -> Iterator[JobDemand]:
         """What every job that has not ended needs of the bank."""
         selection = self._state.selection
-        certain = selection.certain_to_be_kept()
+        scoring = self._state.context.task.scoring
+        # Answers are those of the adapter at the rung, which a job that continues no longer has.
+        certain = selection.certain_to_be_kept() if scoring is None or not scoring.rungs else frozenset()
         for job in self._state.competing():
             yield JobDemand(
                 job=job.id,

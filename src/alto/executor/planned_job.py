@@ -92,7 +92,9 @@ def resolve_rungs(task: Task, num_rows: int) -> Task:
             min_kept=math.ceil(keep * len(task.jobs)),
             finish_from=1.0,
         )
-    if task.scoring is not None and early_exit.finish_from is None:
+    finish = early_exit.selection_rungs[-1] if early_exit.selection_rungs else None
+    is_scored = task.scoring is not None and finish is not None and task.scoring.is_at(finish.progress)
+    if task.scoring is not None and not is_scored and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
     shares = [job.config.lr_warmup_share(job.config.total_steps(num_rows)) for job in task.jobs]
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares)))

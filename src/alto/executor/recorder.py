@@ -30,6 +30,7 @@ from alto.runs.events import (
     JobReopened,
     JobResumed,
     OutOfMemory,
+    RungScored,
     SavedJob,
     ShareReceived,
     StartMeasurement,
@@ -275,6 +276,18 @@ class JournalRecorder:
     def task_interrupted(self, training: Sequence[str]) -> None:
         """The task was interrupted, with ``training`` still to train."""
         self._journal.append(TaskInterrupted(training=tuple(training)))
+
+    def rung_scored(self, index: int, rung: Rung, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
+        """The answers of the jobs at ``rung``, number ``index`` from 0, were scored, or the scorer failed."""
+        self._journal.append(
+            RungScored(
+                rung=index,
+                progress=rung.progress,
+                scores=tuple(scores),
+                scorer=judgement.scorer,
+                failure=judgement.failure,
+            )
+        )
 
     def finalists_judged(self, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
         """The answers of the best jobs were scored, or the scorer failed."""

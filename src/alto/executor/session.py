@@ -21,6 +21,7 @@ from alto.executor.lifecycle import JobLifecycle
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.recorder import JournalRecorder
+from alto.executor.rung_scoring import score_rung
 from alto.executor.shared_bank import SharedBank
 from alto.executor.stages import build_state, check_resumable, max_tokens_per_pass, with_references
 from alto.executor.tally import Evaluated
@@ -295,6 +296,7 @@ class TaskSession:
         # The selection counts the steps of a job that ran ahead, so the journal records them too.
         for job in state.jobs.values():
             self._recorder.losses(job)
+        score_rung(state, self._recorder, self._hooks.judge, self._stop_if_asked)
         result = selection.select()
         self._recorder.rung_held(index, rung, result)
         for decision in result.dropped:

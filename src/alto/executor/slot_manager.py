@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -182,6 +183,11 @@ class SlotManager:
             else:
                 self._store.saved_elsewhere(job.id, "last")
             job.saved_step = job.step
+
+    def saved(self, job: JobState, kind: Literal["best", "last"]) -> Path:
+        """The folder of the adapter that the job has now, or of its best so far; saved where it is not on disk."""
+        self.save(job)
+        return self._store.folder(job.id, kind)
 
     def commit(self) -> None:
         """Commit the saved states: a resumed run starts from them."""

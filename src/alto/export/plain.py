@@ -94,6 +94,9 @@ class PlainView:
                 self._say(describe_profile(event))
             case events.OutOfMemory():
                 self._say(describe_memory_event(event))
+            case events.RungScored():
+                what = describe_finalists(event.scores) if event.scores else f"the scorer failed: {event.failure}"
+                self._say(f"answers at the rung at {format_share(event.progress)}: {clean(what)}")
             case events.FinalistsJudged():
                 self._on_judged(event)
             case events.AdapterChecked():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from alto.records import ExitReason
+from alto.runs.events import RungScored
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
 from alto.spec.metric import LOSS, loss_scale
@@ -22,6 +23,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     if history.result is None or winner is None:
         return ()
     notes = []
+    notes += [_what_failed_at(history, scored) for scored in history.rung_scores if scored.failure]
     if history.scorer_failure:
         notes.append(_what_failed(history, winner))
     if tied := [other.job for other in history.result.within_noise]:
@@ -34,6 +36,14 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
             "one may give a better adapter."
         )
     return tuple(notes)
+
+
+def _what_failed_at(history: RunHistory, scored: RungScored) -> str:
+    ranked = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
+    return (
+        f"select_by: at the rung at {100 * scored.progress:.3g} % the scorer {scored.scorer} failed "
+        f"({scored.failure}), so the {ranked} ranked the jobs there."
+    )
 
 
 def _what_failed(history: RunHistory, winner: JobHistory) -> str:

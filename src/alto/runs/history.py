@@ -35,6 +35,7 @@ class RunHistory(JournalFold):
         occupancy: Every stay of a job in a slot, in the order of admission.
         memory_events: Every time memory ran out, oldest first.
         finalists: Scores of the finalists' answers, best by the metric first; empty where there are none.
+        rung_scores: Scores of the answers of jobs at rungs, or why there are none, oldest first.
         scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
         scorer_failure: Why the finalists were not scored, so that the metric chose; empty where they were.
         adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
@@ -49,6 +50,7 @@ class RunHistory(JournalFold):
         self.occupancy: list[Occupancy] = []
         self.memory_events: list[events.OutOfMemory] = []
         self.finalists: tuple[FinalistScore, ...] = ()
+        self.rung_scores: list[events.RungScored] = []
         self.scorer = ""
         self.scorer_failure = ""
         self.adapter_check: AdapterCheck | None = None
@@ -162,6 +164,8 @@ class RunHistory(JournalFold):
                 )
             case events.OutOfMemory():
                 self.memory_events.append(event)
+            case events.RungScored():
+                self.rung_scores.append(event)
             case events.FinalistsJudged(scores=scores):
                 self.finalists, self.scorer = scores, event.scorer or "eval_accuracy"
                 self.scorer_failure = event.failure

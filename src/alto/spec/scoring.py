@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -12,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
-from alto.spec.validation import SpecModel
+from alto.spec.validation import SpecModel, plain
 
 __all__ = ["ScorerName", "Scoring", "parse_select_by"]
 
@@ -44,7 +46,9 @@ class Scoring(SpecModel):
             fails is sent again twice.
         num_rows: Score only so many of the first validation rows that can be scored. None takes all.
         max_new_tokens: Longest generated text, in tokens.
-        at: ``finalists``: the best ``num_finalists`` jobs are scored when training has ended.
+        at: ``finalists``: the best ``num_finalists`` jobs are scored when training has ended. A list of shares, each a
+            rung of ``early_exit``: the jobs that stand at these rungs are scored too, and the rungs rank by their
+            scores.
 
     Raises:
         SpecError: A value is out of its bounds, or does not belong to the scorer.
@@ -59,7 +63,23 @@ class Scoring(SpecModel):
     timeout_s: float = Field(default=30.0, gt=0, le=3600, description="seconds for one request or call")
     num_rows: int | None = Field(default=None, ge=1, le=10**9, description="rows that are scored")
     max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="tokens of a generated text")
-    at: Literal["finalists"] = Field(default="finalists", description="which jobs are scored")
+    at: Literal["finalists"] | tuple[float, ...] = Field(default="finalists", description="when jobs are scored")
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _check_at(cls, at: object) -> object:
+        shares = plain(at)
+        if shares == "finalists":
+            return shares
+        is_list = isinstance(shares, tuple) and bool(shares)
+        if not is_list or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
+            raise ValueError(
+                f"should be 'finalists', or a list of rungs (shares of the steps above 0 and below 1), found "
+                f"{quoted(at)}. Write for example [0.1, 0.2]."
+            )
+        if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
+            raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
+        return shares
 
     @field_validator("function")
     @classmethod
@@ -123,6 +143,15 @@ class Scoring(SpecModel):
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from their defaults, made of what YAML and JSON can hold."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+    @property
+    def rungs(self) -> tuple[float, ...]:
+        """The rungs at which jobs are scored, as shares of their steps."""
+        return () if isinstance(self.at, str) else self.at
+
+    def is_at(self, progress: float) -> bool:
+        """Whether jobs are scored at the rung at this share of their steps."""
+        return any(math.isclose(share, progress, rel_tol=1e-9) for share in self.rungs)
 
     @property
     def address(self) -> str:

@@ -27,6 +27,7 @@ from alto.spec.search_space import SearchSpace
 from alto.spec.task_checks import (
     check_fixed,
     check_given_once,
+    check_scored_rungs,
     check_search,
     check_selection,
     check_size,
@@ -219,6 +220,7 @@ class Task(SpecModel):
         check_search(self.search, self.search_space, self.early_exit)
         self._jobs = _expand(self, fixed, method)
         check_selection(self.select_by, method)
+        check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
 
     @field_validator("name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,15 @@ from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
 from alto.spec.validation import plain
 
-__all__ = ["check_fixed", "check_given_once", "check_search", "check_selection", "check_size", "check_splits"]
+__all__ = [
+    "check_fixed",
+    "check_given_once",
+    "check_scored_rungs",
+    "check_search",
+    "check_selection",
+    "check_size",
+    "check_splits",
+]
 
 
 def check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
@@ -61,6 +70,26 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
             f"{why}, found {found!r}. Remove the key."
+        )
+
+
+def check_scored_rungs(scoring: Scoring | None, early_exit: EarlyExit, search: Search) -> None:
+    """Check that jobs are scored at rungs that there are."""
+    if scoring is None or not scoring.rungs:
+        return
+    if search.learns:
+        raise SpecError(
+            f"select_by.at should be 'finalists' with search.algorithm {search.algorithm!r}, which adds jobs that "
+            f"reach a rung after the others, found {list(scoring.rungs)}. Remove 'at', or set search: random."
+        )
+    rungs = early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
+    shares = [rung.progress for rung in rungs]
+    unknown = [share for share in scoring.rungs if not any(math.isclose(share, at, rel_tol=1e-9) for at in shares)]
+    if unknown:
+        known = ", ".join(f"{share:g}" for share in shares) or "none, as no jobs are ranked"
+        raise SpecError(
+            f"select_by.at should be rungs of early_exit ({known}), found {unknown[0]:g}. Correct it, or set "
+            "early_exit.rungs."
         )
 
 

@@ -20,6 +20,7 @@ WIRE_NAMES: Mapping[type, str] = {
     job.TrainSteps: "train",
     job.JobEvaluated: "eval",
     job.JobParked: "job_parked",
+    run.RungScored: "rung_scored",
     run.WarmupEnded: "warmup_ended",
     job.JobExited: "job_exited",
     job.JobCompleted: "job_completed",

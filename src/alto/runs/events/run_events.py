@@ -36,6 +36,7 @@ __all__ = [
     "OutOfMemory",
     "ProfileMeasured",
     "RunEvent",
+    "RungScored",
     "ShareReceived",
     "TaskCompleted",
     "TaskInterrupted",
@@ -178,6 +179,26 @@ class WarmupEnded:
     progress: float = field(metadata=wire(if_absent=None))
     kept: tuple[str, ...] = field(metadata=wire(if_absent=[]))
     dropped: tuple[str, ...] = field(metadata=wire(if_absent=[]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungScored:
+    """The answers of the jobs that stand at a rung were scored, before it ranks them; or the scorer failed, and the
+    metric ranks them.
+
+    Attributes:
+        rung: Its position in the early-exit settings, from 0.
+        progress: Share of a job's own steps at which it ranks, in (0, 1].
+        scores: Score of each job, by which the rung ranks. Empty where the scorer failed.
+        scorer: Name of the scorer.
+        failure: Why the scorer failed; empty where it did not.
+    """
+
+    rung: int
+    progress: float
+    scores: tuple[FinalistScore, ...]
+    scorer: str
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +353,7 @@ RunEvent: TypeAlias = (
     | TrainSteps
     | JobEvaluated
     | JobParked
+    | RungScored
     | WarmupEnded
     | JobExited
     | JobCompleted

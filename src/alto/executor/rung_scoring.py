@@ -1,0 +1,51 @@
+"""Scores the answers of jobs at a rung, before it is decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from alto.early_exit import scores_of
+from alto.executor.conclusion import Judge
+from alto.executor.recorder import JournalRecorder
+from alto.executor.task_state import TaskState
+from alto.records import Standing
+
+__all__ = ["score_rung"]
+
+
+def score_rung(
+    state: TaskState, recorder: JournalRecorder, judge: Judge | None, stop_if_asked: Callable[[], None]
+) -> None:
+    """Score the jobs that stand at the next rung, where the task names that rung in ``select_by.at``; the selection and
+    the journal get the scores, or why there are none, so that the metric decides.
+
+    Args:
+        state: Of the task; every job that trains waits at the rung.
+        recorder: Writes the scores into the journal.
+        judge: Scores adapters.
+        stop_if_asked: Raises if the run has to stop.
+
+    Raises:
+        TaskInterruptedError: The run was stopped; a resumed run scores the rung again.
+    """
+    selection, scoring = state.selection, state.context.task.scoring
+    rung, index = selection.next_rung, selection.rungs_held
+    if judge is None or rung is None or scoring is None or not scoring.is_at(rung.progress):
+        return
+    standings = [one for one in selection.standings() if math.isfinite(one.validation_loss)]
+    if len(standings) < 2:
+        return
+    try:
+        judgement = judge({one.job: _adapter(state, one) for one in standings}, stop_if_asked)
+    finally:
+        state.slot_manager.bank.reinject()  # the judge has had other adapters on the base
+    scores = scores_of(judgement)
+    recorder.rung_scored(index, rung, judgement, scores)
+    selection.observe_scores(scores)
+
+
+def _adapter(state: TaskState, standing: Standing) -> Path:
+    """The folder of the adapter that a job stands with: as it is at the rung, or its best where it has ended."""
+    return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")
