@@ -64,6 +64,8 @@ def test_the_most_likely_option_counts(backbone: Backbone) -> None:
 def test_only_the_last_turn_counts_and_earlier_ones_are_read(backbone: Backbone) -> None:
     talk = [(Message("user", "Is 1 odd?"), Message("assistant", "yes"), *row) for row in ROWS]
     wanted = by_transformers_last(backbone, talk)
+    tokens = [Choices(rows, OPTIONS, backbone)._dataset.num_trained_tokens for rows in (ROWS, talk)]
+    assert tokens[0] == tokens[1], "the likelihood is that of the last turn alone"
     assert scores_of_base(backbone, talk) == wanted
 
 
