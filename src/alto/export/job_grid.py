@@ -128,6 +128,8 @@ class JobGrid:
             cells = [format_metric(metric, row.metrics[index]) for row in rows]
             worth = (METRIC if index else FIRST_METRIC, len(self.metrics) - index)
             columns.append(_text_column(short_metric(metric), cells, worth=worth, narrowest=6, is_number=True))
+        if any(row.raw_score is not None for row in self.rows):
+            columns.append(_text_column("score", [row.score for row in rows], worth=(FIRST_METRIC, 0), is_number=True))
         if any(self.notes):
             notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]
             columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))

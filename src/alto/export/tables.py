@@ -19,13 +19,14 @@ from alto.export.wording import (
     describe_origin,
     format_count,
     format_loss,
+    format_score,
     format_setting,
     format_share,
     short_name,
     tidy_config,
     varying_keys,
 )
-from alto.records import ExitReason
+from alto.records import ExitReason, FinalistScore
 from alto.runs import JobHistory, RunHistory, Stage
 
 __all__ = ["JobRow", "JobTable", "explain_exit", "job_table", "run_notes"]
@@ -45,6 +46,8 @@ class JobRow:
         outcome: Reason of the exit, else the stage.
         explanation: Why the job ended early, as a sentence; empty if it did not.
         metrics: Values of the table's metrics at its best evaluation, in their order; None where there is none.
+        score: Of its answers, with the interval, as text: as a finalist, or at the last rung that scored it.
+        raw_score: The same as a number; None where it was not scored.
     """
 
     job: str
@@ -64,6 +67,8 @@ class JobRow:
     best_validation_loss: float
     best_step: int
     metrics: tuple[float | None, ...]
+    score: str
+    raw_score: float | None
     samples_trained: int
     samples_budgeted: int
 
@@ -82,6 +87,11 @@ class JobTable:
     metrics: tuple[str, ...]
     rows: tuple[JobRow, ...]
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether the answers of a job were scored."""
+        return any(row.raw_score is not None for row in self.rows)
+
 
 def job_table(history: RunHistory) -> JobTable:
     """The job table of a run, finished or not: the chosen job first, then by their best evaluation."""
@@ -90,9 +100,12 @@ def job_table(history: RunHistory) -> JobTable:
     metrics = shown_metrics(history)
     best = history.best
     dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
+    scores = {score.job: score for scored in history.rung_scores for score in scored.scores}
+    scores |= {score.job: score for score in history.finalists}
     rows = tuple(
         _row(
             job,
+            scores.get(job.job),
             configs[job.job],
             keys,
             metrics,
@@ -143,6 +156,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
 
 def _row(
     job: JobHistory,
+    score: FinalistScore | None,
     config: Mapping[str, Any],
     keys: tuple[str, ...],
     metrics: tuple[str, ...],
@@ -168,6 +182,8 @@ def _row(
         best_validation_loss=job.best_validation_loss,
         best_step=job.best_step,
         metrics=tuple(job.best_metrics.get(name) for name in metrics),
+        score=format_score(score),
+        raw_score=None if score is None else score.score,
         samples_trained=job.samples_trained,
         samples_budgeted=job.samples_budgeted,
     )

@@ -32,6 +32,7 @@ __all__ = [
     "format_count_of",
     "format_duration",
     "format_loss",
+    "format_score",
     "format_setting",
     "format_share",
     "short_name",
@@ -145,6 +146,17 @@ def _describe_score(score: FinalistScore) -> str:
         return f"{score.num_correct} of {score.num_questions} right{interval}"
     interval = "" if score.interval is None else " ({}–{})".format(*map(_format_score, score.interval))
     return f"{_format_score(score.score)}{interval} on {format_count_of(score.num_questions, 'row')}"
+
+
+def format_score(score: FinalistScore | None) -> str:
+    """A score with its interval in a narrow column: ``80 % (38–96 %)``, ``0.713 (0.65–0.78)``, or a dash."""
+    if score is None:
+        return "–"
+    if score.num_correct is None:
+        interval = "" if score.interval is None else " ({}–{})".format(*map(_format_score, score.interval))
+        return f"{_format_score(score.score)}{interval}"
+    interval = "" if score.interval is None else " ({:.0f}–{:.0f} %)".format(*(100 * end for end in score.interval))
+    return f"{100 * score.score:.0f} %{interval}"
 
 
 def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: str) -> str:
