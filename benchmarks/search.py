@@ -58,7 +58,7 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size(rows=(16, 6, 6), seeds=(1,)),
+    "smoke": Size(rows=(12, 4, 4), samples=48, trials=2, seeds=(1,)),
     "cpu": Size(rows=(240, 40, 160), duration_s=150.0, seeds=(1, 2, 3)),
 }
 

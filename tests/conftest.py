@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import pytest
 from architectures import build_tiny
-from budgets import load_budget, reason_to_skip
+from budgets import load_budget, reason_to_skip, slowest_first
 from transformers import PreTrainedModel
 
 pytest_plugins = ["journals"]  # journals written by hand
@@ -36,6 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = reason_to_skip(item)
         if reason and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason=reason))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if config.getoption("--all") and num_workers > 1:
+        items[:] = slowest_first(items, num_workers)
 
 
 @pytest.fixture(autouse=True, scope="session")

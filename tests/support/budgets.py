@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import HealthCheck, settings
 
-__all__ = ["SLOW_KINDS", "examples", "load_budget", "reason_to_skip"]
+__all__ = ["SLOW_KINDS", "examples", "load_budget", "reason_to_skip", "slowest_first"]
 
 SLOW_KINDS = {
     "benchmarks": "benchmarks at their smallest scale, and their gates",
@@ -43,6 +45,26 @@ def load_budget(*, is_full: bool) -> None:
 def examples(full: int) -> int:
     """How many examples to try now, where ``--all`` tries ``full``; at least five."""
     return min(full, max(5, full * settings.default.max_examples // _FULL_EXAMPLES))
+
+
+def slowest_first(items: Sequence[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """``items`` in an order in which every worker begins with files of slow tests, so that none is left for the end.
+
+    A worker of ``--dist worksteal`` begins with its part of the list, and takes tests from the end of another's part
+    when its own is done. The tests of a file stay together.
+    """
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    slow = [of for of in files.values() if any(item.get_closest_marker("slow") for item in of)]
+    rest = [item for of in files.values() if of not in slow for item in of]
+    order: list[pytest.Item] = []
+    for worker in range(num_workers):
+        part = [item for of in slow[worker::num_workers] for item in of]
+        num_rest = max(0, (worker + 1) * len(items) // num_workers - len(order) - len(part))
+        order += [*part, *rest[:num_rest]]
+        rest = rest[num_rest:]
+    return [*order, *rest]
 
 
 def reason_to_skip(item: pytest.Item) -> str:

@@ -4,8 +4,9 @@
 
 Every life of a run is a forked process that dies by SIGKILL: at a filesystem operation, in the middle of a journal
 line or of a weight file, while a job trains past a rung that is still to be held, or at some moment; then the next life
-resumes it, to die as well, until the last may live. Kinds of death are drawn from those named, or from all.
-Prints one JSON object: how many kills there were and of which kind, and what differed from a run that nobody killed.
+resumes it, to die as well, until the last may live. Kinds of death are drawn from those named, or from all; there are
+NUM_KILLS at least, and one of each kind. Prints one JSON object: how many kills there were and of which kind, and what
+differed from a run that nobody killed.
 """
 
 from __future__ import annotations
@@ -213,8 +214,9 @@ def trial(
 ) -> Path:
     """One run, killed several times; returns its folder."""
     folder.mkdir()
+    missing = [kind for kind in kinds if not kills[kind]]
     for _ in range(rng.randint(1, LIVES_PER_RUN)):
-        kind = rng.choice(kinds)
+        kind = rng.choice(missing or kinds)
         instants = Instants(kind, rng.randint(1, counts["seen"].get(kind, 1)))
         pid = fork(lambda chosen=instants: live(folder, model, chosen))
         if kind == "time":
@@ -266,13 +268,15 @@ def main() -> None:
     kills: Counter[str] = Counter()
     problems: dict[str, list[str]] = {}
     number = 0
-    while sum(kills.values()) < num_kills:
+    kinds = sys.argv[4:] or KINDS
+    wanted = kinds if sys.argv[4:] else (*KINDS, "command")
+    while sum(kills.values()) < num_kills or not all(kills[kind] for kind in wanted):
         number += 1
         home = folder / f"trial-{number}"
         if number % 8 == 0:
             found = commanded_trial(home, model, rng, kills)
         else:
-            found = compare(trial(home, model, rng, sys.argv[4:] or KINDS, counts, kills), expected)
+            found = compare(trial(home, model, rng, kinds, counts, kills), expected)
         if found:
             problems[str(home)] = found
         else:
