@@ -36,7 +36,7 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     """The place in ``space`` to try next; None where all were tried.
 
     It depends on its arguments alone: the estimator is built anew from all trials, and its random state is made of
-    ``seed`` and their number. A trial that was ended early is told with its values at the rungs that it has reached:
+    ``seed`` and their number. A trial that was ended early counts with its values at the rungs that it has reached:
     those that came further, and among them those with lower values, count as better. One that trains and has reached no
     rung counts as a bad one, so that what is suggested keeps a distance from it. One that does not fit into memory
     violates a constraint.
@@ -51,7 +51,7 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = _distributions(space)
     tried = {tuple(trial.values.items()) for trial in trials}
-    told = [_told(trial, space, distributions, seed) for trial in trials]
+    known = [_optuna_trial(trial, space, distributions, seed) for trial in trials]
     for attempt in range(_TRIES):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -62,7 +62,7 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
                 constant_liar=True,
             )
         study = optuna.create_study(sampler=sampler)
-        study.add_trials(told)
+        study.add_trials(known)
         asked = study.ask(distributions)
         values = _values(space, asked.params, seed)
         if tuple(values.items()) not in tried:
@@ -111,7 +111,7 @@ def _values(space: SearchSpace, params: Mapping[str, Any], seed: int) -> dict[st
     return values
 
 
-def _told(trial: Trial, space: SearchSpace, distributions: Mapping[str, Any], seed: int) -> Any:
+def _optuna_trial(trial: Trial, space: SearchSpace, distributions: Mapping[str, Any], seed: int) -> Any:
     import optuna
     from optuna.trial import TrialState
 
