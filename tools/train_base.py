@@ -61,7 +61,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(hidden=128, mlp=384, layers=4, heads=4, key_value_heads=2, steps=2600, peak_learning_rate=4e-3),
-    "small": Size(hidden=384, mlp=1024, layers=6, heads=6, key_value_heads=3, steps=600, peak_learning_rate=2e-3),
+    "small": Size(hidden=384, mlp=1024, layers=6, heads=6, key_value_heads=3, steps=240, peak_learning_rate=2e-3),
 }
 
 

@@ -1,4 +1,5 @@
-"""One architecture: a training step of several jobs together, against PEFT training each of them alone."""
+"""One architecture: a training step of several jobs together, against PEFT training each of them alone; and an adapter
+as it is exported, loaded and merged by plain PEFT."""
 
 from __future__ import annotations
 
@@ -17,18 +18,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from alto.backbone import load_backbone, resolve_model
+from alto.backbone import Backbone, load_backbone, resolve_model
 from alto.data import EncodedDataset, TaskData
 from alto.errors import AltoError
+from alto.evaluation.adapter import loaded_adapters
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
-from alto.lora import linear_modules
+from alto.lora import ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, Task
 from architectures_lib.tiny import build_tiny
 from architectures_lib.verdict import Verdict
 
-__all__ = ["LOSS_TOLERANCE", "NORM_TOLERANCE", "check"]
+__all__ = ["LOGIT_TOLERANCE", "LOSS_TOLERANCE", "NORM_TOLERANCE", "check"]
 
-LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
+LOSS_TOLERANCE, NORM_TOLERANCE, LOGIT_TOLERANCE = 1e-5, 1e-4, 1e-5
 ROW_LENGTHS = (13, 29, 7, 18, 21, 5, 34)
 """Every one is at least as long as the windows of the tiny models, most are several times longer, most are odd."""
 
@@ -60,28 +62,57 @@ def check(model_type: str) -> Verdict:
         except Exception as error:
             return Verdict(model_type=model_type, status="cannot_build", reason=_where(error))
         try:
-            found = _train_together(Path(folder), data)
+            found, exported = _train_together(Path(folder), data)
         except AltoError as error:
             return Verdict(
                 model_type=model_type, model_class=name, status="refused", reason=f"{type(error).__name__}: {error}"
             )
         except Exception as error:
             return Verdict(model_type=model_type, model_class=name, status="traceback", reason=_where(error))
-    try:
-        expected = [alone.step(step) for step in found]
-    except Exception as error:
-        return Verdict(model_type=model_type, model_class=name, status="cannot_build", reason=_where(error))
+        try:
+            expected = [alone.step(step) for step in found]
+        except Exception as error:
+            return Verdict(model_type=model_type, model_class=name, status="cannot_build", reason=_where(error))
+        try:
+            export_error, merged_error = alone.logit_errors(exported)
+        except Exception as error:
+            return Verdict(model_type=model_type, model_class=name, status="wrong", reason=_where(error))
     loss_error = max(abs(f.loss - loss) / abs(loss) for f, (loss, _) in zip(found, expected, strict=True))
     gradient_error = max(_distance(f.gradients, gradients) for f, (_, gradients) in zip(found, expected, strict=True))
-    is_exact = loss_error <= LOSS_TOLERANCE and gradient_error <= NORM_TOLERANCE
+    is_step_exact = loss_error <= LOSS_TOLERANCE and gradient_error <= NORM_TOLERANCE
+    is_export_exact = export_error <= LOGIT_TOLERANCE and merged_error <= LOGIT_TOLERANCE
+    reasons = [
+        *(() if is_step_exact else (f"losses {loss_error:.1e}, gradients {gradient_error:.1e} apart (relative)",)),
+        *(() if is_export_exact else (f"logits of PEFT {export_error:.1e}, merged {merged_error:.1e} apart",)),
+    ]
     return Verdict(
         model_type=model_type,
         model_class=name,
-        status="exact" if is_exact else "wrong",
-        reason="" if is_exact else f"losses {loss_error:.1e}, gradients {gradient_error:.1e} apart (relative)",
+        status="wrong" if reasons else "exact",
+        reason="; ".join(reasons),
+        rows="padded" if exported.is_padded else "packed",
         loss_error=loss_error,
         gradient_error=gradient_error,
+        export_error=export_error,
+        merged_error=merged_error,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exported:
+    """An adapter on disk, and the logits that ALTO computes with it.
+
+    Attributes:
+        folder: Its folder.
+        row_1T: Token ids of a row.
+        logits_TV: ALTO's.
+        is_padded: Whether ALTO computes padded rows on this model.
+    """
+
+    folder: Path
+    row_1T: Tensor
+    logits_TV: Tensor
+    is_padded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +146,7 @@ def _targets(model: PreTrainedModel) -> list[str]:
     return [m.name for m in dense if _ATTENTION.fullmatch(m.name)] or [m.name for m in dense]
 
 
-def _train_together(folder: Path, data: TaskData) -> list[_Step]:
+def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exported]:
     backbone = load_backbone(BaseModelSpec(id=str(folder)))
     targets = _targets(backbone.model)
     keys = {key for job in JOBS for key in job}
@@ -152,7 +183,21 @@ def _train_together(folder: Path, data: TaskData) -> list[_Step]:
         steps.append(
             _Step(rows=rows, settings=settings, weights=trainer.bank.read(job.slot), loss=loss, gradients=gradients)
         )
-    return steps
+    last = jobs[-1]
+    adapter = folder / "adapter"
+    write_adapter(adapter, trainer.bank.read(last.slot), last.config, str(folder), ModuleNames.of(backbone.model))
+    return steps, _export(adapter, backbone, data.train.input_ids[1])
+
+
+@torch.no_grad()
+def _export(adapter: Path, backbone: Backbone, row_T: Tensor) -> _Exported:
+    positions_T = torch.arange(len(row_T))
+    with (
+        loaded_adapters(backbone, [read_saved_adapter(adapter)], backbone.path) as served,
+        served.use(served.schedule([len(row_T)])),
+    ):
+        logits_TV = backbone.logits(backbone.hidden_states(row_T, positions_T, [len(row_T)]))
+    return _Exported(folder=adapter, row_1T=row_T[None], logits_TV=logits_TV, is_padded=backbone.is_padded)
 
 
 class _OwnTraining:
@@ -180,6 +225,18 @@ class _OwnTraining:
         loss = model(**_padded(step.rows), use_cache=False).loss
         loss.backward()
         return float(loss.detach()), {name: _gradient(value).T for name, value in parameters.items()}
+
+    @torch.no_grad()
+    def logit_errors(self, exported: _Exported) -> tuple[float, float]:
+        """Relative distance of ALTO's logits from those of the adapter that PEFT loads, and that it merges."""
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(copy.deepcopy(self._model), str(exported.folder)).eval()
+        found = []
+        for one in (lambda: model, model.merge_and_unload):
+            logits_TV = one()(input_ids=exported.row_1T, use_cache=False).logits[0].float()
+            found.append(float((exported.logits_TV - logits_TV).norm() / logits_TV.norm()))
+        return found[0], found[1]
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ SIZES: Mapping[str, Any] = {
     r"linear_(key|value)_head_dim": 8,
     r"index_n_heads": 4,
     r"index_head_dim": 16,
-    r"index_topk": 6,
+    r"index_topk": 64,
     r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim": 8,
     r"sliding_window|attention_window_size|local_attention|window_size|sliding_window_size": WINDOW,
     r"attention_chunk_size": CHUNK,
@@ -51,11 +51,33 @@ SIZES: Mapping[str, Any] = {
 DROPOUTS = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 NUM_LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers")
 
+ENCODERS = [
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "reformer",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+]
+
 EXTRAS: Mapping[str, Mapping[str, Any]] = {
+    # As language models they are decoders; transformers says so too when they are made.
+    **{model_type: {"is_decoder": True} for model_type in ENCODERS},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }
 """By model type: fields that the patterns above do not set rightly."""

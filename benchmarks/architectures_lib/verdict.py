@@ -17,6 +17,9 @@ class Verdict:
         reason: The error, or what differs; empty where it is exact.
         loss_error: Largest relative error of a job's loss.
         gradient_error: Largest relative error in norm of a job's adapter gradients.
+        export_error, merged_error: Relative distance of the logits of an exported adapter that plain PEFT loads, and
+            merges, from ALTO's.
+        rows: ``packed`` or ``padded``: how ALTO lays out sequences for it.
     """
 
     model_type: str
@@ -25,3 +28,6 @@ class Verdict:
     reason: str = ""
     loss_error: float | None = None
     gradient_error: float | None = None
+    export_error: float | None = None
+    merged_error: float | None = None
+    rows: str = ""

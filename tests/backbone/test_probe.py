@@ -3,7 +3,8 @@ alone; in float32 and in bfloat16."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +16,28 @@ from torch.nn import functional as F
 from transformers import (
     BartConfig,
     BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     DogeConfig,
     DogeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     NemotronConfig,
@@ -32,6 +47,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
     StableLmConfig,
@@ -96,6 +113,13 @@ def recurrent_gemma() -> PreTrainedModel:
     return build(RecurrentGemmaForCausalLM, RecurrentGemmaConfig, **blocks)
 
 
+def qwen3_next() -> PreTrainedModel:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8, "head_dim": 8}
+    sizes = EXPERTS | {"shared_expert_intermediate_size": 16, "mlp_only_layers": []}
+    return build(Qwen3NextForCausalLM, Qwen3NextConfig, **(linear | layers | sizes))
+
+
 def bart() -> PreTrainedModel:
     sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "dropout": 0.0}
     return build(BartForCausalLM, BartConfig, **sizes)
@@ -111,6 +135,7 @@ EXACT: dict[str, Callable[[], PreTrainedModel]] = {
     "stablelm": lambda: build(StableLmForCausalLM, StableLmConfig),
     "nemotron": lambda: build(NemotronForCausalLM, NemotronConfig),
     "mixtral": lambda: build(MixtralForCausalLM, MixtralConfig, sliding_window=5, **EXPERTS),
+    "bert, with layers before its head": lambda: build(BertLMHeadModel, BertConfig, is_decoder=True),
 }
 
 
@@ -130,6 +155,7 @@ def test_what_the_mask_alone_says_is_heeded(name: str) -> None:
     own = EXACT[name]().requires_grad_(False)
     logits = torch.cat([own(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(LENGTHS)])
     backbone = Backbone(EXACT[name](), None, "tiny")
+    assert not backbone.is_padded
     hidden = backbone.hidden_states(ids, positions, LENGTHS)
     assert relative(backbone.model.get_output_embeddings()(hidden), logits) < 1e-5
     losses = backbone.token_losses(hidden, ids.roll(1))
@@ -144,8 +170,9 @@ def test_without_the_pattern_it_is_another_model(name: str, monkeypatch: pytest.
     if name == "mixtral":  # it says its window to attention too
         assert Backbone(EXACT[name](), None, "tiny")
         return
-    with pytest.raises(UnsupportedModelError, match="model's own losses"):
-        Backbone(EXACT[name](), None, "tiny")
+    backbone = Backbone(EXACT[name](), None, "tiny")
+    assert backbone.is_padded
+    assert "the packed pass to give the model's own losses" in backbone.why_padded
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -154,6 +181,7 @@ def test_half_precision_is_let_through(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     backbone = Backbone(model, None, "tiny")
     assert backbone.dtype == torch.bfloat16
+    assert not backbone.is_padded
     after = backbone.model.state_dict()
     assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
 
@@ -174,6 +202,12 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         ),
         "that of the same token",
     ),
+    "bert, which sees later tokens": (
+        lambda: build(BertLMHeadModel, BertConfig, is_decoder=False),
+        "depend on earlier ones alone.*set is_decoder to true",
+    ),
+}
+PADDED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "doge": (
         lambda: build(DogeForCausalLM, DogeConfig, sliding_window=5),
         "found another mask in model.layers.0.self_attn",
@@ -183,9 +217,56 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         "found another mask in model.layers.0.self_attn",
     ),
     "llama4, temperatures by place in the pass": (llama4, "model's own losses"),
-    "deepseek-v3.2": (lambda: build(DeepseekV32ForCausalLM, DeepseekV32Config, **DSA), "rows laid end to end"),
-    "glm-moe-dsa": (lambda: build(GlmMoeDsaForCausalLM, GlmMoeDsaConfig, **DSA), "rows laid end to end"),
+    "deepseek-v3.2": (lambda: build(DeepseekV32ForCausalLM, DeepseekV32Config, **DSA), "runs on a few rows"),
+    "glm-moe-dsa": (lambda: build(GlmMoeDsaForCausalLM, GlmMoeDsaConfig, **DSA), "runs on a few rows"),
+    "bloom": (
+        lambda: build(BloomForCausalLM, BloomConfig, n_layer=2, n_head=4),
+        "BloomForCausalLM: expected .* attention can be replaced",
+    ),
+    "gpt-oss": (
+        lambda: build(GptOssForCausalLM, GptOssConfig, head_dim=8, rope_parameters=ROPE, sliding_window=5, **EXPERTS),
+        "attention asks for s_aux",
+    ),
+    "mamba": (lambda: build(MambaForCausalLM, MambaConfig, state_size=8), "model's own losses"),
+    "qwen3-next": (qwen3_next, "model's own losses"),
 }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PADDED)
+def test_a_model_that_cannot_be_packed_computes_padded_rows(name: str, dtype: torch.dtype) -> None:
+    make, why = PADDED[name]
+    ids, positions = draw()
+    own = make().to(dtype)
+    logits = torch.cat([own(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(LENGTHS)])
+    backbone = Backbone(make().to(dtype), None, "tiny")
+    assert backbone.is_padded
+    assert re.search(why, backbone.why_padded)
+    found = backbone.logits(backbone.hidden_states(ids, positions, LENGTHS))
+    assert relative(found, logits.float()) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("name", ["cohere", "granite", "minicpm3"])
+def test_a_factor_of_the_logits_is_found(name: str) -> None:
+    make: Mapping[str, Callable[[], PreTrainedModel]] = {
+        "cohere": lambda: build(CohereForCausalLM, CohereConfig, logit_scale=0.0625),
+        "granite": lambda: build(GraniteForCausalLM, GraniteConfig, logits_scaling=8.0),
+        "minicpm3": lambda: build(MiniCPM3ForCausalLM, MiniCPM3Config, dim_model_base=16, **LATENT),
+    }
+    ids, positions = draw()
+    own = make[name]().requires_grad_(False)
+    logits = torch.cat([own(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(LENGTHS)])
+    backbone = Backbone(make[name](), None, "tiny")
+    assert not backbone.is_padded
+    hidden = backbone.hidden_states(ids, positions, LENGTHS).detach().requires_grad_()
+    assert relative(backbone.logits(hidden).detach(), logits) < 1e-5
+    losses = backbone.token_losses(hidden, ids.roll(1))
+    assert relative(losses.detach(), F.cross_entropy(logits, ids.roll(1), reduction="none")) < 1e-5
+    losses.sum().backward()
+    same = hidden.detach().clone().requires_grad_()
+    F.cross_entropy(backbone.logits(same), ids.roll(1), reduction="sum").backward()
+    assert relative(hidden.grad, same.grad) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,6 +291,14 @@ class TestIsolation:
         model.model.layers[0].register_forward_hook(mix)
         return model
 
+    @staticmethod
+    def refusal_of_packed_rows(model: PreTrainedModel) -> str:
+        """Rows of their own, padded, are computed alike, up to the tolerance of the test."""
+        try:
+            return Backbone(model, None, "tiny").why_padded
+        except UnsupportedModelError as refusal:
+            return str(refusal.__context__)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_little_mixing_is_refused(self, dtype: torch.dtype) -> None:
         with pytest.raises(UnsupportedModelError, match="expected"):
@@ -220,8 +309,8 @@ class TestIsolation:
     def test_mixing_is_seen_where_losses_agree(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(probe, "_compare_in_float32", lambda *_: None)
         monkeypatch.setattr(probe._Rows, "compare", lambda rows, *_: rows._hidden(rows._ids_T))
-        with pytest.raises(UnsupportedModelError, match="one that changes with the tokens of another row"):
-            Backbone(self.mixing(1e-3).to(dtype), None, "tiny")
+        refusal = self.refusal_of_packed_rows(self.mixing(1e-3).to(dtype))
+        assert "one that changes with the tokens of another row" in refusal
 
     @pytest.mark.parametrize("amount", [0.0, 1e-3])
     def test_within_rounding_the_gradient_decides(self, amount: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,10 +318,10 @@ class TestIsolation:
         monkeypatch.setattr(probe, "can_widen", lambda model: False)
         monkeypatch.setattr(torch, "equal", lambda *_: False)  # as the sums of a mixture of experts may round
         if amount:
-            with pytest.raises(UnsupportedModelError, match="one that changes with the tokens of another row"):
-                Backbone(self.mixing(amount), None, "tiny")
+            refusal = self.refusal_of_packed_rows(self.mixing(amount))
+            assert "one that changes with the tokens of another row" in refusal
         else:
-            Backbone(self.mixing(amount), None, "tiny")
+            assert not Backbone(self.mixing(amount), None, "tiny").is_padded
 
 
 class TestWindows:
@@ -258,8 +347,7 @@ class TestWindows:
 
     def test_come_back_where_the_probe_fails(self) -> None:
         model = build(DogeForCausalLM, DogeConfig, sliding_window=2048, keep_window_size=2048)
-        with pytest.raises(UnsupportedModelError):
-            Backbone(model, None, "tiny")
+        assert Backbone(model, None, "tiny").is_padded
         assert model.config.sliding_window == 2048
         assert model.model.layers[0].self_attn.keep_window_size == 2048
 

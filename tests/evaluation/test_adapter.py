@@ -146,7 +146,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
         ("lora_bias", True),
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),
-        ("fan_in_fan_out", True),
         ("init_lora_weights", "pissa_niter_4"),
         ("trainable_token_indices", [3]),
         ("an_option_of_the_future", True),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alto.errors import TargetModuleError
 from alto.lora import AdapterBank, BankLayout, TargetModule, find_targets, inject, linear_modules
@@ -141,11 +142,12 @@ def test_a_rank_above_the_smaller_side_names_the_module(llama: PreTrainedModel) 
         find_targets(llama, "all-linear", 17)
 
 
-def test_a_model_without_linear_modules_is_refused() -> None:
-    """GPT-2 is built of ``Conv1D``; an adapter on none of its modules would train nothing."""
-    sizes = {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    for names in ("all-linear", ["c_attn"]):
+def test_a_model_without_linear_modules_is_refused(tiny_model: ModelFactory) -> None:
+    """An adapter on none of its modules would train nothing."""
+    model = tiny_model("llama")
+    for name in [module.name for module in linear_modules(model)]:
+        model.set_submodule(name, torch.nn.Identity())
+    for names in ("all-linear", ["q_proj"]):
         with pytest.raises(TargetModuleError, match="found none"):
             find_targets(model, names, 4)
 

@@ -26,7 +26,16 @@ from alto.backbone.sdpa import sdpa_attention
 from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
-__all__ = ["NAME", "Pattern", "attending", "recompute", "register", "set_pattern", "varlen_attention"]
+__all__ = [
+    "NAME",
+    "Pattern",
+    "attending",
+    "current_sequences",
+    "recompute",
+    "register",
+    "set_pattern",
+    "varlen_attention",
+]
 
 NAME = "alto_varlen"
 
@@ -62,6 +71,11 @@ def attending(sequences: Sequences) -> Iterator[None]:
         yield
     finally:
         _SEQUENCES.reset(token)
+
+
+def current_sequences() -> Sequences | None:
+    """The sequences of the forward pass in progress; None outside of one."""
+    return _SEQUENCES.get(None)
 
 
 def recompute(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,35 +12,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
-from alto.backbone.loss_head import token_losses
-from alto.backbone.probe import probe
+from alto.backbone.limits import length_limit
+from alto.backbone.output_head import OutputHead
+from alto.backbone.padded_rows import PaddedRows
+from alto.backbone.probe import probe, refusing
 from alto.backbone.sequences import Sequences
-from alto.backbone.sharding import OutputHead, find_body, forget_micro_batch, held_bytes
+from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 
 __all__ = ["Backbone"]
 
 
 class Backbone:
-    """A frozen Hugging Face causal LM with a padding-free forward pass.
+    """A frozen Hugging Face causal LM with a forward pass over sequences of many jobs.
 
-    The constructor compares it with the model's own forward pass on a few rows (:mod:`alto.backbone.probe`), so that a
-    model with an unusual forward (logit scaling, other masks) is refused instead of trained wrongly.
+    Sequences are packed: laid end to end, without padding. A model whose layers cannot be told where sequences end
+    (recurrences, an attention of its own) computes a padded row per sequence.
+
+    The constructor compares the forward pass with the model's own on a few rows (:mod:`alto.backbone.probe`), so that a
+    model with an unusual forward is refused instead of trained wrongly.
 
     Attributes:
         model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
         tokenizer: Its tokenizer.
         path: What ``from_pretrained`` takes for it.
-        max_length: Longest sequence that does not affect the others of its forward pass; None without such a limit.
+        max_length: Longest sequence that every forward pass computes alike, whatever else is in it; None without such
+            a limit.
+        is_padded: Whether it computes a padded row per sequence; its packed forward pass differed from its own.
+        why_padded: What differed; empty where it is packed.
         is_checkpointed: Whether each layer's activations are recomputed in the backward pass.
 
     Raises:
-        UnsupportedModelError: The padding-free forward pass differs from the model's own, or the model does not let its
-            attention be replaced or its layers be recomputed, or has an unusual output head.
+        UnsupportedModelError: The forward pass differs from the model's own, packed and padded; or the model does not
+            let its layers be recomputed, or has an unusual output head.
     """
 
     def __init__(
@@ -56,25 +64,19 @@ class Backbone:
         self.tokenizer = tokenizer
         self.path = path
         self.is_checkpointed = False
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: expected an output head that is a torch.nn.Linear, found "
-                f"{type(head).__name__}; use another base model"
-            )
-        self._head = OutputHead(model, head)
-        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self.max_length = _max_length(model.config)
-        self._body = find_body(model)
+        self._head = OutputHead(model)
+        self._limit = length_limit(model.config)
         self._own_attention = model.config._attn_implementation
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
-        if model.config._attn_implementation != attention.NAME:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: expected a model whose attention can be replaced (transformers' "
-                "AttentionInterface), found one with its own; use another base model"
-            )
-        probe(self, self._head)
+        with refusing(model):
+            self._head.observe()
+        self.is_padded, self.why_padded = False, ""
+        try:
+            self._replace_attention()
+            probe(self, self._head)
+        except UnsupportedModelError as refusal:
+            self.is_padded, self.why_padded = True, str(refusal)
+            self._replace_attention()
+            probe(self, self._head)
         if gradient_checkpointing:
             self.checkpoint_layers()
         if torch_compile:
@@ -83,6 +85,10 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def max_length(self) -> int | None:
+        return None if self._limit is None else self._limit.num_tokens
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,7 +106,7 @@ class Backbone:
         sequence_lengths: Sequence[int],
         sequence_prefixes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Final hidden states ``[T, H]`` of sequences laid end to end.
+        """Hidden states ``[T, H]``, as they enter the output head, of sequences laid end to end.
 
         Args:
             input_ids_T: Token ids.
@@ -115,11 +121,44 @@ class Backbone:
         sequences = Sequences(sequence_lengths, sequence_prefixes)
         self.check_length(sequences.longest_key)
         with attention.attending(sequences):
-            output = self._body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
-        hidden: Tensor = output.last_hidden_state[0]
+            if self.is_padded:
+                hidden = self._padded_hidden_states(input_ids_T, sequences)
+            else:
+                hidden = self._head.hidden_states(input_ids=input_ids_T[None], position_ids=position_ids_T[None])[0]
         if not torch.is_grad_enabled():
             forget_micro_batch(self.model)
         return hidden
+
+    def rows_in_pass(self) -> PaddedRows | None:
+        """The padded rows of the forward pass in progress; None where there is none, or sequences are packed."""
+        sequences = attention.current_sequences()
+        return None if sequences is None or not self.is_padded else sequences.padded(self.device)
+
+    def _padded_hidden_states(self, input_ids_T: Tensor, sequences: Sequences) -> Tensor:
+        """Hidden states ``[T, H]``; positions are those that the model itself gives to rows padded on the right."""
+        rows = sequences.padded(self.device)
+        padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)
+        hidden_SLH = self._head.hidden_states(
+            input_ids=rows.spread_ids(input_ids_T, padding or 0), attention_mask=rows.mask_SL
+        )
+        return rows.collect(hidden_SLH.flatten(0, 1))
+
+    def _replace_attention(self) -> None:
+        """Give the model the attention that its rows need.
+
+        Raises:
+            UnsupportedModelError: Sequences are packed, and its attention cannot be replaced.
+        """
+        if self.is_padded:
+            self.model.set_attn_implementation(self._own_attention)
+            return
+        attention.register()
+        self.model.set_attn_implementation(attention.NAME)
+        if self.model.config._attn_implementation != attention.NAME:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}: expected a model whose attention can be replaced (transformers' "
+                "AttentionInterface), found one with its own; use another base model"
+            )
 
     @torch.no_grad()
     def run_once(self) -> None:
@@ -154,38 +193,29 @@ class Backbone:
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
-            self.model.set_attn_implementation(attention.NAME)
+            self._replace_attention()
             for layer in recomputed:
                 layer.training = True
 
     def check_length(self, num_tokens: int) -> None:
-        """Check that a sequence of ``num_tokens`` does not affect the others of its forward pass.
+        """Check that a sequence of ``num_tokens`` is computed alike in every forward pass.
 
         Raises:
-            UnsupportedModelError: It would change the positions of all others.
+            UnsupportedModelError: It would not.
         """
-        if self.max_length is not None and num_tokens > self.max_length:
+        if self._limit is not None and num_tokens > self._limit.num_tokens:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} rescales the positions of a whole pass by its longest sequence: expected "
-                f"at most {self.max_length} tokens, found {num_tokens}; lower max_length"
+                f"{type(self.model).__name__} {self._limit.why}: expected at most {self._limit.num_tokens} tokens, "
+                f"found {num_tokens}; lower max_length"
             )
+
+    def logits(self, hidden_SH: Tensor) -> Tensor:
+        """Logits ``[S, V]`` of hidden states that enter the output head."""
+        return self._head.logits(hidden_SH)
 
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
         """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
-        with self._head.gathered() as weight_VH:
-            return token_losses(hidden_SH, weight_VH, targets_S, bias_V=self._head.linear.bias, softcap=self._softcap)
-
-
-def _max_length(config: PreTrainedConfig) -> int | None:
-    """Longest sequence that does not change the rotary frequencies of the forward pass; None without such a limit."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    limits = []
-    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if settings.get("rope_type") == "longrope":
-            limits.append(int(settings["original_max_position_embeddings"]))
-        elif settings.get("rope_type") == "dynamic":
-            limits.append(int(config.get_text_config().max_position_embeddings))
-    return min(limits, default=None)
+        return self._head.token_losses(hidden_SH, targets_S)
 
 
 def _compile_layers(model: PreTrainedModel) -> None:

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from alto.records import ModelLimits
 
-__all__ = ["limits_of"]
+__all__ = ["LengthLimit", "length_limit", "limits_of"]
+
+
+class LengthLimit(NamedTuple):
+    """Tokens of the longest sequence that every forward pass computes alike, and what happens to longer ones."""
+
+    num_tokens: int
+    why: str
+
+
+def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
+    """The limit of a model that ``config`` describes; None where it has none."""
+    text = config.get_text_config()
+    limits = []
+    rope = getattr(text, "rope_parameters", None) or {}
+    rescales = "rescales the positions of a whole pass by its longest sequence"
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            limits.append(LengthLimit(int(settings["original_max_position_embeddings"]), rescales))
+        elif settings.get("rope_type") == "dynamic":
+            limits.append(LengthLimit(int(text.max_position_embeddings), rescales))
+    if num_selected := getattr(text, "index_topk", None):
+        why = "attends to index_topk tokens, and to which of equal scores depends on the padding of a whole pass"
+        limits.append(LengthLimit(int(num_selected), why))
+    return min(limits, default=None)
 
 
 def limits_of(config: PreTrainedConfig) -> ModelLimits:

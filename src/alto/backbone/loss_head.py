@@ -25,7 +25,13 @@ dominates its time."""
 class _ChunkedTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_S: Tensor, softcap: float | None
+        ctx: Any,
+        hidden_SH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_S: Tensor,
+        scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
         chunk = _chunk_tokens("cuda" if hidden_SH.is_cuda else "cpu", weight_VH.shape[0])
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
@@ -33,6 +39,8 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         for start in range(0, hidden_SH.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = F.linear(hidden_SH[part], weight_VH, bias_V)
+            if scale is not None:
+                logits = logits.mul_(scale)
             if softcap is not None:
                 logits = logits.float().div_(softcap).tanh_().mul_(softcap)
             log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
@@ -43,15 +51,17 @@ class _ChunkedTokenLoss(torch.autograd.Function):
                 error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
                 if softcap is not None:
                     error.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
+                if scale is not None:
+                    error.mul_(scale)
                 torch.mm(error.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
         if gradient_SH is not None:
             ctx.save_for_backward(gradient_SH)
         return losses_S
 
     @staticmethod
-    def backward(ctx: Any, dloss_S: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dloss_S: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_SH,) = ctx.saved_tensors
-        return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None
+        return gradient_SH * dloss_S[:, None].to(gradient_SH.dtype), None, None, None, None, None
 
 
 def _chunk_tokens(device: str, vocabulary: int) -> int:
@@ -64,9 +74,10 @@ def token_losses(
     targets_S: Tensor,
     *,
     bias_V: Tensor | None = None,
+    scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token: ``logsumexp(z) - z[target]`` with ``z = softcap(hidden @ weightᵀ + bias)``.
+    """Cross-entropy of every token: ``logsumexp(z) - z[target]``, ``z = softcap(scale · (hidden @ weightᵀ + bias))``.
 
     The gradient towards ``hidden_SH`` is formed chunk by chunk in the forward pass, while the logits are there;
     the backward pass only scales it.
@@ -76,6 +87,7 @@ def token_losses(
         weight_VH: Weight of the output head.
         targets_S: Target token ids.
         bias_V: Bias of the output head; None without one.
+        scale: Factor of the logits; None without one.
         softcap: Cap of the logits; None without one.
 
     Returns:
@@ -83,5 +95,5 @@ def token_losses(
     """
     if hidden_SH.shape[0] == 0:
         return hidden_SH.new_zeros(0, dtype=torch.float32)
-    result: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, softcap)
+    result: Tensor = _ChunkedTokenLoss.apply(hidden_SH, weight_VH, bias_V, targets_S, scale, softcap)
     return result

@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 from alto.backbone.attention import set_pattern
 from alto.backbone.float32 import can_widen, in_float32, widened
 from alto.backbone.memory import is_out_of_memory
-from alto.backbone.sharding import OutputHead
+from alto.backbone.output_head import OutputHead
+from alto.backbone.padded_rows import PaddedRows
 from alto.backbone.windows import find_patterns, real_patterns, small_windows
 from alto.errors import AltoError, UnsupportedModelError
 
-__all__ = ["probe"]
+__all__ = ["probe", "refusing"]
 
 _LENGTHS = (23, 1, 37, 12)
 _CHANGED = 2
@@ -48,7 +49,10 @@ class PaddingFree(Protocol):
     """The methods of :class:`alto.backbone.Backbone` that are checked; see there."""
 
     model: PreTrainedModel
-    max_length: int | None
+    is_padded: bool
+
+    @property
+    def max_length(self) -> int | None: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -67,7 +71,7 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
         UnsupportedModelError: The padding-free forward pass differs from the model's own, or a row depends on another.
     """
     model = backbone.model
-    with _refusing(model):
+    with refusing(model):
         rows = _Rows(backbone)
         with small_windows(model) as real:
             with torch.no_grad(), head.gathered(), backbone.own_attention():
@@ -75,10 +79,11 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
                 expected_TC = rows.own_losses()
                 with _rounded_anew(model):
                     noise_TC = rows.own_losses() - expected_TC
-                patterns = find_patterns(model, max(rows.rows, key=len))
+                patterns = {} if backbone.is_padded else find_patterns(model, max(rows.rows, key=len))
             _set_patterns(patterns)
             hidden_TH = rows.compare(expected_TC, noise_TC)
             rows.check_isolation(hidden_TH, noise_TC)
+            rows.check_causality(hidden_TH, noise_TC)
             if can_widen(model):
                 _compare_in_float32(rows, backbone)
         _set_patterns(real_patterns(patterns, real))
@@ -157,8 +162,9 @@ class _Rows:
         if not self._worst(difference_TC, noise_TC, expected_TC) <= _MAX_RATIO:
             apart = (difference_TC.norm() / expected_TC.norm()).item()
             own = (noise_TC.norm() / expected_TC.norm()).item()
+            layout = "padded" if self._backbone.is_padded else "packed"
             raise UnsupportedModelError(
-                f"{_name(self._backbone)}: expected the padding-free pass to give the model's own losses, found them "
+                f"{_name(self._backbone)}: expected the {layout} pass to give the model's own losses, found them "
                 f"{apart:.1e} apart (relative; its own rounding is {own:.1e}); this architecture needs support first"
             )
         return hidden_TH
@@ -184,6 +190,23 @@ class _Rows:
                 "the tokens of another row of the same pass; use another base model"
             )
 
+    @torch.no_grad()
+    def check_causality(self, before_TH: Tensor, noise_TC: Tensor) -> None:
+        """The second half of the longest row must not change its first half."""
+        first = sum(self._lengths[: self._lengths.index(max(self._lengths))])
+        last = first + max(self._lengths)
+        middle = (first + last) // 2
+        other_T = torch.cat([self._ids_T[:middle], self._other_ids_T[middle:last], self._ids_T[last:]])
+        losses_TC = self._losses(before_TH)
+        difference_TC = (self._losses(self._hidden(other_T)) - losses_TC)[first:middle]
+        if not self._worst(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO:
+            has_switch = getattr(self._backbone.model.config, "is_decoder", None) is False
+            remedy = "set is_decoder to true in its config.json, or " if has_switch else ""
+            raise UnsupportedModelError(
+                f"{_name(self._backbone)}: expected a model whose tokens depend on earlier ones alone, found one that "
+                f"sees later ones; {remedy}use another base model"
+            )
+
     def _gradient(self, is_kept_T: Tensor) -> Tensor:
         """Gradient of the kept rows towards every token's embedding."""
         leaves: list[Tensor] = []
@@ -202,7 +225,10 @@ class _Rows:
             hook.remove()
         gradient = leaves[0].grad
         assert gradient is not None
-        return gradient.reshape(len(self._ids_T), -1)
+        gradient_PE = gradient.flatten(0, 1)
+        if not self._backbone.is_padded:
+            return gradient_PE
+        return PaddedRows(self._lengths, [0] * len(self._lengths), gradient.device).collect(gradient_PE)
 
     def _hidden(self, ids_T: Tensor) -> Tensor:
         return self._backbone.hidden_states(ids_T, self._positions_T, self._lengths)
@@ -262,7 +288,7 @@ def _rounded_anew(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(model: nn.Module) -> Iterator[None]:
+def refusing(model: nn.Module) -> Iterator[None]:
     """Translate any error of a model of an unknown kind into a refusal."""
     try:
         yield
@@ -273,6 +299,6 @@ def _refusing(model: nn.Module) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise UnsupportedModelError(
-            f"{type(model).__name__}: expected a model that runs on rows laid end to end, found that it fails "
+            f"{type(model).__name__}: expected a model that runs on a few rows, found that it fails "
             f"({type(error).__name__}: {reason}); use another base model"
         ) from error

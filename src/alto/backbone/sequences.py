@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from alto.backbone.padded_rows import PaddedRows
 from alto.errors import UnsupportedModelError
 
 __all__ = ["Sequences"]
@@ -44,6 +45,13 @@ class Sequences:
         self.longest, self.longest_key = max(self.lengths), max(self.key_lengths)
         self._sent: dict[tuple[str, torch.device], Tensor] = {}
         self._in_chunks: dict[int, Sequences] = {}
+        self._padded: dict[torch.device, PaddedRows] = {}
+
+    def padded(self, device: torch.device) -> PaddedRows:
+        """The same sequences as rows of one length."""
+        if device not in self._padded:
+            self._padded[device] = PaddedRows(self.lengths, self._prefixes or [0] * len(self.lengths), device)
+        return self._padded[device]
 
     def in_chunks(self, size: int) -> Sequences:
         """The same tokens, each sequence cut into runs of ``size`` positions.

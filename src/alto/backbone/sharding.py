@@ -8,12 +8,10 @@ must run the same forward and backward passes, each on its own tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,23 +20,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["OutputHead", "find_body", "find_roots", "forget_micro_batch", "held_bytes", "is_sharded", "shard"]
+__all__ = ["find_body", "find_roots", "forget_micro_batch", "held_bytes", "is_sharded", "shard"]
 
 
 def find_body(model: PreTrainedModel) -> Any:
-    """The part of a causal LM that gives the final hidden states.
-
-    Raises:
-        UnsupportedModelError: It is not a module of its own.
-    """
+    """The part of a causal LM that gives the final hidden states; the model itself where it has no such part."""
     body = model.base_model
     if body is model:  # in some classes the name differs from ``base_model_prefix``
         body = getattr(model, "model", model)
-    if body is model:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: expected a body that gives hidden states and an output head after it, found one "
-            "module that is both; use another base model"
-        )
     return body
 
 
@@ -76,7 +65,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def find_roots(model: PreTrainedModel) -> None:
     """Initialise FSDP once the parameters have values: body and output head are its root modules. Modules gathered by
-    hand (:class:`OutputHead`) must be initialised before. All ranks call it together."""
+    hand (:class:`alto.backbone.output_head.OutputHead`) must be initialised before. All ranks call it together."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = find_body(model)(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
@@ -99,36 +88,6 @@ def held_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers of ``model`` on this rank between forward passes."""
     kept = {id(value): value for value in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in kept.values())
-
-
-class OutputHead:
-    """The output head of a model, as a whole where it is needed.
-
-    Attributes:
-        linear: The module; its weight may be the embeddings' own, and only a part of it.
-    """
-
-    def __init__(self, model: PreTrainedModel, linear: nn.Linear) -> None:
-        self.linear = linear
-        embeddings = model.get_input_embeddings()
-        is_tied = is_sharded(embeddings) and not is_sharded(linear)
-        self._owner: Any = embeddings if is_tied else linear
-
-    @contextmanager
-    def gathered(self) -> Iterator[Tensor]:
-        """Its weight ``[V, H]``, gathered from all ranks inside the context."""
-        if not is_sharded(self._owner):
-            yield self.linear.weight
-            return
-        self._owner.set_reshard_after_forward(False)
-        self._owner.unshard()
-        self.linear._parameters["weight"] = self._owner.weight
-        try:
-            yield self.linear.weight
-        finally:
-            self._owner.set_reshard_after_forward(True)
-            self._owner.reshard()
-            self.linear._parameters["weight"] = self._owner.weight
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ LARGEST_SMALL_WINDOW = 12
 
 _TRACE = "alto_trace"
 _FIRST_SMALL = 5
-_WINDOWS = re.compile(r".*window(?!.*layer).*|.*attention_chunk_size|index_topk|floor_scale")
+_WINDOWS = re.compile(r".*window(?!.*layer).*|.*attention_chunk_size|floor_scale")
 """Names under which configurations and modules of transformers keep a number of tokens that attention depends on."""
 
 _SEEN: ContextVar[dict[nn.Module, list[tuple[Tensor | None, int | None]]]] = ContextVar("masks of a traced pass")

@@ -13,7 +13,33 @@ from torch import Tensor
 
 from alto.data.dataset import EncodedDataset
 
-__all__ = ["JobRows", "TokenBatch", "collate", "dummy_batch", "share_rows", "split_into_micro_batches"]
+__all__ = ["JobRows", "PassSize", "TokenBatch", "collate", "dummy_batch", "share_rows", "split_into_micro_batches"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSize:
+    """The size of a forward pass over some rows.
+
+    Attributes:
+        num_tokens: Their tokens.
+        num_sequences: Their sequences.
+        longest: Tokens of the longest sequence, its prefix with it.
+    """
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    longest: int = 0
+
+    def __add__(self, other: PassSize) -> PassSize:
+        return PassSize(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_sequences=self.num_sequences + other.num_sequences,
+            longest=max(self.longest, other.longest),
+        )
+
+    def positions(self, *, is_padded: bool) -> int:
+        """Positions that the model computes: the tokens, or those of rows padded to the longest."""
+        return self.num_sequences * self.longest if is_padded else self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,16 @@ class JobRows:
     @property
     def num_tokens(self) -> int:
         return sum(self.dataset.input_ids[row].numel() for row in self.rows)
+
+    @property
+    def size(self) -> PassSize:
+        """The size of a forward pass over these rows alone."""
+        spans = [span for row in self.rows for span in self.dataset.spans[row]]
+        return PassSize(
+            num_tokens=self.num_tokens,
+            num_sequences=len(spans),
+            longest=max((span.prefix + span.length for span in spans), default=0),
+        )
 
     @property
     def batch_weight(self) -> int:
@@ -198,7 +234,7 @@ def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
 
 
 def split_into_micro_batches(
-    jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False
+    jobs: Sequence[JobRows], max_tokens: int, *, split_jobs: bool = False, is_padded: bool = False
 ) -> Iterator[list[JobRows]]:
     """Split the work of a step into micro-batches of at most ``max_tokens`` tokens, in order.
 
@@ -209,21 +245,22 @@ def split_into_micro_batches(
         max_tokens: Largest number of tokens of a micro-batch.
         split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best.
             Otherwise, only the rows of a job larger than ``max_tokens`` are split.
+        is_padded: Whether the model computes padded rows, whose padding counts as tokens.
     """
     current: list[JobRows] = []
-    filled = 0
+    filled = PassSize()
     for job in jobs:
-        is_whole = not split_jobs and job.num_tokens <= max_tokens
+        is_whole = not split_jobs and job.size.positions(is_padded=is_padded) <= max_tokens
         for part in [job] if is_whole else job.single_rows():
-            tokens = part.num_tokens
-            if current and filled + tokens > max_tokens:
+            size = part.size
+            if current and (filled + size).positions(is_padded=is_padded) > max_tokens:
                 yield current
-                current, filled = [], 0
+                current, filled = [], PassSize()
             if current and current[-1].slot == part.slot:
                 current[-1] = replace(current[-1], rows=current[-1].rows + part.rows)
             else:
                 current.append(part)
-            filled += tokens
+            filled += size
     if current:
         yield current
 

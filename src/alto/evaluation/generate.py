@@ -3,6 +3,7 @@ rounding that decides between two tokens as likely as each other."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ def complete(
     with backbone.own_attention():
         while queue:
             batch = sorted(queue[:batch_size], key=lambda text: text.slot)
-            if _has_room(partial(_write, backbone, served, batch, ends, on_done)):
+            write = _write_uncached if backbone.is_padded else _write
+            if _has_room(partial(write, backbone, served, batch, ends, on_done)):
                 del queue[:batch_size]
                 continue
             release_memory()
@@ -183,6 +185,32 @@ def _write(
             schedule = served.schedule(_tokens_of_slots(texts, 1, len(served)))
         ids_BT, positions_BT = next_B[:, None], positions_B[:, None]
         mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(texts), 1)], 1)
+
+
+def _write_uncached(
+    backbone: Backbone,
+    served: ServedAdapters,
+    texts: Sequence[_Text],
+    ends: AbstractSet[int],
+    on_done: Callable[[int], None],
+) -> None:
+    """As :func:`_write`, for a model whose cache holds states that padding before a prompt would change: every token
+    is computed from its whole text."""
+    while texts:
+        rows = [[*text.prompt, *text.tokens] for text in texts]
+        lengths = [len(row) for row in rows]
+        counts = [0] * len(served)
+        for text, length in zip(texts, lengths, strict=True):
+            counts[text.slot] += length
+        ids_T = torch.tensor([token for row in rows for token in row], device=backbone.device)
+        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(backbone.device)
+        with served.use(served.schedule(counts)):
+            hidden_TH = backbone.hidden_states(ids_T, positions_T, lengths)
+        lasts = [end - 1 for end in itertools.accumulate(lengths)]
+        next_B = backbone.logits(hidden_TH[lasts]).argmax(-1)
+        going = [text for text, token in zip(texts, next_B.tolist(), strict=True) if text.take(token, ends)]
+        on_done(len(texts) - len(going))
+        texts = going
 
 
 def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:

@@ -102,7 +102,9 @@ def _micro_batches(
 ) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Every row under every adapter, one micro-batch at a time: its tokens, and the loss of each trained token."""
     everything = [JobRows(dataset, slot, tuple(range(len(dataset)))) for slot in range(len(served))]
-    for jobs in split_into_micro_batches(everything, max_tokens_per_pass, split_jobs=True):
+    for jobs in split_into_micro_batches(
+        everything, max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
+    ):
         batch = collate(jobs, backbone.device)
         counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
         with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):

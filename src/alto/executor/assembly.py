@@ -104,5 +104,5 @@ def build_trainer(
     )
     bank = AdapterBank(layout, size.num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[size.adapter_dtype])
     optimizer = SlotAdamW(bank, size.optims)
-    forward_context = inject(backbone.model, bank)
+    forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from alto.backbone import device_name
+from alto.backbone import Backbone, device_name
 from alto.early_exit import rung_notes
 from alto.executor.model_notes import model_notes
 from alto.executor.recorder import describe_job
@@ -72,6 +72,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
             *start.resume_state.notes,
             *data.notes,
             *model_notes(context.backbone.model, configs),
+            *_padding_notes(context.backbone),
             *metric_notes(task.metric, task.method, configs),
             *_rung_notes(state),
         ),
@@ -109,6 +110,16 @@ def _packing(state: TaskState) -> dict[str, Any]:
         "gradient_checkpointing": task.gradient_checkpointing,
         "device": device_name(state.context.backbone.device),
     }
+
+
+def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
+    if not backbone.is_padded:
+        return ()
+    why = backbone.why_padded.split("; ")[0]
+    return (
+        f"Rows are padded to the longest of a forward pass, and padding costs time and memory: {why}. Losses and "
+        "adapters are computed for the rows' own tokens alone.",
+    )
 
 
 def _rung_notes(state: TaskState) -> tuple[str, ...]:

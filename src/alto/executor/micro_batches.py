@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from alto.backbone import release_memory
-from alto.data import JobRows, split_into_micro_batches
+from alto.data import JobRows, PassSize, split_into_micro_batches
 from alto.errors import DeviceMemoryError
 from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError
 
@@ -23,6 +23,7 @@ class MicroBatches:
         on_memory_event: Called each time memory ran out.
         can_retry: Whether it may start again. It cannot where other ranks have begun the micro-batch too: they wait for
             this rank in a collective, so the executor ends and is started again with smaller micro-batches.
+        is_padded: Whether the model computes padded rows; then padding counts as tokens in all numbers here.
 
     Attributes:
         max_tokens: Largest number of tokens of a micro-batch, halved after one did not fit. A longer row is a
@@ -30,9 +31,12 @@ class MicroBatches:
         largest: Tokens of the largest micro-batch that fitted; 0 before the first.
     """
 
-    def __init__(self, max_tokens: int, on_memory_event: OnMemoryEvent, *, can_retry: bool = True) -> None:
+    def __init__(
+        self, max_tokens: int, on_memory_event: OnMemoryEvent, *, can_retry: bool = True, is_padded: bool = False
+    ) -> None:
         self.max_tokens = max_tokens
         self._can_retry = can_retry
+        self._is_padded = is_padded
         self.largest = 0
         self._on_memory_event = on_memory_event
 
@@ -70,7 +74,7 @@ class MicroBatches:
             release_memory()
             slots = tuple(job.slot for job in jobs)
             rows = tuple(row for job in jobs for row in job.rows)
-            num_tokens = _num_tokens(jobs)
+            num_tokens = self.num_tokens(jobs)
             self.max_tokens = max(1, min(self.max_tokens, num_tokens // 2))
             self.report(phase, slots, num_tokens)
             if not self._can_retry:
@@ -84,7 +88,11 @@ class MicroBatches:
 
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
         """Number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
-        return sum(1 for _ in split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
+        return len(self._split(work, split_jobs=split_jobs))
+
+    def num_tokens(self, jobs: Sequence[JobRows]) -> int:
+        """Tokens of ``jobs`` as one micro-batch."""
+        return sum((job.size for job in jobs), start=PassSize()).positions(is_padded=self._is_padded)
 
     def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
         """Report that memory ran out, and the new size of micro-batches.
@@ -107,15 +115,14 @@ class MicroBatches:
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
         """The error of the first micro-batch that does not fit; None when all are done."""
-        micro_batches = list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs))
+        micro_batches = self._split(work, split_jobs=split_jobs)
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:
                 run_micro_batch(jobs)
             except NoMemoryError as error:
                 return error.phase, jobs
-            self.largest = max(self.largest, _num_tokens(jobs))
+            self.largest = max(self.largest, self.num_tokens(jobs))
         return None
 
-
-def _num_tokens(jobs: Sequence[JobRows]) -> int:
-    return sum(job.num_tokens for job in jobs)
+    def _split(self, work: Sequence[JobRows], *, split_jobs: bool) -> list[list[JobRows]]:
+        return list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs, is_padded=self._is_padded))

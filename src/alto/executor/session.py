@@ -134,7 +134,10 @@ class TaskSession:
 
         check_resumable(context, resume_state)
         micro_batches = MicroBatches(
-            max_tokens_per_pass(context, resume_state), recorder.memory_ran_out, can_retry=ranks.is_alone
+            max_tokens_per_pass(context, resume_state),
+            recorder.memory_ran_out,
+            can_retry=ranks.is_alone,
+            is_padded=context.backbone.is_padded,
         )
         context = with_references(context, micro_batches, stop_if_asked)
         state = build_state(

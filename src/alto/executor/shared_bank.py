@@ -134,7 +134,7 @@ class SharedBank:
 
     def reinject(self) -> None:
         """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
-        self.trainer.use(inject(self._backbone.model, self.trainer.bank))
+        self.trainer.use(inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass))
 
     @property
     def _max_tokens(self) -> int:
@@ -191,7 +191,12 @@ class SharedBank:
 
     def _try_build_trainer(self, size: BankSize) -> Trainer | None:
         """None where it does not fit."""
-        micro_batches = MicroBatches(self._max_tokens, self._memory_ran_out, can_retry=self._ranks.is_alone)
+        micro_batches = MicroBatches(
+            self._max_tokens,
+            self._memory_ran_out,
+            can_retry=self._ranks.is_alone,
+            is_padded=self._backbone.is_padded,
+        )
         try:
             with watching("bank"):
                 return build_trainer(self._backbone, size, micro_batches, self._ranks)

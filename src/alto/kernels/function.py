@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["grouped_lora_linear"]
+__all__ = ["LinearWeights", "grouped_lora_linear"]
+
+
+class LinearWeights(Protocol):
+    """A frozen linear layer: weight ``[N, K]`` and bias ``[N]``, as those of ``torch.nn.Linear``."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class _GroupedLoraLinear(torch.autograd.Function):
@@ -25,7 +35,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ctx: Any,
         x_TK: Tensor,
         anchor: Tensor,
-        bases: Sequence[nn.Linear],
+        bases: Sequence[LinearWeights],
         operands: LoraOperands,
         schedule: TokenSchedule,
         ops: ModuleType,
@@ -57,7 +67,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
 def grouped_lora_linear(
     x_TK: Tensor,
     anchor: Tensor,
-    bases: Sequence[nn.Linear],
+    bases: Sequence[LinearWeights],
     operands: LoraOperands,
     schedule: TokenSchedule,
     ops: ModuleType,

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 
 from alto.kernels import choose_backend
 from alto.lora.bank import AdapterBank
-from alto.lora.linear import ForwardContext, MultiLoraLinear, SharedInput
+from alto.lora.linear import ForwardContext, MultiLoraLinear, RowPlaces, SharedInput, packed
 from alto.lora.targets import linear_bases
 
 __all__ = ["eject", "inject"]
 
 
-def inject(model: PreTrainedModel, bank: AdapterBank) -> ForwardContext:
+def inject(
+    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] = packed
+) -> ForwardContext:
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
+
+    Args:
+        model: The base model.
+        bank: Adapters of all slots.
+        places: See :class:`ForwardContext`.
 
     Returns:
         The context that gives the wrapped modules the slots of a micro-batch's tokens.
     """
     eject(model)
-    context, ops = ForwardContext(), choose_backend(device=bank.params_ZP.device)
+    context, ops = ForwardContext(places), choose_backend(device=bank.params_ZP.device)
     bases = linear_bases(model)
     numbers = {name: number for number, name in enumerate(bases)}
     # A group's number is that of its first module in the model, whether or not a job targets that module.

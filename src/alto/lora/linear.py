@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from alto.errors import UnsupportedModelError
 from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.bank import AdapterBank
 
-__all__ = ["ForwardContext", "MultiLoraLinear", "SharedInput"]
+__all__ = ["ForwardContext", "FrozenLinear", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
+
+FrozenLinear: TypeAlias = nn.Linear | Conv1D
+"""A linear layer of a base model; GPT-2's family keeps weights transposed, ``[K, N]``, in a ``Conv1D``."""
+
+
+class RowPlaces(Protocol):
+    """Where the ``T`` tokens of a forward pass lie among the ``P`` positions that the model computes.
+
+    Attributes:
+        num_positions: ``P``.
+    """
+
+    @property
+    def num_positions(self) -> int: ...
+
+    def collect(self, x_PN: Tensor) -> Tensor:
+        """The tokens, ``[T, N]``."""
+        ...
+
+    def spread(self, x_TN: Tensor) -> Tensor:
+        """The positions, ``[P, N]``."""
+        ...
+
+
+def packed() -> None:
+    """The places of tokens in a model that computes nothing else: there are none to look up."""
 
 
 class ForwardContext:
@@ -21,10 +50,14 @@ class ForwardContext:
 
     The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
     that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
+
+    Args:
+        places: The places of the tokens of the forward pass in progress; None where the model computes them alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Callable[[], RowPlaces | None] = packed) -> None:
         self.schedule: TokenSchedule | None = None
+        self.places = places
         self.groups: WeakSet[SharedInput] = WeakSet()
 
     @contextmanager
@@ -48,13 +81,13 @@ class SharedInput:
 
     def __init__(
         self,
-        bases: Sequence[nn.Linear],
+        bases: Sequence[FrozenLinear],
         bank: AdapterBank,
         operands: LoraOperands,
         context: ForwardContext,
         ops: ModuleType,
     ) -> None:
-        self._bases = tuple(bases)
+        self._bases = tuple(_Transposed(base) if isinstance(base, Conv1D) else base for base in bases)
         self._bank = bank
         self._operands = operands
         self._context = context
@@ -83,20 +116,59 @@ class SharedInput:
     def _compute(self, x: Tensor) -> Iterator[Tensor]:
         schedule = self._context.schedule
         assert schedule is not None
-        ys = grouped_lora_linear(
-            x.reshape(-1, x.shape[-1]), self._bank.anchor, self._bases, self._operands, schedule, self._ops
-        )
+        places, x_TK = self._context.places(), x.reshape(-1, x.shape[-1])
+        num_positions = places.num_positions if places is not None else schedule.num_tokens
+        if schedule.segments and len(x_TK) != num_positions:
+            raise UnsupportedModelError(
+                f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
+                f"pass, found one of {self._operands.in_features} features that it runs on {len(x_TK)}; leave out "
+                "layers that see only some tokens, such as those of experts"
+            )
+        if places is not None:
+            x_TK = places.collect(x_TK)
+        ys = grouped_lora_linear(x_TK, self._bank.anchor, self._bases, self._operands, schedule, self._ops)
+        if places is not None:
+            ys = tuple(map(places.spread, ys))
         return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
+
+
+class _Transposed:
+    """A ``Conv1D`` with its weight as that of a ``torch.nn.Linear``; read at each use, as it may be gathered then."""
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+
+    @property
+    def weight(self) -> Tensor:
+        weight_KN: Tensor = self._base.weight
+        return weight_KN.T
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self._base.bias
+        return bias
 
 
 class MultiLoraLinear(nn.Module):
     """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer."""
 
-    def __init__(self, base: nn.Linear, shared: SharedInput, member: int) -> None:
+    def __init__(self, base: FrozenLinear, shared: SharedInput, member: int) -> None:
         super().__init__()
         self.base = base
         self._shared = shared
         self._member = member
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight: some models read it themselves, and then no adapter applies, in PEFT neither."""
+        weight: Tensor = self.base.weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias."""
+        bias: Tensor | None = self.base.bias
+        return bias
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def write_adapter(
         tensors[f"{_PREFIX}{name}{A_ENDING}"] = a_KR.T.contiguous()
         tensors[f"{_PREFIX}{name}{B_ENDING}"] = b_RN.T.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    description = _adapter_config(config, base_model, peft_targets(weights, model))
+    description = _adapter_config(
+        config, base_model, peft_targets(weights, model), is_transposed=not model.transposed.isdisjoint(weights)
+    )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
@@ -75,7 +77,7 @@ def read_adapter(folder: Path) -> AdapterWeights:
     return weights
 
 
-def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets) -> dict[str, Any]:
+def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets, *, is_transposed: bool) -> dict[str, Any]:
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -86,7 +88,7 @@ def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets) ->
         "use_rslora": config.use_rslora,
         "target_modules": targets.modules,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": is_transposed,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "inference_mode": True,
     }

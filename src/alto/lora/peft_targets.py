@@ -14,8 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, conversion_mapping
+from transformers.pytorch_utils import Conv1D
 
-from alto.lora.targets import module_names
+from alto.lora.targets import linear_bases, module_names
 
 __all__ = ["ModuleNames", "PeftTargets", "expert_names", "peft_targets"]
 
@@ -38,15 +39,22 @@ class ModuleNames:
     Attributes:
         modules: Full names of all modules of the model, linear or not.
         model_type: As the model's config says.
+        transposed: Full names of the modules that keep their weight transposed (``Conv1D``).
     """
 
     modules: frozenset[str]
     model_type: str
+    transposed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
         """The names of ``model``, with or without injected adapters."""
-        return cls(modules=frozenset(module_names(model)), model_type=model.config.model_type)
+        transposed = (name for name, module in linear_bases(model).items() if isinstance(module, Conv1D))
+        return cls(
+            modules=frozenset(module_names(model)),
+            model_type=model.config.model_type,
+            transposed=frozenset(transposed),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    "fan_in_fan_out",  # how PEFT adds the product to the weight; the matrices are the same
     "target_parameters",  # compared with the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }

@@ -11,7 +11,7 @@ from alto.kernels import TokenSchedule
 from alto.lora.bank import AdapterBank, AdapterWeights
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout
-from alto.lora.linear import ForwardContext
+from alto.lora.linear import ForwardContext, RowPlaces, packed
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import linear_modules
 
@@ -42,12 +42,14 @@ def serving(
     model: PreTrainedModel,
     adapters: Sequence[tuple[AdapterWeights, float] | None],
     forward: Callable[[], object],
+    places: Callable[[], RowPlaces | None] = packed,
 ) -> Iterator[ServedAdapters]:
     """Put ``adapters`` on ``model`` while the context lasts, replacing those of any other bank; afterwards it has none.
 
     Args:
         adapters: Weights and scale of each, which fit the model; ranks and modules may differ. None is the base alone.
         forward: Runs a forward pass of ``model``.
+        places: See :class:`alto.lora.linear.ForwardContext`.
     """
     eject(model)
     layout = BankLayout(
@@ -67,7 +69,9 @@ def serving(
             bank.occupy(slot, AdapterShape(rank=_rank(weights), targets=targets))
             bank.write(slot, weights)
     try:
-        yield ServedAdapters(inject(model, bank), [1.0 if adapter is None else adapter[1] for adapter in adapters])
+        yield ServedAdapters(
+            inject(model, bank, places), [1.0 if adapter is None else adapter[1] for adapter in adapters]
+        )
     finally:
         eject(model)
 

@@ -8,32 +8,49 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
 from alto.lora.layout import TargetModule
-from alto.lora.linear import MultiLoraLinear
+from alto.lora.linear import FrozenLinear, MultiLoraLinear
 from alto.spec.job_config import ALL_LINEAR
 
 __all__ = ["find_targets", "linear_bases", "linear_modules", "module_names"]
+
+_MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+_FUSED = ("out_proj",)
+"""Source: PEFT 0.21, ``_check_lora_target_modules_mamba``."""
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
 
-    The same whether or not adapters have been injected.
+    The same whether or not adapters have been injected. Left out, as in PEFT, are the output projections of Mamba's
+    layers: their fused kernels read the weight itself, so that an adapter there would not apply.
     """
     return tuple(
-        TargetModule(name=name, in_features=module.in_features, out_features=module.out_features)
+        TargetModule(name=name, in_features=_sizes(module)[0], out_features=_sizes(module)[1])
         for name, module in linear_bases(model).items()
     )
 
 
-def linear_bases(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """The modules that :func:`linear_modules` names, as they are without injection."""
     head = model.get_output_embeddings()
+    fused = _FUSED if model.config.model_type in _MAMBA else ()
     return {
-        name: module for name, module in _modules(model).items() if isinstance(module, nn.Linear) and module is not head
+        name: module
+        for name, module in _modules(model).items()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rsplit(".", 1)[-1] not in fused
     }
+
+
+def _sizes(module: FrozenLinear) -> tuple[int, int]:
+    """In-features and out-features."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    num_in, num_out = module.weight.shape
+    return num_in, num_out
 
 
 def module_names(model: PreTrainedModel) -> tuple[str, ...]:

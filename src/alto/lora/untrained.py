@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from alto.lora.peft_targets import expert_names
 from alto.lora.targets import linear_modules
@@ -101,7 +102,7 @@ def _routers(model: PreTrainedModel, experts: Iterable[str]) -> dict[str, int]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
+    return isinstance(module, nn.Linear | Conv1D | nn.Embedding | nn.modules.conv._ConvNd)
 
 
 def _described(parameters: dict[str, int]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from alto.backbone import Backbone
-from alto.data import DataOrder, TaskData
+from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
 from alto.executor.assembly import BankSize, build_trainer
@@ -169,7 +169,8 @@ def measure(
         for packing in todo:
             admitted = _admitted(chosen, packing, len(rows.train), ranks)
             of_all = sum(rows.train.input_ids[row].numel() for job in admitted for row in job.order.rows_of_step(0))
-            num_tokens = of_all // ranks.size
+            parts = [JobRows(rows.train, slot, tuple(job.order.rows_of_step(0))) for slot, job in enumerate(admitted)]
+            num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
             if memory and ranks.any(
                 num_tokens > max_tokens
                 or not budget.allows(durations, of_all)
@@ -244,7 +245,9 @@ def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[Planned
 
 def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -> Trainer:
     """As the task would be trained, in micro-batches of any size."""
-    micro_batches = MicroBatches(2**62, refused.append, can_retry=context.ranks.is_alone)
+    micro_batches = MicroBatches(
+        2**62, refused.append, can_retry=context.ranks.is_alone, is_padded=context.backbone.is_padded
+    )
     size = BankSize.of(context.jobs, context.backbone, num_slots=num_slots, adapter_dtype=context.task.adapter_dtype)
     trainer = build_trainer(context.backbone, size, micro_batches, context.ranks)
     # An operating system may allocate pages of zeros only when they are written.

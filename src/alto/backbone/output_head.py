@@ -1,0 +1,158 @@
+"""The output head of a causal LM: from the hidden states that enter it to logits and token losses.
+
+Logits are ``softcap(scale · (hidden @ weightᵀ + bias))``. Where a model has layers of its own between its body and its
+head (the transform of BERT's family, the width scaling of MiniCPM3), they belong to the hidden states.
+
+Shapes: ``S`` trained tokens, ``H`` hidden size, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from alto.backbone.loss_head import token_losses
+from alto.backbone.sharding import find_body, is_sharded
+from alto.errors import UnsupportedModelError
+
+__all__ = ["OutputHead"]
+
+_SCALE = re.compile(r"logits?_(scale|scaling|multiplier)|lm_head_multiplier|output_logits_scale")
+"""Names under which configurations of transformers keep a factor, or a divisor, of the logits."""
+
+_NUM_TOKENS = 7
+"""Of the observed forward pass; the first of a vocabulary are often special, and some have no embedding."""
+
+_SAME = 1e-2
+"""Relative difference of a measured factor that the rounding of any precision explains."""
+
+
+class OutputHead:
+    """The output head of ``model``, as a whole where it is needed.
+
+    Attributes:
+        linear: The module; its weight may be the embeddings' own, and only a part of it.
+        scale: Factor of the logits; None where they have none.
+        softcap: Cap of the logits; None where they have none.
+
+    Raises:
+        UnsupportedModelError: It is not a linear module.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        linear = model.get_output_embeddings()
+        if not isinstance(linear, nn.Linear):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: expected an output head that is a torch.nn.Linear, found "
+                f"{type(linear).__name__}; use another base model"
+            )
+        self.linear = linear
+        self._model = model
+        embeddings = model.get_input_embeddings()
+        is_tied = is_sharded(embeddings) and not is_sharded(linear)
+        self._owner: Any = embeddings if is_tied else linear
+        self.scale: float | None = None
+        self.softcap: float | None = _of_config(model, "final_logit_softcapping")
+        self._body: Any = find_body(model)
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Find, in a forward pass of the model's own, what it does between its body and its logits."""
+        bodies: list[Tensor] = []
+        hook = self._body.register_forward_hook(lambda _, __, output: bodies.append(output[0]))
+        num_tokens = min(_NUM_TOKENS, int(_of_config(self._model, "vocab_size")))
+        ids_1L = torch.arange(num_tokens, device=self._model.device)[None]
+        try:
+            with self.gathered() as weight_VH, self._caught(runs=True) as inputs:
+                logits_LV = self._model(input_ids=ids_1L, use_cache=False).logits[0].float()
+                plain_LV = F.linear(inputs[0][0], weight_VH, self.linear.bias).float()
+        finally:
+            hook.remove()
+        if not bodies or not torch.equal(inputs[0], bodies[0]):
+            self._body = self._model
+        if self.softcap is not None:
+            logits_LV = torch.atanh((logits_LV / self.softcap).clamp(-0.999, 0.999)) * self.softcap
+        self.scale = _factor(self._model, ((logits_LV * plain_LV).sum() / plain_LV.square().sum()).item())
+
+    def hidden_states(self, **inputs: Tensor) -> Tensor:
+        """What enters the head in a forward pass of the model: ``[rows, L, H]``."""
+        if self._body is not self._model:
+            hidden: Tensor = self._body(**inputs, use_cache=False).last_hidden_state
+            return hidden
+        with self._caught(runs=False) as caught:
+            self._model(**inputs, use_cache=False)
+        return caught[0]
+
+    def logits(self, hidden_SH: Tensor) -> Tensor:
+        """Logits ``[S, V]``, float32."""
+        with self.gathered() as weight_VH:
+            logits_SV = F.linear(hidden_SH, weight_VH, self.linear.bias).float() * (self.scale or 1.0)
+        return logits_SV if self.softcap is None else torch.tanh(logits_SV / self.softcap) * self.softcap
+
+    def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
+        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
+        with self.gathered() as weight_VH:
+            return token_losses(
+                hidden_SH, weight_VH, targets_S, bias_V=self.linear.bias, scale=self.scale, softcap=self.softcap
+            )
+
+    @contextmanager
+    def gathered(self) -> Iterator[Tensor]:
+        """Its weight ``[V, H]``, gathered from all ranks inside the context."""
+        if not is_sharded(self._owner):
+            yield self.linear.weight
+            return
+        self._owner.set_reshard_after_forward(False)
+        self._owner.unshard()
+        self.linear._parameters["weight"] = self._owner.weight
+        try:
+            yield self.linear.weight
+        finally:
+            self._owner.set_reshard_after_forward(True)
+            self._owner.reshard()
+            self.linear._parameters["weight"] = self._owner.weight
+
+    @contextmanager
+    def _caught(self, *, runs: bool) -> Iterator[list[Tensor]]:
+        """The inputs of the head in the enclosed forward passes.
+
+        Args:
+            runs: Whether the head computes; otherwise it returns one number per token, which nobody reads.
+        """
+        inputs: list[Tensor] = []
+
+        def catch(hidden: Tensor) -> Tensor:
+            inputs.append(hidden)
+            return type(self.linear).forward(self.linear, hidden) if runs else hidden[..., :1]
+
+        self.linear.forward = catch  # type: ignore[assignment, method-assign]
+        try:
+            yield inputs
+        finally:
+            del self.linear.forward
+
+
+def _of_config(model: PreTrainedModel, name: str) -> Any:
+    own = getattr(model.config, name, None)
+    return getattr(model.config.get_text_config(), name, None) if own is None else own
+
+
+def _factor(model: PreTrainedModel, measured: float) -> float | None:
+    """The factor, as the configuration has it, that ``measured`` is up to rounding; None for 1, and where none is: the
+    comparison of losses then refuses the model."""
+    if abs(measured - 1) <= 1e-5:
+        return None
+    known = [
+        float(value)
+        for name, value in vars(model.config.get_text_config()).items()
+        if _SCALE.fullmatch(name) and isinstance(value, int | float) and value
+    ]
+    near = [value for said in known for value in (said, 1 / said) if abs(measured - value) <= _SAME * abs(value)]
+    return min(near, key=lambda value: abs(measured - value)) if near and near[0] != 1 else None

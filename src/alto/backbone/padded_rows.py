@@ -1,0 +1,72 @@
+"""Sequences as rows of one length, for models whose layers need them so.
+
+Attention can be told where one sequence of a concatenated row ends and the next begins. A recurrence, a convolution, or
+an attention that the model computes itself cannot: such a model computes a row per sequence, padded on the right, as
+Hugging Face's trainers do. Adapters and losses are computed for the tokens alone (:mod:`alto.lora.linear`).
+
+Shapes: ``T`` tokens, ``S`` sequences, ``L`` positions of the longest, ``P = S · L`` positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PaddedRows"]
+
+
+class PaddedRows:
+    """Where every token lies in rows of one length.
+
+    Args:
+        lengths: Tokens of each sequence.
+        prefixes: Tokens at the beginning of the previous sequence that come before each; see
+            :class:`alto.backbone.sequences.Sequences`. They are repeated in its row.
+        device: Device of the rows.
+
+    Attributes:
+        shape: ``(S, L)``.
+    """
+
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int], device: torch.device) -> None:
+        num_tokens = sum(lengths)
+        self.shape = len(lengths), max(map(sum, zip(prefixes, lengths, strict=True)))
+        token_SL = torch.full(self.shape, num_tokens)  # the number behind the last token stands for padding
+        place_T = torch.empty(num_tokens, dtype=torch.long)
+        first = before = 0
+        for row, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
+            token_SL[row, :prefix] = torch.arange(before, before + prefix)
+            token_SL[row, prefix : prefix + length] = torch.arange(first, first + length)
+            place_T[first : first + length] = torch.arange(prefix, prefix + length) + row * self.shape[1]
+            before, first = first, first + length
+        self._token_P, self._place_T, self.mask_SL = (
+            _send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
+        )
+
+    @property
+    def num_positions(self) -> int:
+        """``P``."""
+        return self.shape[0] * self.shape[1]
+
+    def spread(self, x_TN: Tensor) -> Tensor:
+        """``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in both rows.
+
+        The gradient of a token of a prefix is the sum of two, which has the same bits in any order.
+        """
+        return torch.cat([x_TN, x_TN.new_zeros(1, x_TN.shape[1])]).index_select(0, self._token_P)
+
+    def spread_ids(self, ids_T: Tensor, padding: int) -> Tensor:
+        """Token ids ``[T]`` to ``[S, L]``."""
+        return torch.cat([ids_T, ids_T.new_full((1,), padding)]).index_select(0, self._token_P).view(self.shape)
+
+    def collect(self, x_PN: Tensor) -> Tensor:
+        """``[P, N]`` to ``[T, N]``."""
+        return x_PN.index_select(0, self._place_T)
+
+
+def _send(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy to ``device`` without host-device synchronisation."""
+    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+    return pinned.to(device, non_blocking=True)
