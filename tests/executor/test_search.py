@@ -359,3 +359,17 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
     assert expected({**TPE, "budget": {"jobs": 12, "samples": samples // 2}}) == pytest.approx(150)
     assert expected(PBT) == 100
     assert expected({"algorithm": "random", "budget": {"jobs": 5}}) == 100
+
+
+def test_jobs_that_all_end_at_once_do_not_end_the_search(tmp_path: Path) -> None:
+    search = {"algorithm": "tpe", "num_initial_jobs": 3, "budget": {"jobs": 7}}
+    task = make(search, search_space={"lr": SPACE["lr"]}, early_exit=False, num_train_epochs=2)
+    whole = Run(tmp_path / "whole", task).train()
+    assert len(whole.added()) == 4
+    assert len(whole.events("job_completed")) == 7
+    parted = Run(tmp_path / "parted", task)
+    for turns in (4, 3):
+        parted.train(turns)
+    parted.train()
+    assert parted.added() == whole.added()
+    parted.assert_decided_as_journalled()

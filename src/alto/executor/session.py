@@ -198,6 +198,8 @@ class TaskSession:
             self._hold_rung()
         if self._inputs.is_budget_spent:
             self._exploration.end_all()
+        elif not self.state.selection.training:
+            self._exploration.suggest(1)  # all jobs have ended at once
         if not self.state.selection.training:
             return False
         if self._inputs.is_interrupted:
