@@ -106,6 +106,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server) -> None
         ([(401, b"")], "expected status 200, found status 401 Unauthorized", 1),
         ([(302, b"")], "expected status 200, found status 302 Found", 1),
         ([(200, b"oops")], "expected {.*} with 5 finite numbers, found no JSON", 1),
+        ([(200, b"[" * 100_000)], "expected {.*} with 5 finite numbers, found no JSON", 1),
         ([(200, b"[1, 2]")], "found list", 1),
         ([(200, b'{"score": 1}')], "found an object without such a list", 1),
         ([(200, b'{"scores": [1, 2]}')], "found 2 scores", 1),

@@ -159,6 +159,7 @@ def test_a_real_function_gets_what_the_jobs_wrote(task: alto.Task) -> None:
     [
         ({**LENGTH, "function": "scoring_functions:raising"}, "it raised LookupError: the judge is asleep"),
         ({**LENGTH, "function": "scoring_functions:infinite"}, "expected a finite number, found inf"),
+        ({**LENGTH, "function": "scoring_functions:huge"}, "expected scores from -1e+100 to 1e+100, found 1e+308"),
         ({**LENGTH, "function": "scoring_functions:hanging", "timeout_s": 0.2}, "no result within 0.2 s"),
         ({"scorer": "http", "url": "http://127.0.0.1:9/score", "max_new_tokens": 8}, "no connection"),
     ],

@@ -46,4 +46,8 @@ def infinite(**_: str) -> float:
     return float("inf")
 
 
+def huge(**_: str) -> float:
+    return 1e308
+
+
 NOT_A_FUNCTION = 3

@@ -32,6 +32,9 @@ _MAX_ADAPTERS = 16
 
 _MAX_REASON_CHARS = 500
 
+_MAX_SCORE = 1e100
+"""Largest score of a row, of either sign: means and intervals of larger ones may not be finite."""
+
 
 class _Answers(Protocol):
     """Scores of rows by adapters."""
@@ -113,6 +116,9 @@ class FinalistJudge:
         with loaded_adapters(self._backbone, adapters, self._model) as served:
             scores = self._answers.scores(served, list(finalists), on_turn)
         assert all(len(of_job) == self._num_rows for of_job in scores)
+        for of_job in scores:
+            if abs(largest := max(of_job, key=abs)) > _MAX_SCORE:
+                raise ScorerFailedError(f"expected scores from {-_MAX_SCORE:g} to {_MAX_SCORE:g}, found {largest:g}")
         return [tuple(float(f"{score:.6g}") for score in of_job) for of_job in scores]
 
 

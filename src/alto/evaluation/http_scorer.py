@@ -109,7 +109,7 @@ class HttpScorer:
         expected = f'expected {{"scores": […]}} with {num_rows} finite numbers'
         try:
             found: Any = json.loads(reply) if len(reply) <= _MAX_BYTES else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ScorerFailedError(f"{self._address}: {expected}, found no JSON") from None
         scores = found.get("scores") if isinstance(found, Mapping) else None
         if not isinstance(scores, list):

@@ -35,8 +35,8 @@ class Scoring(SpecModel):
             likely; nothing is generated. ``python``: a function of yours scores each generated text. ``http``: a server
             does, for example one that asks a language model.
         function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``. It is
-            called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a finite
-            number; higher is better. It runs in the process that trains, with all its rights.
+            called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a
+            number from -1e100 to 1e100; higher is better. It runs in the process that trains, with all its rights.
         url: Of ``http``: where ``{"rows": [{"prompt", "reference", "answer"}, …]}`` is posted as JSON. The answer is
             ``{"scores": […]}``, a finite number for each row; higher is better.
         headers_env: Of ``http``: the name of an environment variable that holds further headers of a request as a JSON
