@@ -411,7 +411,8 @@ The field `evidence` of `job_exited`, also shown in the report:
 
 `{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` (a row does not fit into memory by
 itself) has `row_tokens`, the tokens of that row, and `largest_micro_batch`, those of the largest micro-batch that
-fitted.
+fitted; or, of a suggestion of the search whose adapter does not fit, `adapter_bytes`, its bytes with gradient and
+optimizer state.
 """
 
 

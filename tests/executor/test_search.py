@@ -14,10 +14,11 @@ from resident_jobs import DATA, assert_same_step, make_model
 from alto.backbone import Backbone
 from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
-from alto.executor import Executor, Hooks, TaskSession
+from alto.executor import Executor, Hooks, TaskSession, assembly
 from alto.executor.checkpoint import read_state
 from alto.export.tables import job_table
-from alto.runs import RunDir, read_entries, read_events, read_history
+from alto.lora import AdapterBank
+from alto.runs import Action, Mailbox, RunDir, read_entries, read_events, read_history
 from alto.runs.progress import rung_costs
 from alto.spec import Task
 
@@ -373,3 +374,61 @@ def test_jobs_that_all_end_at_once_do_not_end_the_search(tmp_path: Path) -> None
     parted.train()
     assert parted.added() == whole.added()
     parted.assert_decided_as_journalled()
+
+
+class TestASuggestionThatDoesNotFit:
+    TASK = make(
+        {"algorithm": "tpe", "num_initial_jobs": 3, "budget": {"jobs": 14}},
+        search_space={"lr": SPACE["lr"], "r": [2, 4, 8, 64]},
+        num_train_epochs=1,
+        data_seed=42,
+    )
+
+    @pytest.fixture(autouse=True)
+    def small_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Bank(AdapterBank):
+            def __init__(self, layout: Any, num_slots: int, **settings: Any) -> None:
+                if layout.max_rank > 8:
+                    raise torch.OutOfMemoryError("no memory, as the test wants it")
+                super().__init__(layout, num_slots, **settings)
+
+        monkeypatch.setattr(assembly, "AdapterBank", Bank)
+
+    def test_others_are_suggested_and_it_is_reported(self, tmp_path: Path) -> None:
+        run = Run(tmp_path / "run", self.TASK).train()
+        misfits = [event["job"] for event in run.added() if event["config"]["r"] == 64]
+        assert len(run.added()) == 11
+        assert 1 <= len(misfits) <= 3, "configurations like it are avoided"
+        assert run.events("oom") == [], "the bank is as large as before"
+        ends = [event for event in run.events("job_exited") if event["reason"] == "failed"]
+        assert [event["job"] for event in ends] == misfits
+        assert all(event["evidence"]["adapter_bytes"] > 0 and event["step"] == 0 for event in ends)
+        run.assert_decided_as_journalled()
+        row = next(row for row in job_table(read_history(run.root)).rows if row.job == misfits[0])
+        assert row.outcome == "failed"
+        assert "its adapter" in row.explanation
+        assert "does not fit into memory" in row.explanation
+        assert read_history(run.root).result is not None
+
+    def test_a_run_that_is_interrupted_suggests_the_same(self, tmp_path: Path) -> None:
+        whole, parted = Run(tmp_path / "whole", self.TASK).train(), Run(tmp_path / "parted", self.TASK)
+        while not any(event["config"]["r"] == 64 for event in parted.train(2).added()):
+            assert len(parted.added()) < 11
+        parted.train()
+        assert parted.added() == whole.added()
+
+    def test_it_is_resumed_where_there_is_memory_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = Run(tmp_path / "run", self.TASK)
+        misfits: list[str] = []
+        while not misfits:
+            misfits = [event["job"] for event in run.train(2).added() if event["config"]["r"] == 64]
+        misfit = misfits[0]
+        mailbox = Mailbox(RunDir(run.root))
+        refused = mailbox.send(Action.RESUME, misfit)
+        run.train(1)
+        assert "expected memory for one adapter of rank 64" in mailbox.wait_for_answer(refused, 0).message
+        monkeypatch.setattr(assembly, "AdapterBank", AdapterBank)
+        mailbox.send(Action.RESUME, misfit)
+        run.train()
+        assert misfit in {event["job"] for event in run.events("eval")}
+        run.assert_decided_as_journalled()

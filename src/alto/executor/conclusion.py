@@ -88,7 +88,7 @@ def _judged(
 
 def _why_there_is_none(state: TaskState) -> str:
     decisions = [state.selection.decision_on(job) for job in state.jobs]
-    failed = [decision for decision in decisions if decision and decision.reason is ExitReason.FAILED]
+    failed = [decision for decision in decisions if decision and "row_tokens" in decision.evidence]
     stopped = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
     if stopped:
         return (

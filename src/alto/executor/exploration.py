@@ -7,7 +7,6 @@ import math
 import time
 from typing import Any
 
-from alto.errors import DeviceMemoryError
 from alto.executor.clone import next_id
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
@@ -48,7 +47,10 @@ class Exploration:
         if search.algorithm != "tpe":
             return
         most = search.max_jobs(self._task.search_space)
-        while not self._is_exhausted and self._num_able() < num_slots and len(self._chosen()) < most:
+        while not self._is_exhausted and len(self._chosen()) < most:
+            # A suggestion with a larger adapter may leave fewer slots.
+            if self._num_able() >= min(num_slots, self._state.slot_manager.num_slots):
+                return
             self._is_exhausted = not self._add_suggestion()
 
     def exchange(self, rung_index: int, result: RungResult) -> None:
@@ -100,16 +102,13 @@ class Exploration:
         return [job for job in self._state.jobs.values() if job.planned.job.values]
 
     def _add_suggestion(self) -> bool:
-        """Add one job; false where the search space has no further one, or there is no memory for it."""
+        """Add one job; false where the search space has no further one."""
         context = self._state.context
         values = context.ranks.broadcast(self._next_values() if context.ranks.is_first else None, dict[str, Any] | None)
         if values is None:
             return False
         config = self._task.job_config({**self._task.fixed, **values})
-        try:
-            self._lifecycle.add_suggestion(self._job(config, values))
-        except DeviceMemoryError:
-            return False
+        self._lifecycle.add_suggestion(self._job(config, values))
         return True
 
     def _next_values(self) -> dict[str, Any] | None:

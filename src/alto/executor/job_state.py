@@ -23,6 +23,7 @@ class JobState:
         context: Its task, which holds its rows, objective, metric and early-exit settings.
         starts_warm: A clone that begins with the adapter in its ``start`` folder.
         forked_at: Steps after which it continues where another job was; 0 of all others.
+        fits: Whether a bank with a slot for its adapter fits into memory, as far as is known.
         step: Steps done.
         slot: Where it is resident, counted over all ranks; None while it is pending, parked or over.
         is_data_parallel: Every rank holds a copy of its adapter in the same local slot and trains a part of its rows;
@@ -38,6 +39,7 @@ class JobState:
     context: TaskContext = field(repr=False)
     starts_warm: bool = False
     forked_at: int = 0
+    fits: bool = True
     step: int = 0
     slot: int | None = None
     is_data_parallel: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from alto.errors import DeviceMemoryError
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
@@ -75,7 +76,14 @@ class JobLifecycle:
         self.end(job, decision)
 
     def reopen(self, job: JobState, command: str) -> None:
-        """Resume a job that was ended, for the user's command with that id."""
+        """Resume a job that was ended, for the user's command with that id.
+
+        Raises:
+            DeviceMemoryError: Its adapter does not fit; nothing is changed.
+        """
+        if not job.fits:
+            self._fit(job)
+            job.fits = True
         self._state.selection.reopen(job.id)
         self._recorder.job_reopened(job, command)
 
@@ -95,11 +103,22 @@ class JobLifecycle:
         self._recorder.job_added(clone, origin=origin.id, command=command)
 
     def add_suggestion(self, job: JobState) -> None:
-        """Add a job that the search suggests; it is pending. Errors as in :meth:`add_clone`."""
-        self._add(job)
+        """Add a job that the search suggests; it is pending. One whose adapter does not fit into memory ends as
+        ``failed``."""
+        state = self._state
+        try:
+            self._add(job)
+        except DeviceMemoryError:
+            state.jobs[job.id] = job
+            job.fits = False
         scale = loss_scale(job.config.model_dump())
-        self._state.selection.add(job.id, job.total_steps, scale, catches_up=True)
+        state.selection.add(job.id, job.total_steps, scale, catches_up=True)
         self._recorder.job_added(job)
+        if not job.fits:
+            evidence = {"adapter_bytes": state.slot_manager.bank.bytes_for(job)}
+            decision = ExitDecision(job=job.id, step=0, reason=ExitReason.FAILED, evidence=evidence)
+            state.selection.end(decision)
+            self.end(job, decision)
 
     def add_fork(self, fork: JobState, origin: JobState, replaces: str) -> None:
         """Add a job that continues where ``origin`` is, with its weights and optimizer state; it is parked.
@@ -119,9 +138,13 @@ class JobLifecycle:
         self._recorder.job_added(fork, origin=origin.id, replaces=replaces)
 
     def _add(self, job: JobState) -> None:
+        self._fit(job)
+        self._state.jobs[job.id] = job
+
+    def _fit(self, job: JobState) -> None:
+        """Make the bank large enough for ``job`` too."""
         state = self._state
-        state.slot_manager.fit([*state.jobs.values(), job])
-        state.jobs[job.id] = job
+        state.slot_manager.fit([*(one for one in state.jobs.values() if one.fits), job])
 
     def _note_lost_slot(self, job: JobState, slot: int) -> None:
         self._recorder.losses(job)

@@ -132,6 +132,11 @@ class SharedBank:
             raise
         self._readmit(residents)
 
+    def bytes_for(self, job: JobState) -> int:
+        """Bytes of the adapter of ``job``, with its gradient and the state of its optimizer."""
+        size = BankSize.of([job.planned], self._backbone, num_slots=1, adapter_dtype=self.adapter_dtype)
+        return size.bytes_per_slot
+
     def reinject(self) -> None:
         """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
         self.trainer.use(inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass))
@@ -167,11 +172,14 @@ class SharedBank:
     def _build(self, size: BankSize) -> None:
         """Make a bank of ``size``, or with as many of its slots as fit."""
         self._wanted = size
+        events: list[MemoryEvent] = []
         while True:
             trainer = self._try_build_trainer(size)
             if not self._ranks.any(trainer is None):
                 assert trainer is not None
                 self.trainer, self._size = trainer, size
+                for event in events:
+                    list(self._members)[-1].memory_ran_out(event)
                 return
             del trainer
             eject(self._backbone.model)  # which holds the bank too
@@ -179,7 +187,7 @@ class SharedBank:
             if size.num_slots == 1:
                 raise DeviceMemoryError(self._no_bank(size))
             size = replace(size, num_slots=size.num_slots // 2)
-            list(self._members)[-1].memory_ran_out(
+            events.append(
                 MemoryEvent(
                     phase="bank",
                     slots=(),

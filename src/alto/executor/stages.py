@@ -25,7 +25,7 @@ from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager
 from alto.executor.task_state import TaskState
 from alto.runs import RunDir
-from alto.runs.events import JobAdded, ReferenceFact
+from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
 from alto.spec import BaseModelSpec, Job, Task
 from alto.spec.base_model import LOAD_IN_4BIT
 from alto.spec.metric import loss_scale
@@ -126,9 +126,12 @@ def build_state(
     jobs = initial_states(context)
     for planned, event in _added(context, resume_state):
         jobs.append(JobState(planned=planned, context=context, starts_warm=event.warm, forked_at=event.forked_at))
+    misfits = _misfits(resume_state)
+    for job in jobs:
+        job.fits = job.id not in misfits
     bank = bank or SharedBank(context.backbone, context.ranks, context.task.adapter_dtype)
     slot_manager = SlotManager(bank, context, run_dir, on_memory_event)
-    slot_manager.attach(jobs, max_tokens_per_pass=max_tokens_per_pass)
+    slot_manager.attach([job for job in jobs if job.fits], max_tokens_per_pass=max_tokens_per_pass)
     return TaskState(
         context=context,
         jobs={job.id: job for job in jobs},
@@ -144,6 +147,18 @@ def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[Planne
         for entry in resume_state.entries
         if isinstance(entry.event, JobAdded)
     ]
+
+
+def _misfits(resume_state: ResumeState) -> set[str]:
+    """The jobs that ended as their adapters do not fit into memory."""
+    found: set[str] = set()
+    for entry in resume_state.entries:
+        match entry.event:
+            case JobExited(job=job, evidence=evidence) if "adapter_bytes" in evidence:
+                found.add(job)
+            case JobReopened(job=job):
+                found.discard(job)
+    return found
 
 
 def _job_of(event: JobAdded, task: Task) -> Job:

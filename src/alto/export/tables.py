@@ -149,6 +149,9 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
         progress = job.progress if rung_progress is None else rung_progress
         sentence = _explain_underperforming(numbers, progress)
+    elif job.exit_reason == ExitReason.FAILED and "adapter_bytes" in numbers:
+        size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
+        sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
         sentence = f"a row of {format_count(numbers['row_tokens'])} tokens does not fit into memory by itself"
     return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
