@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "rows": (other_rows, r"found other rows or tokens"),
     "eval_steps": (lambda folder: change_task(folder, eval_steps=0.5), r"other settings of eval_steps; put it back"),
     "jobs": (lambda folder: change_task(folder, search_space={"lr": [1e-3, 2e-2]}), r"other settings of job-001"),
+    "more jobs": (
+        lambda folder: change_task(folder, search_space={"lr": [1e-3, 1e-2, 1e-1]}),
+        r"other settings of job-002; put it back",
+    ),
 }
 
 
@@ -101,7 +105,7 @@ def test_a_run_does_not_go_on_with_another(what: str, stopped: Path) -> None:
     change(stopped)
     with pytest.raises(RunChangedError, match=message):
         alto.Engine().resume(stopped / "run")
-    if what not in ("rows", "eval_steps", "jobs"):
+    if what not in ("rows", "eval_steps", "jobs", "more jobs"):
         assert read_journal(stopped / "run") == before  # a refusal costs nothing
 
 

@@ -260,7 +260,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
 
     Args:
         started: The first event of the run.
-        configs: Of all jobs of the run as ``task`` has them now, by id.
+        configs: Of all jobs that begin with ``task`` as it is now, by id.
         task: The task as it is now.
 
     Raises:
@@ -271,7 +271,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("method")
     else:
         began_with = {job.job: task.job_config(job.config) for job in started.jobs}
-        changed += [job for job, config in began_with.items() if configs.get(job) != config]
+        changed += [job for job in {**began_with, **configs} if configs.get(job) != began_with.get(job)]
     if EarlyExit.of_run(started.early_exit).resolved() != task.early_exit.resolved():
         changed.append("early_exit")
     if started.metric != task.metric:

@@ -78,8 +78,7 @@ def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
     """
     if resume_state.lines:
         check_data(resume_state.started, context.data)
-        jobs = (*context.jobs, *(job for job, _ in _added(context, resume_state)))
-        check_jobs(resume_state.started, {job.id: job.config for job in jobs}, context.task)
+        check_jobs(resume_state.started, {job.id: job.config for job in context.jobs}, context.task)
 
 
 def with_references(
