@@ -409,6 +409,7 @@ The field `evidence` of `job_exited`, also shown in the report:
 
 {_table(("number", "meaning"), [[_code(key), meaning] for key, meaning in EVIDENCE.items()])}
 
+A job that reached a rung after it was decided has `progress`, too: the rung's share of its steps.
 `{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` (a row does not fit into memory by
 itself) has `row_tokens`, the tokens of that row, and `largest_micro_batch`, those of the largest micro-batch that
 fitted; or, of a suggestion of the search whose adapter does not fit, `adapter_bytes`, its bytes with gradient and

@@ -56,6 +56,8 @@ def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tu
     train(found, "late", loss, 3)
     assert reason(found, "late") == ended
     assert found.training == (("a", "b") if ended else ("a", "b", "late"))
+    if ended:
+        assert found.decision_on("late").evidence["progress"] == 0.2, "its place was at that rung"
 
 
 def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:

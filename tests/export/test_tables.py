@@ -119,3 +119,5 @@ def test_unknown_evidence_is_listed(reason, evidence, expected):
 def test_a_rank_without_its_rung_is_told_at_the_job_s_own_progress():
     evidence = {"rank": 2.0, "num_competing": 4.0, "num_kept": 1.0}
     assert explain_exit(exited("underperforming", evidence, step=5, total_steps=100)) == "rank 2 of 4 at 5 %: 1 kept"
+    late = {**evidence, "progress": 0.025}
+    assert explain_exit(exited("underperforming", late, step=5, total_steps=100)) == "rank 2 of 4 at 2.5 %: 1 kept"

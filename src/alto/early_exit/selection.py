@@ -374,7 +374,9 @@ class Selection:
             track.was_ranked = True
             self._num_changes += 1
             if job not in result.kept:
-                return next(decision for decision in result.dropped if decision.job == job)
+                verdict = next(decision for decision in result.dropped if decision.job == job)
+                progress = self.policy.rungs[track.late_rung].progress
+                return replace(verdict, evidence={**verdict.evidence, "progress": progress})
             track.late_rung += 1
         return None
 

@@ -147,7 +147,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None) -> str:
     elif job.exit_reason == ExitReason.OVERFITTING:
         sentence = _explain_overfitting(numbers)
     elif job.exit_reason == ExitReason.UNDERPERFORMING:
-        progress = job.progress if rung_progress is None else rung_progress
+        progress = numbers.get("progress", job.progress if rung_progress is None else rung_progress)
         sentence = _explain_underperforming(numbers, progress)
     elif job.exit_reason == ExitReason.FAILED and "adapter_bytes" in numbers:
         size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
