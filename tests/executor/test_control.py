@@ -13,6 +13,7 @@ from journals import entries
 from tiny import curves_of, make_task, read_journal, run_task
 
 from alto.early_exit import audit, selection_of
+from alto.errors import NoResultError
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskResult
 from alto.runs import Action, Answer, Mailbox, RunDir, read_history
@@ -85,6 +86,14 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
     assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(others.train.values()), rel=1e-5)
     assert audit(entries(events)) == ()
     assert (commanded.run_dir.job("job-000", "best") / "adapter_model.safetensors").is_file()
+
+
+def test_jobs_that_are_all_stopped_before_an_evaluation_did_not_diverge(tmp_path: Path) -> None:
+    commanded = Commanded(tmp_path, search_space={"lr": [1e-3, 1e-2]}, eval_steps=1.0)
+    for job in ("job-000", "job-001"):
+        commanded.mailbox.send(Action.STOP, job)
+    with pytest.raises(NoResultError, match=r"found that 2 of 2 were stopped before their first evaluation; start"):
+        commanded.run()
 
 
 def test_a_stopped_job_that_is_resumed_ends_where_it_would_have(tmp_path: Path) -> None:

@@ -89,11 +89,17 @@ def _judged(
 def _why_there_is_none(state: TaskState) -> str:
     decisions = [state.selection.decision_on(job) for job in state.jobs]
     failed = [decision for decision in decisions if decision and "row_tokens" in decision.evidence]
-    stopped = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
-    if stopped:
+    unpaid = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
+    if unpaid:
         return (
-            f"search.budget was spent before the first evaluation of {len(stopped)} of {len(decisions)}; raise it, or "
+            f"search.budget was spent before the first evaluation of {len(unpaid)} of {len(decisions)}; raise it, or "
             "lower eval_steps"
+        )
+    by_user = [decision for decision in decisions if decision and decision.reason is ExitReason.STOPPED]
+    if not failed and by_user:
+        return (
+            f"{len(by_user)} of {len(decisions)} were stopped before their first evaluation; start a new run with: "
+            "alto tune"
         )
     if not failed:
         return f"all {len(decisions)} diverged before; lower the learning rates"
