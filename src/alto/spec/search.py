@@ -134,7 +134,7 @@ class Search(SpecModel):
 
     def max_jobs(self, space: SearchSpace) -> int:
         """Largest number of configurations that are tried; jobs of a population that continue others do not count."""
-        if self.algorithm == "pbt":
+        if self.algorithm in ("grid", "pbt"):
             return self.num_initial(space)
         if self.budget.jobs is not None:
             return min(self.budget.jobs, space.num_distinct)
