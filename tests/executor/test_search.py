@@ -9,7 +9,7 @@ import pytest
 import torch
 from company import built
 from oracle import SoloJob
-from resident_jobs import DATA, assert_same_step, make_model
+from resident_jobs import DATA, PAIRS, assert_same_step, make_model
 
 from alto.backbone import Backbone
 from alto.early_exit import audit
@@ -20,6 +20,7 @@ from alto.export.tables import job_table
 from alto.lora import AdapterBank
 from alto.runs import Action, Mailbox, RunDir, read_entries, read_events, read_history
 from alto.runs.progress import rung_costs
+from alto.search import Trial
 from alto.spec import Task
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
@@ -119,6 +120,10 @@ def test_suggestions_fill_slots_as_others_train(tmp_path: Path) -> None:
     assert len(history.jobs) == 12
     assert history.result is not None
     costs = rung_costs(history)
+    assert [(cost.num_kept, cost.num_dropped) for cost in costs] == [
+        *((len(rung.kept), len(rung.dropped)) for rung in history.rungs),
+        (None, None),
+    ]
     assert [cost.until for cost in costs] == [rung.progress for rung in history.rungs] + [1.0]
     assert sum(cost.samples_trained for cost in costs) == history.samples_trained
     assert all(cost.samples_trained > 0 for cost in costs[:-1])
@@ -195,6 +200,11 @@ class TestAPopulation:
             parted.train(turns)
         parted.train()
         assert parted.added() == run.added()
+        ends = [
+            {event["job"]: event["samples_trained"] for event in of_one.events("job_exited", "job_completed")}
+            for of_one in (parted, run)
+        ]
+        assert ends[0] == ends[1]
         assert read_history(parted.root).result.best_job == read_history(run.root).result.best_job
 
 
@@ -350,15 +360,19 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
 
     backbone = Backbone(make_model("llama"), None, "unused")
 
-    def expected(search: Any) -> float:
-        task = resolve_rungs(make(search), len(DATA.train))
+    def expected(search: Any, **changes: Any) -> float:
+        task = resolve_rungs(make(search, **changes), len(DATA.train))
         return _with_search(100.0, TaskContext.of(task, backbone, DATA))
 
     assert expected(TPE) == pytest.approx(100 * 12 / 4)
     assert expected({**TPE, "budget": {"jobs": 12, "duration_s": 60}}) == 60
     samples = 3 * len(DATA.train) * 12
     assert expected({**TPE, "budget": {"jobs": 12, "samples": samples // 2}}) == pytest.approx(150)
+    assert expected({**TPE, "budget": {"jobs": 12, "samples": 2 * samples}}) == pytest.approx(300)
     assert expected(PBT) == 100
+    grid = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4, 8]}
+    assert expected("grid", search_space=grid) == 100, "all of a grid begin with the task"
+    assert expected({"budget": {"duration_s": 60}}, search_space=grid) == 60
     assert expected({"algorithm": "random", "budget": {"jobs": 5}}) == 100
 
 
@@ -432,3 +446,166 @@ class TestASuggestionThatDoesNotFit:
         run.train()
         assert misfit in {event["job"] for event in run.events("eval")}
         run.assert_decided_as_journalled()
+
+
+def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value at exactly half of the steps, the best of those that are done, and which did not fit into memory."""
+    from alto.executor.memory_errors import RowTooLargeError
+    from alto.executor.trainer import Trainer
+
+    evaluate = Trainer.evaluate
+
+    def little_memory(trainer: Trainer, jobs: Any, split: str = "validation") -> Any:
+        wide = next((job for job in jobs if job.config.r == 8), None)
+        if wide is not None:
+            raise RowTooLargeError(wide.slot, 40)
+        return evaluate(trainer, jobs, split)
+
+    monkeypatch.setattr(Trainer, "evaluate", little_memory)
+    early_exit = {"rungs": [[0.5, 0.5]], "detect_divergence": False, "detect_overfitting": False}
+    run = Run(tmp_path / "run", make({**TPE, "budget": {"jobs": 6}}, early_exit=early_exit))
+    found: dict[str, Trial] = {}
+    finish = run.finish
+
+    def noted(session: TaskSession) -> None:
+        finish(session)
+        exploration = session._exploration
+        found.update(zip((job.id for job in exploration._chosen()), exploration._trials(), strict=True))
+
+    monkeypatch.setattr(run, "finish", noted)
+    run.train()
+    history = read_history(run.root)
+    assert len(found) == len(history.jobs) == 6
+    for job_id, trial in found.items():
+        job = history.jobs[job_id]
+        assert trial.has_ended
+        assert trial.is_infeasible == (job.exit_reason == "failed") == (trial.values["r"] == 8)
+        assert len(trial.losses) == (0 if trial.is_infeasible else 1)
+        assert trial.final == (job.best_validation_loss if job.exit_reason is None else None)
+        if trial.values["per_device_train_batch_size"] == 7 and trial.losses:
+            assert trial.losses == (next(point.validation_loss for point in job.evaluations if point.step == 6),)
+    assert {job.exit_reason for job in history.jobs.values()} == {None, "failed", "underperforming"}
+    evaluated = [job for job in found if not found[job].is_infeasible]
+    starts = [history.jobs[job].start for job in evaluated]
+    assert None not in starts, "one that is suggested is compared at equal shares too"
+    assert len({start.validation_loss for start in starts if start}) == 1
+
+
+def test_where_the_metric_decides_higher_is_better(tmp_path: Path) -> None:
+    from alto.executor.planned_job import resolve_rungs
+
+    search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 3}}
+    space = {"lr": {"min": 1e-5, "max": 1e-2, "log": True}, "batch_size": [4, 7]}
+    task = make(search, method="dpo", beta=0.3, metric="reward_margin", search_space=space, early_exit=False)
+    task = resolve_rungs(task, len(PAIRS.train))
+    backbone = Backbone(make_model("llama"), None, "unused")
+    with built(tmp_path / "run", task, PAIRS, backbone) as session:
+        Run(tmp_path / "run", task).finish(session)
+        trials = session._exploration._trials()
+        jobs = session.state.jobs
+        assert [trial.final for trial in trials] == [-session.state.selection.best(job).score for job in jobs]
+        assert all(trial.final != 0 for trial in trials)
+
+
+def test_two_spellings_of_one_configuration_are_trained_once(tmp_path: Path) -> None:
+    space = {"r": [4, 8], "alpha": ["r", 8]}
+    search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
+    run = Run(tmp_path / "run", make(search, search_space=space, num_train_epochs=1)).train()
+    configs = [tuple(sorted(map(str, job.config.items()))) for job in read_history(run.root).jobs.values()]
+    assert len(configs) == len(set(configs)) == 3
+
+
+def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path) -> None:
+    """They neither count as tried nor are they told to the estimator: they have no place in the search space."""
+    search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
+    run = Run(tmp_path / "run", make(search, num_train_epochs=1, early_exit=False)).train(turns=2)
+    Mailbox(RunDir(run.root)).send(Action.CLONE, "job-000", changes={"weight_decay": 0.5})
+    run.train()
+    origins = [event.get("origin") for event in run.added()]
+    assert sorted(map(str, origins)) == ["None", "None", "job-000"]
+    run.assert_decided_as_journalled()
+
+
+def begun(session: TaskSession, turns: int) -> None:
+    executor = Executor(session.bank)
+    executor.attach("run", session)
+    for _ in range(turns):
+        executor.turn()
+
+
+def test_copies_are_drawn_as_the_seed_and_the_rung_say_inside_the_space_and_never_of_an_ended_job(
+    tmp_path: Path,
+) -> None:
+    """One that overfit keeps its place at a rung, but there is nothing to continue."""
+    from alto.records import ExitDecision, ExitReason, RungResult
+    from alto.search import forks_of
+
+    space = {"lr": {"min": 1e-3, "max": 1.1e-3}, "r": [2, 4, 8]}
+    alone = {"rungs": [[0.9, 1.0]], "detect_overfitting": False, "detect_divergence": False}
+    task = make({**PBT, "exchanged": 0.5}, search_space=space, early_exit=alone, data_seed=3)
+    with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+        begun(session, 3)
+        state = session.state
+        reasons = {"job-000": ExitReason.OVERFITTING, "job-003": ExitReason.UNDERPERFORMING}
+        ends = {job: ExitDecision(job=job, step=state.jobs[job].step, reason=reason) for job, reason in reasons.items()}
+        for job, decision in ends.items():
+            state.selection.end(decision)
+            session._lifecycle.end(state.jobs[job], decision)
+        kept = ("job-000", "job-002", "job-001")
+        session._exploration.exchange(7, RungResult(kept=kept, dropped=(ends["job-003"],)))
+        (copy,) = (job for job in state.jobs.values() if job.forked_at)
+        configs = {job: state.jobs[job].config.to_dict() for job in kept}
+    (fork,) = forks_of(kept[1:], ["job-003"], configs, {"learning_rate": (1e-3, 1.1e-3)}, exchanged=0.5, seed=3, rung=7)
+    (added,) = Run(tmp_path / "run", task).added()
+    assert (added["origin"], added["replaces"]) == (fork.origin, "job-003")
+    assert {key: copy.config.to_dict()[key] for key in fork.changes} == fork.changes
+    assert copy.config.learning_rate in (1e-3, 1.1e-3)
+
+
+def test_only_slots_that_nobody_can_use_are_given_to_suggestions(tmp_path: Path) -> None:
+    """A job that waits at a rung needs none, unless it continues in an idle slot."""
+    early_exit = {"rungs": [[0.05, 1.0]], "detect_overfitting": False, "detect_divergence": False}
+    task = make({**TPE, "num_initial_jobs": 3}, max_slots=3, early_exit=early_exit)
+    with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+        exploration, state = session._exploration, session.state
+        exploration.suggest(3)
+        assert len(state.jobs) == 3
+        job, step = "job-000", state.selection.next_stop("job-000")
+        for number in range(1, step + 1):
+            state.selection.observe_losses(job, number, [1.0])
+        state.selection.observe(job, step, 1.0)
+        assert state.selection.is_waiting(job)
+        state.ahead = frozenset({job})
+        exploration.suggest(3)
+        assert len(state.jobs) == 3
+        state.ahead = frozenset()
+        exploration.suggest(3)
+        assert len(state.jobs) == 4
+
+
+class TestWhatIsSpent:
+    def test_rows_of_all_jobs_count_also_of_those_that_ended(self, tmp_path: Path) -> None:
+        from alto.records import ExitDecision, ExitReason
+
+        space = {"lr": [1e-4, 1e-3], "batch_size": [4]}
+        task = make({"budget": {"samples": 16}}, search_space=space)
+        with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+            first, second = session.state.jobs.values()
+            first.step, second.step = 3, 0
+            assert not session._exploration.is_budget_spent()
+            second.step = 1
+            assert session._exploration.is_budget_spent(), "3 * 4 + 4 rows are exactly the budget"
+            session.state.selection.end(ExitDecision(job=first.id, step=3, reason=ExitReason.STOPPED))
+            assert session._exploration.is_budget_spent()
+
+    def test_money_is_spent_on_every_gpu(self, tmp_path: Path) -> None:
+        from alto.executor.exploration import Exploration
+
+        budget = {"cost": 1, "gpu_hour_price": 1}
+        task = make({"budget": budget}, search_space={"lr": [1e-4, 1e-3]})
+        with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+            exploration = Exploration(session.state, session._lifecycle, spent_before_s=1900)
+            assert not exploration.is_budget_spent()
+            session.state.context.ranks.size = 2
+            assert exploration.is_budget_spent()
+            session.state.context.ranks.size = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alto.errors import DeviceMemoryError
+from alto.executor.base_evaluation import start_like_others
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
@@ -119,6 +120,8 @@ class JobLifecycle:
             decision = ExitDecision(job=job.id, step=0, reason=ExitReason.FAILED, evidence=evidence)
             state.selection.end(decision)
             self.end(job, decision)
+            return
+        start_like_others(job, state, self._recorder)
 
     def add_fork(self, fork: JobState, origin: JobState, replaces: str) -> None:
         """Add a job that continues where ``origin`` is, with its weights and optimizer state; it is parked.
