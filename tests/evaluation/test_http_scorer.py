@@ -93,10 +93,19 @@ def test_rows_are_posted_in_batches_and_their_scores_come_back(server: Server, m
     assert (headers["Authorization"], headers["Content-Type"]) == (SECRET, "application/json")
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server) -> None:
-    server.replies = [(500, b""), (503, b""), (200, None)]
+@pytest.mark.parametrize("statuses", [(500, 503), (429, 408), (425, 502), (504, 429)])
+def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server, statuses: tuple[int, int]) -> None:
+    server.replies = [*((status, b"") for status in statuses), (200, None)]
     assert score(server) == [0.0, 0.1, 0.2, 0.3, 0.4]
     assert len(server.requests) == 3
+
+
+def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_scorer, "BACKOFF_S", (0.1, 0.2))
+    server.replies = [(500, b""), (500, b""), (200, None)]
+    began = time.monotonic()
+    score(server)
+    assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.parametrize(
@@ -105,11 +114,13 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server) -> None
         ([(500, b"")], "status 500 Internal Server Error, 3 times", 3),
         ([(401, b"")], "expected status 200, found status 401 Unauthorized", 1),
         ([(302, b"")], "expected status 200, found status 302 Found", 1),
+        ([(202, b'{"scores": [1, 2, 3, 4, 5]}')], "expected status 200, found status 202 Accepted", 1),
         ([(200, b"oops")], "expected {.*} with 5 finite numbers, found no JSON", 1),
         ([(200, b"[" * 100_000)], "expected {.*} with 5 finite numbers, found no JSON", 1),
         ([(200, b"[1, 2]")], "found list", 1),
         ([(200, b'{"score": 1}')], "found an object without such a list", 1),
         ([(200, b'{"scores": [1, 2]}')], "found 2 scores", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, 5, 6]}')], "found 6 scores", 1),
         ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found another value at position 2", 1),
         ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found another value at position 3", 1),
         ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found another value at position 4", 1),

@@ -20,6 +20,21 @@ def test_each_that_ended_is_replaced_by_a_copy_of_one_of_the_best() -> None:
     assert {fork.origin for fork in found} <= {"a", "b"}, "the best quarter of eight"
     drawn = {fork.origin for seed in range(20) for fork in forks(["a", "b", "c", "d", "e", "f"], ["g", "h"], seed=seed)}
     assert drawn == {"a", "b"}
+    drawn = {fork.origin for seed in range(30) for fork in forks(list("abcdefg"), ["h", "i"], seed=seed)}
+    assert drawn == {"a", "b", "c"}, "the best quarter of nine, rounded up"
+
+
+def test_settings_are_those_of_the_origin_changed() -> None:
+    configs = {"a": CONFIG, "b": {**CONFIG, "learning_rate": 1e-5}}
+    for seed in range(20):
+        (fork,) = forks_of(["a", "b"], ["c"], configs, {}, exchanged=0.5, seed=seed, rung=0)
+        factor = fork.changes["learning_rate"] / configs[fork.origin]["learning_rate"]
+        assert factor == pytest.approx(0.8) or factor == pytest.approx(1.25)
+
+
+def test_those_that_ended_at_one_rung_are_replaced_by_different_copies() -> None:
+    drawn = [forks(["a"], ["b", "c"], rung=rung) for rung in range(10)]
+    assert any(one.changes != other.changes for one, other in drawn)
 
 
 def test_settings_move_by_a_factor_inside_their_bounds() -> None:
@@ -27,6 +42,13 @@ def test_settings_move_by_a_factor_inside_their_bounds() -> None:
     assert sorted(rates) == pytest.approx([0.8e-3, 1.25e-3])
     dropouts = {fork.changes["lora_dropout"] for seed in range(30) for fork in forks(["a"], ["b"], seed=seed)}
     assert dropouts == {0.0, 0.05}
+    high = {"a": {"learning_rate": 0.9, "weight_decay": 0.9, "lora_dropout": 0.85}}
+    drawn = [forks_of(["a"], ["b"], high, {}, exchanged=0.25, seed=seed, rung=0)[0].changes for seed in range(30)]
+    assert {key: max(changes[key] for changes in drawn) for key in CONFIG} == {
+        "learning_rate": 1.0,
+        "weight_decay": 1.0,
+        "lora_dropout": 0.9,
+    }
     narrow = {"learning_rate": (9e-4, 1.1e-3)}
     rates = {fork.changes["learning_rate"] for s in range(30) for fork in forks(["a"], ["b"], seed=s, bounds=narrow)}
     assert rates == {9e-4, 1.1e-3}

@@ -96,6 +96,66 @@ def test_configurations_that_do_not_fit_are_avoided() -> None:
     assert sum(values["r"] > 16 for values in found if values) >= 10
 
 
+def test_those_that_do_not_fit_are_avoided_however_good_they_were() -> None:
+    space = SearchSpace.parse({"r": [4, 8, 16, 32, 64, 128], "lr": {"min": 1e-5, "max": 1e-1, "log": True}})
+    trials = [
+        Trial(values=values, losses=(1 / values["r"],), has_ended=True, is_infeasible=values["r"] > 16)
+        for values in space.sample(30, 0)
+    ]
+    found = [next_configuration(space, trials, seed) for seed in range(20)]
+    assert sum(values["r"] > 16 for values in found if values) <= 5
+
+
+def test_of_those_that_did_all_their_steps_the_lower_value_is_better() -> None:
+    space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})
+    trials = [
+        Trial(values=values, losses=(1.0,), final=-math.log10(values["learning_rate"]), has_ended=True)
+        for values in space.sample(30, 0)
+    ]
+    found = [next_configuration(space, trials, seed) for seed in range(20)]
+    assert sum(values["learning_rate"] > 1e-2 for values in found if values) >= 15
+
+
+def test_what_trains_without_a_value_yet_is_kept_at_a_distance() -> None:
+    space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})
+    drawn = space.sample(30, 0)
+    known = [Trial(values=values, losses=(1.0,), has_ended=True) for values in drawn if values["learning_rate"] < 1e-2]
+    training = [Trial(values=values) for values in drawn if values["learning_rate"] >= 1e-2]
+    assert len(training) >= 5
+
+    def near(trials: list[Trial]) -> int:
+        found = [next_configuration(space, trials, seed) for seed in range(20)]
+        return sum(values["learning_rate"] >= 1e-2 for values in found if values)
+
+    assert near([*known, *training]) < near(known)
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_neighbours_in_a_list_of_numbers_that_rises_or_falls_are_alike(falls: bool) -> None:
+    ranks = sorted(range(1, 41), reverse=falls)
+    space = SearchSpace.parse({"r": ranks})
+    trials = [Trial(values={"r": rank}, losses=(float(rank),), has_ended=True) for rank in ranks if rank % 2]
+    found = [next_configuration(space, trials, seed) for seed in range(20)]
+    assert sum(values["r"] <= 10 for values in found if values) >= 15
+
+
+def test_sampled_values_of_a_pairing_are_those_of_the_seed() -> None:
+    space = SearchSpace.parse(
+        {"paired": {"lr": {"min": 1e-5, "max": 1e-1, "num": 6}, "weight_decay": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]}}
+    )
+    rows = list(space.expand(5))
+    trials = [Trial(values=values, losses=(1.0,), has_ended=True) for values in rows[:3]]
+    assert next_configuration(space, trials, 5) in rows[3:]
+
+
+def test_the_last_configuration_of_a_space_is_found() -> None:
+    space = SearchSpace.parse({"r": list(range(1, 31))})
+    for seed in range(3):
+        *begun, left = space.sample(30, seed)
+        trials = [Trial(values=values, losses=(float(values["r"]),), has_ended=True) for values in begun]
+        assert next_configuration(space, trials, seed) == left
+
+
 def test_those_that_came_further_count_as_better() -> None:
     """All losses are alike: only how far they came differs."""
     space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})

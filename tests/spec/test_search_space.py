@@ -247,6 +247,7 @@ class TestAuto:
         drawn = list(space.expand(1))
         assert len(drawn) == 5 * 4 * 3
         assert {row["lora_alpha"] for row in drawn} == {32}
+        assert space.to_dict()["learning_rate"]["log"] is True
         assert all(2.8e-5 < row["learning_rate"] < 2.9e-3 for row in drawn)
 
     def test_a_task_has_ranges_before_the_model_is_known_and_keeps_the_word(self):
