@@ -7,8 +7,8 @@ different rank, batch size and row lengths train one step together; the loss and
 compared with Hugging Face PEFT training that adapter alone on the same rows, in float32. One adapter is exported, and
 loaded and merged by plain PEFT.
 
-``exact``: losses agree to 1e-5, gradients to 1e-4 in norm, logits of the export to 1e-5. ``refused``: ALTO said why not,
-by a named error. ``wrong``: they differ. ``tracebacks``: any other exception, a crash, or no answer in time.
+``exact``: losses agree to 1e-5, gradients to 1e-4 in norm, logits of the export to 1e-5. ``refused``: ALTO said why
+not, by a named error. ``wrong``: they differ. ``tracebacks``: any other exception, a crash, or no answer in time.
 ``cannot_build``: transformers or PEFT itself cannot train the tiny model.
 """
 

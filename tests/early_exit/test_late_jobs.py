@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import Policy, Selection
+from alto.early_exit.gap import OverfittingGap
 from alto.errors import RunError
 from alto.records import ExitReason, Rung
 
@@ -60,6 +61,27 @@ def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tu
         assert found.decision_on("late").evidence["progress"] == 0.2, "its place was at that rung"
 
 
+def test_late_jobs_are_ranked_among_each_other_too() -> None:
+    found = after_first_rung()
+    for job, loss in {"first": 0.5, "second": 0.6, "third": 2.5}.items():
+        found.add(job, STEPS, catches_up=True)
+        train(found, job, loss, 3)
+    # Of seven that were ever ranked four continue: ceil(0.5 * 7).
+    assert [reason(found, job) for job in ("first", "second", "third")] == [None, None, ("underperforming", 2)]
+    assert found.decision_on("third").evidence["rank"] == 5
+
+
+def test_late_jobs_that_ended_at_a_rung_count_as_ranked_at_the_next() -> None:
+    found = after_first_rung()
+    for number in range(4):
+        found.add(f"late-{number}", STEPS, catches_up=True)
+        train(found, f"late-{number}", 9.0, STEPS)
+    for job in ("a", "b"):
+        train(found, job, FIELD[job], STEPS)
+    # Of eight that were ever ranked two continue: ceil(0.25 * 8).
+    assert found.select().kept == ("a", "b")
+
+
 def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
     found = after_first_rung()
     found.add("late", STEPS, catches_up=True)
@@ -67,7 +89,7 @@ def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
     assert found.rung_ready(), "it has not reached the first rung yet"
-    found.select()
+    assert found.select().kept == ("a",), "what it has at another share of its steps is not compared"
     train(found, "late", 1.5, STEPS)
     # At the second rung two of five continue: ceil(0.25 * 5).
     assert reason(found, "late") is None
@@ -154,6 +176,31 @@ def test_a_fork_continues_with_what_was_observed_of_its_origin() -> None:
     assert found.select().kept[0] == "copy"
     assert found.winner().job == "copy"
     assert found.history("a")[-1].validation_loss == 1.0, "its origin is unchanged"
+
+
+def test_what_its_origin_has_reached_does_not_hold_a_fork_back() -> None:
+    """The best evaluation of a copy is its own, also where its origin had a better score once."""
+    found = selection({"a": 1.0}, rungs=())
+    found.observe_losses("a", 1, [1.0])
+    found.observe("a", 1, 1.0, score=0.9)
+    found.fork("copy", "a")
+    for step, (loss, score) in enumerate([(2.0, 0.5), (1.9, 0.6), (1.8, 0.7)], start=2):
+        found.observe_losses("copy", step, [loss])
+        found.observe("copy", step, loss, score=score)
+    assert (found.best("copy").step, found.best("copy").score) == (4, 0.7)
+
+
+def test_evaluations_of_its_origin_end_no_fork() -> None:
+    """Two evaluations in a row end a job; one of the origin and one of the copy do not."""
+    policy = Policy(rules=(OverfittingGap(tau_gap=0.5, overfitting_patience=2),))
+    found = Selection(policy, ema_alpha=1.0, total_steps={"a": STEPS})
+    found.observe_losses("a", 1, [1.0])
+    assert found.observe("a", 1, 2.0) is None
+    found.fork("copy", "a")
+    found.observe_losses("copy", 2, [1.0])
+    assert found.observe("copy", 2, 2.0) is None
+    found.observe_losses("copy", 3, [1.0])
+    assert found.observe("copy", 3, 2.0).reason is ExitReason.OVERFITTING
 
 
 def test_only_a_job_that_trains_can_be_continued() -> None:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from alto.early_exit import choose, interval_of, scores_of
-from alto.records import FinalistScore, Judgement, LossPoint
+from alto.early_exit import Policy, Selection, choose, interval_of, scores_of
+from alto.records import FinalistScore, Judgement, LossPoint, Rung, RungResult
 
 ROWS = 40
 
@@ -92,3 +92,34 @@ def test_scores_count_right_answers_only_where_the_scorer_does() -> None:
 
 def test_a_score_of_version_0_1_has_its_share_as_its_score() -> None:
     assert FinalistScore(job="a", num_correct=1, num_questions=4).score == 0.25
+
+
+def scored_at_first_rung(rows: dict[str, tuple[float, ...]], losses: dict[str, float]) -> tuple[Selection, RungResult]:
+    """A selection whose first rung, at half of the steps, ranks by ``rows``; one at 0.8 follows."""
+    rungs = (Rung(progress=0.5, keep=0.5), Rung(progress=0.8, keep=0.5))
+    selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys(losses, 10))
+    evaluated(selection, losses, 5)
+    selection.observe_scores(scores_of(Judgement(scorer="exact_match", rows=rows)))
+    return selection, selection.select()
+
+
+def evaluated(selection: Selection, losses: dict[str, float], step: int) -> None:
+    for job, loss in losses.items():
+        done = selection.history(job)[-1].step if selection.history(job) else 0
+        selection.observe_losses(job, done + 1, [loss] * (step - done))
+        selection.observe(job, step, loss)
+
+
+def test_scores_at_a_rung_decide_that_rung_alone() -> None:
+    losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    selection, result = scored_at_first_rung({"a": right(1), "b": right(2), "c": right(20), "d": right(38)}, losses)
+    assert result.kept == ("d", "c")
+    evaluated(selection, {"c": 3.0, "d": 4.0}, 8)
+    assert selection.select().kept == ("c",), "at the next one the loss decides again"
+
+
+def test_at_a_rung_the_loss_decides_within_noise() -> None:
+    _, result = scored_at_first_rung({"a": right(30), "b": right(31)}, {"a": 1.0, "b": 2.0})
+    assert result.kept == ("a",)
+    _, result = scored_at_first_rung({"a": right(10), "b": right(31)}, {"a": 1.0, "b": 2.0})
+    assert result.kept == ("b",)

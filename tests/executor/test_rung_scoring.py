@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resident_jobs
+from company import built
 from tiny import make_task, save_model
 
 import alto
+from alto.backbone import Backbone
 from alto.early_exit import audit, selection_of
 from alto.engine import runner
 from alto.errors import TaskInterruptedError
+from alto.executor import Executor, Hooks
 from alto.lora import AdapterWeights, read_adapter
-from alto.records import Judgement
+from alto.records import ExitDecision, ExitReason, Judgement
 from alto.runs import read_entries, read_history
 from alto.runs.events import JobCompleted, JobExited, JournalEntry, RungScored, TrainSteps, WarmupEnded
 
@@ -144,6 +148,31 @@ def test_parked_and_resident_jobs_are_scored_as_they_are_at_the_rung(
     position = next(at for at, event in enumerate(steps) if isinstance(event, RungScored))
     before = [event for event in steps[:position] if isinstance(event, TrainSteps)]
     assert max(event.first_step + len(event.losses) - 1 for event in before) == 4, "no job runs ahead of the rung"
+
+
+def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
+    asked: list[dict[str, str]] = []
+
+    def judge(adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
+        asked.append({job: folder.name.partition(".")[0] for job, folder in adapters.items()})
+        return Judgement(scorer="exact_match", failure="not today")
+
+    jobs = [{"lr": 1e-3, "r": 4, "batch_size": 4, "seed": seed} for seed in (1, 2, 3)]
+    select_by = {"scorer": "exact_match", "at": [0.5]}
+    task = resident_jobs.make_task(jobs, eval_steps=0.25, early_exit=EARLY_EXIT, select_by=select_by)
+    backbone = Backbone(resident_jobs.make_model("llama"), None, "unused")
+    with built(tmp_path / "run", task, resident_jobs.DATA, backbone, hooks=Hooks(judge=judge)) as session:
+        executor = Executor(session.bank)
+        executor.attach("run", session)
+        ended = session.state.jobs["job-001"]
+        while not session.state.selection.history(ended.id):
+            executor.turn()
+        decision = ExitDecision(job=ended.id, step=ended.step, reason=ExitReason.OVERFITTING)
+        session.state.selection.end(decision)
+        session._lifecycle.end(ended, decision)
+        while executor.sessions:
+            executor.turn()
+    assert asked[0] == {"job-000": "last", "job-001": "best", "job-002": "last"}
 
 
 def sizes_after(task: alto.Task, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

@@ -14,7 +14,7 @@ from resident_jobs import DATA, PAIRS, assert_same_step, make_model
 from alto.backbone import Backbone
 from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
-from alto.executor import Executor, Hooks, TaskSession, assembly
+from alto.executor import Executor, Hooks, Ranks, TaskSession, assembly
 from alto.executor.checkpoint import read_state
 from alto.export.tables import job_table
 from alto.lora import AdapterBank
@@ -362,7 +362,7 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
 
     def expected(search: Any, **changes: Any) -> float:
         task = resolve_rungs(make(search, **changes), len(DATA.train))
-        return _with_search(100.0, TaskContext.of(task, backbone, DATA))
+        return _with_search(100.0, TaskContext.of(task, backbone, DATA, Ranks(0, task.num_gpus)))
 
     assert expected(TPE) == pytest.approx(100 * 12 / 4)
     assert expected({**TPE, "budget": {"jobs": 12, "duration_s": 60}}) == 60
@@ -373,6 +373,8 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
     grid = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4, 8]}
     assert expected("grid", search_space=grid) == 100, "all of a grid begin with the task"
     assert expected({"budget": {"duration_s": 60}}, search_space=grid) == 60
+    budget = {"cost": 1, "gpu_hour_price": 60}
+    assert [expected({"budget": budget}, search_space=grid, num_gpus=number) for number in (1, 2)] == [60, 30]
     assert expected({"algorithm": "random", "budget": {"jobs": 5}}) == 100
 
 
@@ -463,7 +465,7 @@ def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Trainer, "evaluate", little_memory)
     early_exit = {"rungs": [[0.5, 0.5]], "detect_divergence": False, "detect_overfitting": False}
-    run = Run(tmp_path / "run", make({**TPE, "budget": {"jobs": 6}}, early_exit=early_exit))
+    run = Run(tmp_path / "run", make({**TPE, "budget": {"jobs": 6}}, early_exit=early_exit, weight_decay=0.07))
     found: dict[str, Trial] = {}
     finish = run.finish
 
@@ -476,6 +478,7 @@ def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypat
     run.train()
     history = read_history(run.root)
     assert len(found) == len(history.jobs) == 6
+    assert {job.config["weight_decay"] for job in history.jobs.values()} == {0.07}
     for job_id, trial in found.items():
         job = history.jobs[job_id]
         assert trial.has_ended
@@ -581,6 +584,21 @@ def test_only_slots_that_nobody_can_use_are_given_to_suggestions(tmp_path: Path)
         state.ahead = frozenset()
         exploration.suggest(3)
         assert len(state.jobs) == 4
+
+
+def test_a_population_keeps_its_size_at_every_rung_of_its_interval() -> None:
+    from alto.early_exit import policy_from
+    from alto.executor.planned_job import resolve_rungs
+    from alto.spec.rungs import places_at
+
+    def rungs(search: dict[str, Any], **early_exit: Any) -> Any:
+        return policy_from(resolve_rungs(make(search, early_exit=early_exit), len(DATA.train)).early_exit).rungs
+
+    of_eight = {"algorithm": "pbt", "num_initial_jobs": 8}
+    for found in (rungs(of_eight), rungs(of_eight, finish_from=0.5)):
+        assert [rung.progress for rung in found] == pytest.approx([n / 10 for n in range(1, 10)])
+        assert [places_at(found, number, 8 + 2 * number) for number in range(9)] == [6] * 9
+    assert [rung.progress for rung in rungs(of_eight, rungs=[[0.3, 0.5]])] == [0.3], "a user's own stay"
 
 
 class TestWhatIsSpent:

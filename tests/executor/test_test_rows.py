@@ -32,9 +32,9 @@ JOBS = [{"lr": 1e-3, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 3e-3, "r": 8, "
 EXIT = {"rungs": [[0.3, 1.0], [0.6, 0.5]], "detect_divergence": False, "detect_overfitting": False}
 
 
-def run(folder: Path, data: TaskData, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
+def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
     """The folder of a finished run, and its events."""
-    task = make_task(JOBS, **{"eval_steps": 0.2, "early_exit": EXIT, **settings})
+    task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, **settings})
     with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
         run_alone(session)
     (root,) = folder.iterdir()
@@ -74,6 +74,14 @@ def test_the_test_loss_of_a_best_adapter_is_that_of_peft(tmp_path: Path) -> None
         assert best["test_rows"] == pytest.approx(rows, rel=1e-3)
 
 
+def test_only_the_best_adapters_are_tested(tmp_path: Path) -> None:
+    wild = [{"lr": 0.3, "r": 4, "batch_size": 4, "seed": 1, "max_grad_norm": 0.0}]
+    _, events = run(tmp_path / "run", replace(DATA, test=TEST), wild, early_exit={"enabled": False})
+    evaluations = [event for event in events if event["event"] == "eval"]
+    assert {event["is_best"] for event in evaluations} == {False, True}
+    assert all(("test_loss" in event) == event["is_best"] for event in evaluations)
+
+
 def test_losses_of_rows_are_kept_at_rungs_and_at_the_end(tmp_path: Path) -> None:
     _, events = run(tmp_path / "run", DATA)
     evaluations = [event for event in events if event["event"] == "eval"]
@@ -100,6 +108,15 @@ def test_pairs_have_losses_of_rows_too(tmp_path: Path) -> None:
     assert len(base["test_rows"]) == 7
 
 
+def test_the_base_is_tested_with_the_loss_of_each_job(tmp_path: Path) -> None:
+    jobs = [{**job, "loss_type": loss_type} for job, loss_type in zip(JOBS, ("sigmoid", "ipo"), strict=True)]
+    _, events = run(tmp_path / "run", replace(PAIRS, test=PAIRS.validation), jobs, method="dpo", beta=0.5)
+    values = next(event for event in events if event["event"] == "base_evaluated")["values"]
+    assert {value["jobs"][0]: value["test_loss"] for value in values} == pytest.approx(
+        {"job-000": math.log(2), "job-001": 1.0}
+    ), "of ipo it is (0 - 1 / (2 * beta)) ** 2"
+
+
 def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = Trainer.evaluate
 
@@ -109,10 +126,14 @@ def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: p
         return evaluate(trainer, jobs, split)
 
     monkeypatch.setattr(Trainer, "evaluate", no_memory)
-    _, events = run(tmp_path / "run", replace(DATA, test=TEST), early_exit={"enabled": False})
+    together = [{**job, "batch_size": 4} for job in JOBS]
+    _, events = run(tmp_path / "run", replace(DATA, test=TEST), together, early_exit={"enabled": False})
     assert [event["event"] for event in events].count("job_completed") == 2
-    tested = {event["job"] for event in events if "test_loss" in event}
-    assert tested == {"job-000"}
+    best = [event for event in events if event["event"] == "eval" and event["is_best"]]
+    assert {event["job"] for event in best} == {"job-000", "job-001"}
+    assert [event["job"] for event in best if "test_loss" in event] == [
+        event["job"] for event in best if event["job"] == "job-000"
+    ], "the other is tested all the same"
 
 
 def test_a_recording_holds_them(tmp_path: Path) -> None:
