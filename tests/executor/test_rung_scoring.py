@@ -236,5 +236,8 @@ def test_the_point_from_which_only_the_best_continues_may_be_scored(
 ) -> None:
     changes: dict[str, Any] = {"early_exit": {**EARLY_EXIT, "rungs": [[0.25, 1.0]], "finish_from": 0.5}}
     run = tune(task.replace(**changes), Judge(by_number), monkeypatch)
-    last = [entry.event for entry in entries_of(run) if isinstance(entry.event, WarmupEnded)][-1]
+    events = [entry.event for entry in entries_of(run)]
+    assert [event.progress for event in events if isinstance(event, WarmupEnded)] == [0.25, 0.5]
+    assert [event.progress for event in events if isinstance(event, RungScored)] == [0.5], "at no other one"
+    last = [event for event in events if isinstance(event, WarmupEnded)][-1]
     assert last.kept == ("job-003",)

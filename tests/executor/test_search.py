@@ -598,7 +598,8 @@ def test_a_population_keeps_its_size_at_every_rung_of_its_interval() -> None:
     for found in (rungs(of_eight), rungs(of_eight, finish_from=0.5)):
         assert [rung.progress for rung in found] == pytest.approx([n / 10 for n in range(1, 10)])
         assert [places_at(found, number, 8 + 2 * number) for number in range(9)] == [6] * 9
-    assert [rung.progress for rung in rungs(of_eight, rungs=[[0.3, 0.5]])] == [0.3], "a user's own stay"
+    own = rungs(of_eight, rungs=[[0.3, 0.5]])
+    assert [rung.progress for rung in own] == [0.3], "those of a user are taken as they are"
 
 
 class TestWhatIsSpent:

@@ -59,8 +59,9 @@ def test_only_those_that_reach_outside_need_trust() -> None:
     assert task("metric", trust_remote_code=True).needs_trust
 
 
-def test_an_address_is_shown_without_what_may_be_a_key() -> None:
-    assert Scoring(**HTTP).address == "https://judge.example/score"
+@pytest.mark.parametrize("end", ["?key=secret", "#secret", "?key=secret#more", "#secret?more"])
+def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
+    assert Scoring(scorer="http", url=f"https://judge.example/score{end}").address == "https://judge.example/score"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_an_address_is_shown_without_what_may_be_a_key() -> None:
         ({**PYTHON, "at": []}, "select_by.at should be 'finalists', or a list"),
         ({**PYTHON, "at": [1.0]}, "select_by.at should be 'finalists', or a list"),
         ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should rise from rung to rung"),
+        ({**PYTHON, "at": [0.1, 0.1]}, "select_by.at should rise from rung to rung"),
         ({**PYTHON, "at": [0.2, 0.3]}, r"should be rungs of early_exit \(0.025, 0.05, 0.1, 0.2, 0.4\), found 0.3"),
     ],
 )
