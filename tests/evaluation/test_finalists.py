@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model, write_rows
 
 import alto
@@ -19,6 +20,7 @@ from alto.evaluation import FinalistJudge
 from alto.records import Judgement, TaskResult
 from alto.runs import JournalEntry
 from alto.runs.events import JobCompleted
+from alto.spec import Scoring
 
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 
@@ -165,6 +167,9 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
         (Message("text", "#### 3"),),
     ]
     assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
+    turned = [rows[1], rows[0], rows[0]]
+    first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
+    assert len(first._answers.prompts) == 1, "the first of those that can be scored"
     long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
     said = (
         r"select_by eval_accuracy: of the validation rows .* expected prompts shorter .* in row 2; .* remove select_by"
@@ -173,6 +178,23 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
         FinalistJudge([*rows, long], backbone, "tiny")
     with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):
         FinalistJudge(rows[1:], backbone, "tiny")
+
+
+def test_an_error_of_the_device_is_no_failure_of_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
+    judge = FinalistJudge([(Message("user", "1 plus 1?"), Message("assistant", "#### 2"))], backbone, "tiny")
+
+    def fails(error: Exception) -> None:
+        def rows(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(judge, "_rows", rows)
+
+    fails(ValueError("no score"))
+    assert judge({}, lambda: None) == Judgement(scorer="eval_accuracy", failure="ValueError: no score")
+    fails(torch.AcceleratorError("the device is lost"))
+    with pytest.raises(torch.AcceleratorError):
+        judge({}, lambda: None)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
