@@ -545,7 +545,7 @@ def test_copies_are_drawn_as_the_seed_and_the_rung_say_inside_the_space_and_neve
 
     space = {"lr": {"min": 1e-3, "max": 1.1e-3}, "r": [2, 4, 8]}
     alone = {"rungs": [[0.9, 1.0]], "detect_overfitting": False, "detect_divergence": False}
-    task = make({**PBT, "exchanged": 0.5}, search_space=space, early_exit=alone, data_seed=3)
+    task = make({**PBT, "exchanged": 0.5}, search_space=space, early_exit=alone, data_seed=3, weight_decay=0.1)
     with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
         begun(session, 3)
         state = session.state
@@ -555,10 +555,10 @@ def test_copies_are_drawn_as_the_seed_and_the_rung_say_inside_the_space_and_neve
             state.selection.end(decision)
             session._lifecycle.end(state.jobs[job], decision)
         kept = ("job-000", "job-002", "job-001")
-        session._exploration.exchange(7, RungResult(kept=kept, dropped=(ends["job-003"],)))
+        session._exploration.exchange(5, RungResult(kept=kept, dropped=(ends["job-003"],)))
         (copy,) = (job for job in state.jobs.values() if job.forked_at)
         configs = {job: state.jobs[job].config.to_dict() for job in kept}
-    (fork,) = forks_of(kept[1:], ["job-003"], configs, {"learning_rate": (1e-3, 1.1e-3)}, exchanged=0.5, seed=3, rung=7)
+    (fork,) = forks_of(kept[1:], ["job-003"], configs, {"learning_rate": (1e-3, 1.1e-3)}, exchanged=0.5, seed=3, rung=5)
     (added,) = Run(tmp_path / "run", task).added()
     assert (added["origin"], added["replaces"]) == (fork.origin, "job-003")
     assert {key: copy.config.to_dict()[key] for key in fork.changes} == fork.changes
