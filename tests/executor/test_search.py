@@ -628,3 +628,20 @@ class TestWhatIsSpent:
             session.state.context.ranks.size = 2
             assert exploration.is_budget_spent()
             session.state.context.ranks.size = 1
+
+
+@pytest.mark.parametrize("search", [TPE, PBT], ids=["tpe", "pbt"])
+def test_jobs_that_the_search_adds_take_the_places_of_others(search: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make(search, max_slots=16))
+    sizes: list[int] = []
+    finish = run.finish
+
+    def noted(session: TaskSession) -> None:
+        sizes.append(session.state.slot_manager.num_slots)
+        finish(session)
+        sizes.append(session.state.slot_manager.num_slots)
+
+    run.finish = noted  # type: ignore[method-assign]
+    run.train()
+    assert len(run.added()) > 1
+    assert sizes == [4, 4]

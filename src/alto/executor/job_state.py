@@ -90,6 +90,13 @@ class JobState:
         rows = self.order.rows_of_step(self.step)
         return sum(self.context.data.train.input_ids[row].numel() for row in rows)
 
+    @property
+    def needs_own_slot(self) -> bool:
+        """Whether the bank has a slot more for it: not for one that takes the place of another, as the search adds
+        them."""
+        is_initial = any(job is self.planned for job in self.context.jobs)
+        return is_initial or not (self.forked_at or self.planned.job.values)
+
     def samples_until(self, num_steps: int) -> int:
         """Training rows that it has read itself after ``num_steps`` steps; a row counts each time it is read."""
         num_rows = len(self.context.data.train)

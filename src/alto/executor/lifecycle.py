@@ -134,6 +134,7 @@ class JobLifecycle:
         Raises:
             DeviceMemoryError: As in :meth:`add_clone`.
         """
+        fork.forked_at = origin.step
         self._add(fork)
         self._recorder.losses(origin)
         self._state.slot_manager.give_state(fork, origin)

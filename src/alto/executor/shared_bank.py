@@ -160,7 +160,8 @@ class SharedBank:
 
     def _size_for_all(self) -> BankSize:
         num_slots = sum(
-            min(member.context.task.max_slots or len(member.jobs), len(member.jobs)) for member in self._members
+            min(member.context.task.max_slots or sys.maxsize, sum(job.needs_own_slot for job in member.jobs))
+            for member in self._members
         )
         return BankSize.of(
             [job.planned for member in self._members for job in member.jobs],

@@ -218,7 +218,7 @@ class SlotManager:
         else:
             self._store.saved_elsewhere(fork.id, "last")
         self._ranks.barrier()
-        fork.step = fork.saved_step = fork.forked_at = origin.step
+        fork.step = fork.saved_step = origin.step
 
     def fit(self, jobs: Iterable[JobState]) -> None:
         """Make the bank large enough for ``jobs``, those that are resident included. A job that loses its slot, as the
