@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError
-from alto.lora import SavedAdapter, ServedAdapters, linear_modules, serving
+from alto.lora import SavedAdapter, ServedAdapters, adaptable, serving
 
 __all__ = ["loaded_adapters"]
 
@@ -33,7 +33,7 @@ def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None],
 
 
 def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> None:
-    modules = {module.name: module for module in linear_modules(network)}
+    modules = {module.name: module for module in adaptable(network)}
     absent = sorted(set(adapter.weights) - set(modules))
     if absent:
         others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""

@@ -19,10 +19,10 @@ from alto.lora import (
     BankLayout,
     SlotAdamW,
     TargetModule,
+    adaptable,
     bank_bytes,
     find_shared_inputs,
     inject,
-    linear_modules,
 )
 from alto.spec import AdapterDtype
 from alto.spec.job_config import OptimizerName
@@ -69,7 +69,7 @@ class BankSize:
         """
         targeted = {module for job in jobs for module in job.shape.targets}
         return cls(
-            modules=tuple(module for module in linear_modules(backbone.model) if module in targeted),
+            modules=tuple(module for module in adaptable(backbone.model) if module in targeted),
             max_rank=max(job.shape.rank for job in jobs),
             rank_step=math.gcd(*(job.shape.rank for job in jobs)),
             num_slots=num_slots,

@@ -64,7 +64,10 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
     rungs = policy_from(task.early_exit).rungs
     return PlannedJob(
         job=job,
-        shape=AdapterShape(rank=config.r, targets=find_targets(model, config.target_modules, config.r)),
+        shape=AdapterShape(
+            rank=config.r,
+            targets=find_targets(model, config.target_modules, config.r, config.target_parameters),
+        ),
         order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),

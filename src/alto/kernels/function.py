@@ -11,22 +11,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["LinearWeights", "grouped_lora_linear"]
+__all__ = ["FrozenLayer", "grouped_lora_linear"]
 
 
-class LinearWeights(Protocol):
-    """A frozen linear layer: weight ``[N, K]`` and bias ``[N]``, as those of ``torch.nn.Linear``."""
+class FrozenLayer(Protocol):
+    """A frozen linear map of tokens."""
 
-    @property
-    def weight(self) -> Tensor: ...
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """Its output ``[T, N]``, a tensor of its own."""
+        ...
 
-    @property
-    def bias(self) -> Tensor | None: ...
+    def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
+        """The gradient towards its input ``[T, K]``, added to ``dx_TK`` in place where that is given."""
+        ...
 
 
 class _GroupedLoraLinear(torch.autograd.Function):
@@ -35,12 +36,12 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ctx: Any,
         x_TK: Tensor,
         anchor: Tensor,
-        bases: Sequence[LinearWeights],
+        bases: Sequence[FrozenLayer],
         operands: LoraOperands,
         schedule: TokenSchedule,
         ops: ModuleType,
     ) -> tuple[Tensor, ...]:
-        ys = tuple(F.linear(x_TK, base.weight, base.bias) for base in bases)
+        ys = tuple(base.forward(x_TK) for base in bases)
         ctx.bases, ctx.operands, ctx.schedule, ctx.ops = bases, operands, schedule, ops
         if schedule.segments:
             s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
@@ -54,9 +55,8 @@ class _GroupedLoraLinear(torch.autograd.Function):
         dx_TK = None
         if ctx.needs_input_grad[0]:
             # A quantised base dequantises its weight at each use: one at a time, and none is kept.
-            dx_TK = dys[0] @ ctx.bases[0].weight
-            for dy_TN, base in zip(dys[1:], ctx.bases[1:], strict=True):
-                dx_TK.addmm_(dy_TN, base.weight)
+            for dy_TN, base in zip(dys, ctx.bases, strict=True):
+                dx_TK = base.backward(dy_TN, dx_TK)
         if ctx.schedule.segments:
             x_TK, s_TQ = ctx.saved_tensors
             ds_TQ = ctx.ops.grouped_backward_input(dys, ctx.operands, dx_TK, ctx.schedule)
@@ -67,12 +67,12 @@ class _GroupedLoraLinear(torch.autograd.Function):
 def grouped_lora_linear(
     x_TK: Tensor,
     anchor: Tensor,
-    bases: Sequence[LinearWeights],
+    bases: Sequence[FrozenLayer],
     operands: LoraOperands,
     schedule: TokenSchedule,
     ops: ModuleType,
 ) -> tuple[Tensor, ...]:
-    """``y[i] = x[i] Wᵀ + bias + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
+    """``y[i] = base(x[i]) + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
 
     The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
     get none. Under a schedule without segments the tokens belong to no job, and only the frozen layers are applied.

@@ -57,7 +57,7 @@ class LoraOperands:
             depends on the targets of other jobs.
         in_features: ``K``.
         out_features: ``N`` of every member.
-        params_ZP, grads_ZP: The bank, contiguous.
+        params_ZP, grads_ZP: The bank, contiguous in ``P``.
         max_rank: The largest rank that a slot may hold.
         rank_step: A common divisor of all ranks that a slot may hold.
         alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
@@ -80,8 +80,7 @@ class LoraOperands:
     _table: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        assert self.params_ZP.is_contiguous()
-        assert self.grads_ZP.is_contiguous()
+        assert self.params_ZP.stride(1) == self.grads_ZP.stride(1) == 1
         self.out_features = tuple(self.out_features)
         self.alignment = math.gcd(VECTOR_SIZE, self.rank_step, self.params_ZP.shape[1], *self.out_features)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from alto.errors import ShapeError
 from alto.kernels.dropout import DropoutKey
@@ -42,12 +43,21 @@ class TokenSchedule:
     scales: tuple[float, ...]
     dropout: tuple[DropoutKey | None, ...]
     _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _slots_T: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, device: torch.device) -> ForwardTable:
         """The segments in the memory of ``device``, copied there at the first use."""
         if device not in self._tables:
             self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
         return self._tables[device]
+
+    def slots_of_tokens(self, device: torch.device) -> Tensor:
+        """Slot of every token, ``[T]`` int64 in the memory of ``device``, copied there at the first use."""
+        if device not in self._slots_T:
+            of_segments = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths))
+            pinned = of_segments.pin_memory() if device.type == "cuda" else of_segments
+            self._slots_T[device] = pinned.to(device, non_blocking=True)
+        return self._slots_T[device]
 
     @property
     def slots(self) -> tuple[int, ...]:

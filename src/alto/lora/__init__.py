@@ -12,7 +12,7 @@ from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shared_inputs import find_shared_inputs
-from alto.lora.targets import find_targets, linear_modules
+from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
+    "adaptable",
     "adapter_base_model",
     "adapter_scale",
     "bank_bytes",

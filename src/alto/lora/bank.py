@@ -22,7 +22,8 @@ __all__ = ["ADAPTER_DTYPES", "AdapterBank", "AdapterWeights"]
 ADAPTER_DTYPES: Mapping[AdapterDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AdapterWeights = dict[str, tuple[Tensor, Tensor]]
-"""One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, on the CPU."""
+"""One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, on the CPU; of ``E`` experts in one
+parameter ``[E, K, r]`` and ``[E, r, N]``."""
 
 
 class AdapterBank:
@@ -62,16 +63,24 @@ class AdapterBank:
     def operands(self, group_index: int, number: int) -> LoraOperands:
         """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
 
+        Of ``E`` experts in one parameter each has a slot of its own for every slot of the bank: number
+        ``e · Z + slot``, whose offsets are those in the whole bank.
+
         Args:
             number: The group's number in the model, which no job's targets change.
         """
         group = self.layout.groups[group_index]
+        params, grads = self.params_ZP, self.grads_ZP
+        if num_experts := group[0].num_experts:
+            params, grads = (
+                bank_ZP.view(1, -1).expand(num_experts * self.num_slots, -1) for bank_ZP in (params, grads)
+            )
         operands = LoraOperands(
             number=number,
             in_features=group[0].in_features,
             out_features=[module.out_features for module in group],
-            params_ZP=self.params_ZP,
-            grads_ZP=self.grads_ZP,
+            params_ZP=params,
+            grads_ZP=grads,
             max_rank=self.layout.max_rank,
             rank_step=self.layout.rank_step,
         )
@@ -91,8 +100,9 @@ class AdapterBank:
     def release(self, slot: int) -> None:
         """Free ``slot``."""
         del self._places[slot]
-        for _, operands in self._operands:
-            operands.clear(slot)
+        for group_index, operands in self._operands:
+            for expert in range(self.layout.groups[group_index][0].num_matrices):
+                operands.clear(expert * self.num_slots + slot)
 
     def is_free(self, slot: int) -> bool:
         """Whether no adapter has ``slot``."""
@@ -118,7 +128,7 @@ class AdapterBank:
         for module, a, b in self.matrices(self.params_ZP, slot):
             drawn = torch.empty(a.shape)
             if init == "gaussian":
-                drawn.normal_(std=1.0 / a.shape[1], generator=generator)
+                drawn.normal_(std=1.0 / a.shape[-1], generator=generator)
             else:
                 bound = 1.0 / math.sqrt(module.in_features)
                 drawn.uniform_(-bound, bound, generator=generator)
@@ -137,11 +147,19 @@ class AdapterBank:
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
         """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in a tensor with the bank's layout, by module
-        in the model's order."""
+        in the model's order; of experts ``[E, K, r]`` and ``[E, r, N]``."""
         places = self.places(slot)
         views: dict[TargetModule, tuple[Tensor, Tensor]] = {}
         for group, place in zip(self.layout.groups, places.groups, strict=True):
             width, last = sum(place.ranks), 0
+            if width and (num_experts := group[0].num_experts):
+                a_end = place.a_start + num_experts * group[0].in_features * width
+                b_end = place.b_starts[0] + num_experts * width * group[0].out_features
+                views[group[0]] = (
+                    rows_ZP[slot, place.a_start : a_end].view(num_experts, -1, width),
+                    rows_ZP[slot, place.b_starts[0] : b_end].view(num_experts, width, -1),
+                )
+                continue
             a_end = place.a_start + group[0].in_features * width
             a_KQ = rows_ZP[slot, place.a_start : a_end].view(-1, width) if width else None
             for module, rank, b_start in zip(group, place.ranks, place.b_starts, strict=True):
@@ -154,8 +172,15 @@ class AdapterBank:
                 yield module, *views[module]
 
     def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
-        place = self.places(slot).groups[group_index]
-        operands.assign(slot, place.ranks, place.a_start, place.b_starts)
+        place, first = self.places(slot).groups[group_index], self.layout.groups[group_index][0]
+        if first.num_experts is None:
+            operands.assign(slot, place.ranks, place.a_start, place.b_starts)
+            return
+        row_start, (rank,) = slot * self.layout.row_size, place.ranks
+        for expert in range(first.num_experts):
+            a_start = row_start + place.a_start + expert * first.in_features * rank
+            b_start = row_start + place.b_starts[0] + expert * rank * first.out_features
+            operands.assign(expert * self.num_slots + slot, place.ranks, a_start, [b_start])
 
 
 def _copy(matrix: Tensor) -> Tensor:

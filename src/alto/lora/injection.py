@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from alto.kernels import choose_backend
+from alto.kernels import LoraOperands, choose_backend
 from alto.lora.bank import AdapterBank
+from alto.lora.experts import MultiLoraExperts
 from alto.lora.linear import ForwardContext, MultiLoraLinear, RowPlaces, SharedInput, packed
-from alto.lora.targets import linear_bases
+from alto.lora.targets import adaptable, expert_bases, linear_bases
 
 __all__ = ["eject", "inject"]
 
@@ -29,20 +30,32 @@ def inject(
     """
     eject(model)
     context, ops = ForwardContext(places), choose_backend(device=bank.params_ZP.device)
-    bases = linear_bases(model)
-    numbers = {name: number for number, name in enumerate(bases)}
+    bases, of_experts = linear_bases(model), expert_bases(model)
     # A group's number is that of its first module in the model, whether or not a job targets that module.
+    numbers = {target.name: number for number, target in enumerate(adaptable(model))}
     numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
+    operands_of_experts: dict[str, dict[str, LoraOperands]] = {}
     for index, group in enumerate(bank.layout.groups):
+        operands = bank.operands(index, numbers[group[0].name])
+        if group[0].num_experts:
+            owner, _, key = group[0].name.rpartition(".")
+            operands_of_experts.setdefault(owner, {})[key] = operands
+            continue
         members = [bases[module.name] for module in group]
-        shared = SharedInput(members, bank, bank.operands(index, numbers[group[0].name]), context, ops)
+        shared = SharedInput(members, bank, operands, context, ops)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, shared, member))
+    for name, operands_by_key in operands_of_experts.items():
+        model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context, ops))
     return context
 
 
 def eject(model: PreTrainedModel) -> None:
     """Restore every wrapped module's base layer; a model without wrapped modules is not changed."""
-    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, MultiLoraLinear)]
+    wrapped = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, MultiLoraLinear | MultiLoraExperts)
+    ]
     for name, module in wrapped:
         model.set_submodule(name, module.base)

@@ -14,17 +14,25 @@ _ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear module of the base model: full name, in-features ``K``, out-features ``N``.
+    """A linear module of the base model, or a parameter that holds a matrix for each of several experts.
 
     Attributes:
         name: Full name in the model.
         in_features: ``K``.
         out_features: ``N``.
+        num_experts: ``E``, matrices of a parameter of experts, each of which has an ``A`` and a ``B`` of its own; None
+            of a linear module.
     """
 
     name: str
     in_features: int
     out_features: int
+    num_experts: int | None = None
+
+    @property
+    def num_matrices(self) -> int:
+        """``E``, or 1."""
+        return self.num_experts or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +44,9 @@ class AdapterShape:
 
     @property
     def num_parameters(self) -> int:
-        return sum(self.rank * (module.in_features + module.out_features) for module in self.targets)
+        return sum(
+            self.rank * (module.in_features + module.out_features) * module.num_matrices for module in self.targets
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +55,8 @@ class GroupPlace:
 
     Attributes:
         ranks: Rank of every member; 0 where it is not targeted.
-        a_start: Offset of the members' ``A`` side by side, ``[K, Q]``.
-        b_starts: Offset of every member's ``B``, ``[r, N]``.
+        a_start: Offset of the members' ``A`` side by side, ``[K, Q]``; of experts, those of all, ``[E, K, r]``.
+        b_starts: Offset of every member's ``B``, ``[r, N]``; of experts, ``[E, r, N]``.
     """
 
     ranks: tuple[int, ...]
@@ -111,13 +121,13 @@ class BankLayout:
         a_starts, start = [], 0
         for group, of_group in zip(self.groups, ranks, strict=True):
             a_starts.append(start)
-            start += group[0].in_features * sum(of_group)
+            start += group[0].num_matrices * group[0].in_features * sum(of_group)
         a_end, b_starts = start, []
         for group, of_group in zip(self.groups, ranks, strict=True):
             starts = []
             for module, rank in zip(group, of_group, strict=True):
                 starts.append(start)
-                start += rank * module.out_features
+                start += module.num_matrices * rank * module.out_features
             b_starts.append(tuple(starts))
         places = tuple(
             GroupPlace(ranks=of_group, a_start=a_start, b_starts=starts)

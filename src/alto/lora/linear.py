@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
@@ -87,7 +88,7 @@ class SharedInput:
         context: ForwardContext,
         ops: ModuleType,
     ) -> None:
-        self._bases = tuple(_Transposed(base) if isinstance(base, Conv1D) else base for base in bases)
+        self._bases = tuple(map(_FrozenWeight, bases))
         self._bank = bank
         self._operands = operands
         self._context = context
@@ -132,21 +133,22 @@ class SharedInput:
         return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
 
 
-class _Transposed:
-    """A ``Conv1D`` with its weight as that of a ``torch.nn.Linear``; read at each use, as it may be gathered then."""
+class _FrozenWeight:
+    """The weight and the bias of a linear layer; read at each use, as they may be gathered or dequantised then."""
 
-    def __init__(self, base: Any) -> None:
-        self._base = base
+    def __init__(self, base: FrozenLinear) -> None:
+        self._base: Any = base
+        self._is_transposed = isinstance(base, Conv1D)
 
-    @property
-    def weight(self) -> Tensor:
-        weight_KN: Tensor = self._base.weight
-        return weight_KN.T
+    def forward(self, x_TK: Tensor) -> Tensor:
+        return F.linear(x_TK, self._weight(), self._base.bias)
 
-    @property
-    def bias(self) -> Tensor | None:
-        bias: Tensor | None = self._base.bias
-        return bias
+    def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
+        return dy_TN @ self._weight() if dx_TK is None else dx_TK.addmm_(dy_TN, self._weight())
+
+    def _weight(self) -> Tensor:
+        weight: Tensor = self._base.weight
+        return weight.T if self._is_transposed else weight
 
 
 class MultiLoraLinear(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from alto.lora.bank import AdapterWeights
-from alto.lora.peft_targets import ModuleNames, PeftTargets, peft_targets
+from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
 from alto.spec import JobConfig
 
 __all__ = ["adapter_scale", "lora_scale", "module_of", "read_adapter", "write_adapter"]
@@ -22,6 +22,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 A_ENDING, B_ENDING = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
+_NUM_STACKED = 3
 
 
 def lora_scale(r: int, lora_alpha: float, *, use_rslora: bool) -> float:
@@ -53,12 +54,21 @@ def write_adapter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a_KR, b_RN) in weights.items():
-        tensors[f"{_PREFIX}{name}{A_ENDING}"] = a_KR.T.contiguous()
-        tensors[f"{_PREFIX}{name}{B_ENDING}"] = b_RN.T.contiguous()
+    names = wrapper_names([name for name, (a, _) in weights.items() if a.ndim == _NUM_STACKED])
+    for name, (a, b) in weights.items():
+        if name in names:
+            # Of E experts: the rows of A expert after expert, the columns of B rank after rank.
+            a_RK, b_NR = a.transpose(1, 2).flatten(0, 1), b.permute(2, 1, 0).flatten(1)
+        else:
+            a_RK, b_NR = a.T, b.T
+        tensors[f"{_PREFIX}{names.get(name, name)}{A_ENDING}"] = a_RK.contiguous()
+        tensors[f"{_PREFIX}{names.get(name, name)}{B_ENDING}"] = b_NR.contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     description = _adapter_config(
-        config, base_model, peft_targets(weights, model), is_transposed=not model.transposed.isdisjoint(weights)
+        config,
+        base_model,
+        peft_targets(weights, model, experts=names),
+        is_transposed=not model.transposed.isdisjoint(weights),
     )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -66,14 +76,20 @@ def write_adapter(
 def read_adapter(folder: Path) -> AdapterWeights:
     """The weights that :func:`write_adapter` (or PEFT) wrote into ``folder``."""
     tensors = load_file(folder / WEIGHTS_FILE)
-    weights = {}
-    for key in sorted(tensors):
-        if key.endswith(A_ENDING):
-            b_key = key.removesuffix(A_ENDING) + B_ENDING
-            weights[module_of(key.removesuffix(A_ENDING))] = (
-                tensors[key].T.contiguous(),
-                tensors[b_key].T.contiguous(),
+    description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    rank, weights = description["r"], {}
+    modules = [module_of(key.removesuffix(A_ENDING)) for key in sorted(tensors) if key.endswith(A_ENDING)]
+    parameters = expert_names_of(modules, description.get("target_parameters") or ())
+    for module in modules:
+        a_RK, b_NR = tensors[f"{_PREFIX}{module}{A_ENDING}"], tensors[f"{_PREFIX}{module}{B_ENDING}"]
+        if module in parameters:
+            a_EKR = a_RK.view(-1, rank, a_RK.shape[1]).transpose(1, 2)
+            weights[parameters[module]] = (
+                a_EKR.contiguous(),
+                b_NR.view(len(b_NR), rank, -1).permute(2, 1, 0).contiguous(),
             )
+        else:
+            weights[module] = (a_RK.T.contiguous(), b_NR.T.contiguous())
     return weights
 
 

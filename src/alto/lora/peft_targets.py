@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from alto.lora.targets import linear_bases, module_names
 
-__all__ = ["ModuleNames", "PeftTargets", "expert_names", "peft_targets"]
+__all__ = ["ModuleNames", "PeftTargets", "expert_names", "expert_names_of", "peft_targets", "wrapper_names"]
 
 _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
@@ -71,11 +71,53 @@ def expert_names(model_type: str) -> Mapping[str, str]:
     return _EXPERT_NAMES.get(kinds.get(model_type, ""), {})
 
 
-def peft_targets(adapted: Collection[str], model: ModuleNames) -> PeftTargets:
+def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
+    """The modules that PEFT makes for parameters of experts: of several parameters of one module the first is wrapped
+    first, so that its module is the innermost.
+
+    Args:
+        parameters: Full names, in the model's order.
+    """
+    by_owner: dict[str, list[str]] = {}
+    for name in parameters:
+        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    return {
+        name: owner + ".base_layer" * (len(names) - 1 - index)
+        for owner, names in by_owner.items()
+        for index, name in enumerate(names)
+    }
+
+
+def expert_names_of(modules: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
+    """The parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
+
+    Args:
+        modules: PEFT's modules of an adapter, without the name of its own model.
+        target_parameters: As its ``adapter_config.json`` has them: full names, or endings.
+    """
+    found: dict[str, str] = {}
+    for owner in {module.replace(".base_layer", "") for module in modules}:
+        keys = {
+            target.rpartition(".")[2]
+            for target in target_parameters
+            if f".{owner}".endswith(f".{target.rpartition('.')[0]}") and target.rpartition(".")[2] != "weight"
+        }
+        names = [f"{owner}.{key}" for key in sorted(keys, key=lambda key: (key == "down_proj", key))]
+        found |= {module: name for name, module in wrapper_names(names).items()}
+    return {module: name for module, name in found.items() if module in modules}
+
+
+def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Collection[str] = ()) -> PeftTargets:
     """How to name the linear modules ``adapted``, given by their full names, so that PEFT adapts them and no others.
 
     Modules are named by the last part of their names where that matches exactly them, by full names otherwise.
+
+    Args:
+        adapted: Full names of linear modules, and of parameters of experts.
+        model: Names of the model.
+        experts: Those that are parameters of experts.
     """
+    adapted = [name for name in adapted if name not in experts]
     translated = expert_names(model.model_type)
     by_parameter = {name for name in adapted if _leaf(name) in translated}
     by_name = set(adapted) - by_parameter
@@ -83,7 +125,7 @@ def peft_targets(adapted: Collection[str], model: ModuleNames) -> PeftTargets:
     meant = {name for name in model.modules if _leaf(name) in leaves}
     return PeftTargets(
         modules=sorted(leaves if meant == by_name else by_name),
-        parameters=sorted(f"{name}.weight" for name in by_parameter),
+        parameters=[*sorted(f"{name}.weight" for name in by_parameter), *experts],
     )
 
 

@@ -83,10 +83,10 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     _check_parameters(config, weights, folder / CONFIG_FILE)
     rank = config["r"]
     for name, (a_KR, _) in weights.items():
-        if a_KR.shape[1] != rank:
+        if a_KR.shape[-1] != rank:
             raise RunError(
                 f"{folder}: expected matrices of rank {rank}, as its {CONFIG_FILE} says, found rank "
-                f"{a_KR.shape[1]} on {name}; fetch the adapter again"
+                f"{a_KR.shape[-1]} on {name}; fetch the adapter again"
             )
     return SavedAdapter(
         folder=folder,
@@ -149,7 +149,8 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
     """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
     :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
     for parameter in config.get("target_parameters") or ():
-        if str(parameter).removesuffix(".weight") not in weights:
+        is_of_experts = any(f".{name}".endswith(f".{parameter}") and a.ndim == 3 for name, (a, _) in weights.items())
+        if not is_of_experts and str(parameter).removesuffix(".weight") not in weights:
             raise UnsupportedError(
                 f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "
                 "version cannot apply; evaluate it with PEFT itself, or merge it into its base model"

@@ -13,7 +13,7 @@ from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout
 from alto.lora.linear import ForwardContext, RowPlaces, packed
 from alto.lora.shared_inputs import find_shared_inputs
-from alto.lora.targets import linear_modules
+from alto.lora.targets import adaptable
 
 __all__ = ["ServedAdapters", "serving"]
 
@@ -54,9 +54,7 @@ def serving(
     eject(model)
     layout = BankLayout(
         modules=tuple(
-            module
-            for module in linear_modules(model)
-            if any(adapter and module.name in adapter[0] for adapter in adapters)
+            module for module in adaptable(model) if any(adapter and module.name in adapter[0] for adapter in adapters)
         ),
         max_rank=max((_rank(adapter[0]) for adapter in adapters if adapter is not None), default=0),
         shared_inputs=find_shared_inputs(model, forward),
@@ -78,4 +76,4 @@ def serving(
 
 def _rank(weights: AdapterWeights) -> int:
     a_KR, _ = next(iter(weights.values()))
-    return a_KR.shape[1]
+    return a_KR.shape[-1]

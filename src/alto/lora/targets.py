@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
+from alto.lora.experts import MultiLoraExperts, expert_parameters, is_adaptable
 from alto.lora.layout import TargetModule
 from alto.lora.linear import FrozenLinear, MultiLoraLinear
 from alto.spec.job_config import ALL_LINEAR
 
-__all__ = ["find_targets", "linear_bases", "linear_modules", "module_names"]
+__all__ = ["adaptable", "expert_bases", "find_targets", "linear_bases", "linear_modules", "module_names"]
 
 _MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 _FUSED = ("out_proj",)
@@ -45,6 +46,19 @@ def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     }
 
 
+def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules of ``model`` with stacked experts that may have adapters, as they are without injection."""
+    return {name: module for name, module in _modules(model).items() if is_adaptable(module)}
+
+
+def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
+    """All that may have adapters: linear modules, then parameters of experts, each in the model's order."""
+    experts = (
+        parameter for name, module in expert_bases(model).items() for parameter in expert_parameters(module, name)
+    )
+    return (*linear_modules(model), *experts)
+
+
 def _sizes(module: FrozenLinear) -> tuple[int, int]:
     """In-features and out-features."""
     if isinstance(module, nn.Linear):
@@ -58,18 +72,26 @@ def module_names(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(_modules(model))
 
 
-def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], rank: int) -> tuple[TargetModule, ...]:
-    """The modules that ``target_modules`` selects, in the model's order.
+def find_targets(
+    model: PreTrainedModel, target_modules: str | Sequence[str], rank: int, target_parameters: Sequence[str] = ()
+) -> tuple[TargetModule, ...]:
+    """The modules that ``target_modules`` selects, in the model's order, and the parameters of experts after them.
 
     Args:
         target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
             string, a regular expression that has to match full names as a whole.
         rank: Rank the adapter is to have.
+        target_parameters: Names of parameters of experts, each a full one or an ending such as
+            ``experts.gate_up_proj``.
 
     Raises:
         TargetModuleError: The model has no linear modules, a name or the expression matches none of them or other
-            modules too, or the rank exceeds the smaller side of a module.
+            modules too, or the rank exceeds the smaller side of a module; or the model has no such parameters.
     """
+    experts = _find_experts(model, target_parameters)
+    if target_parameters and not target_modules:
+        _check_rank(experts, rank)
+        return experts
     linear = {module.name: module for module in linear_modules(model)}
     if not linear:
         raise TargetModuleError(
@@ -82,9 +104,22 @@ def find_targets(model: PreTrainedModel, target_modules: str | Sequence[str], ra
         found = _meant(model, linear, target_modules, _fullmatch)
     else:
         found = set().union(*(_meant(model, linear, name, _is_name_or_ending) for name in target_modules))
-    targets = tuple(module for name, module in linear.items() if name in found)
+    targets = (*(module for name, module in linear.items() if name in found), *experts)
     _check_rank(targets, rank)
     return targets
+
+
+def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetModule, ...]:
+    known = [target for target in adaptable(model) if target.num_experts]
+    for name in names:
+        if not any(_is_name_or_ending(name, target.name) for target in known):
+            shown = sorted({".".join(target.name.rsplit(".", 2)[-2:]) for target in known})
+            found = f"the model has {', '.join(shown)}" if shown else "the model has none that ALTO can adapt"
+            raise TargetModuleError(
+                f"target_parameters: expected parameters that hold the matrices of experts, found none under {name!r}; "
+                f"{found}"
+            )
+    return tuple(target for target in known if any(_is_name_or_ending(name, target.name) for name in names))
 
 
 def _meant(
@@ -134,5 +169,6 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if name:
-            names.setdefault(module.base if isinstance(module, MultiLoraLinear) else module, name)
+            is_wrapped = isinstance(module, MultiLoraLinear | MultiLoraExperts)
+            names.setdefault(module.base if is_wrapped else module, name)
     return {name: module for module, name in names.items()}

@@ -76,6 +76,9 @@ class JobConfig(SpecModel):
     init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter's A starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
+    target_parameters: tuple[str, ...] = Field(
+        default=(), description="parameters of stacked experts that get an adapter per expert"
+    )
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
     num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
@@ -159,7 +162,7 @@ class JobConfig(SpecModel):
             if value.lower() == ALL_LINEAR:
                 return ALL_LINEAR
             return (value,) if re.fullmatch(_MODULE_NAME, value) else _checked_pattern(value)
-        if not isinstance(value, list | tuple) or not value:
+        if not isinstance(value, list | tuple):
             raise ValueError(
                 f"should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found {quoted(value)}. "
                 f"Write for example [q_proj, v_proj]."
@@ -177,6 +180,21 @@ class JobConfig(SpecModel):
                 raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {quoted(value)}. Choose one.")
             return ALL_LINEAR
         return tuple(sorted(value))
+
+    @field_validator("target_parameters", mode="before")
+    @classmethod
+    def _normalise_parameters(cls, value: Any) -> Any:
+        names = (value,) if isinstance(value, str) else value or ()
+        if not isinstance(names, list | tuple) or not all(
+            isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
+        ):
+            raise ValueError(
+                f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+                "[experts.gate_up_proj, experts.down_proj]."
+            )
+        if len(set(names)) < len(names):
+            raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
+        return tuple(sorted(names))
 
     @field_validator("init_lora_weights", mode="before")
     @classmethod
@@ -212,6 +230,25 @@ class JobConfig(SpecModel):
     @classmethod
     def _zero_is_no_clipping(cls, value: float | None) -> float | None:
         return value or None
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> JobConfig:
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
+                "Write for example [q_proj, v_proj]."
+            )
+        if self.target_parameters and self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout should be 0 with target_parameters, found {self.lora_dropout:g}: PEFT adds the adapter "
+                "to the weights of experts, where there is no input to drop. Remove one of the two."
+            )
+        if self.target_parameters and self.optim.endswith("8bit"):
+            raise ValueError(
+                f"optim should be 'adamw_torch' with target_parameters, found {quoted(self.optim)}, whose blocks of "
+                "numbers would differ from those of PEFT's matrices. Remove one of the two."
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_warmup(self) -> JobConfig:

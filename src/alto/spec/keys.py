@@ -80,7 +80,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "peft_use_dora",
             "pissa_init",
             "rank_pattern",
-            "target_parameters",
             "trainable_token_indices",
             "use_bdlora",
             "use_dora",

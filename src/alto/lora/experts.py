@@ -1,0 +1,186 @@
+"""Experts of a mixture, stacked in one parameter per projection, with an adapter per slot and expert.
+
+The tokens that the router sends to an expert are sorted by expert and, within an expert, by slot: to the ops of
+:mod:`alto.kernels` every slot of every expert is a slot of its own, with a segment of these tokens.
+
+The counts of tokens per expert are known only once the router has run, so that each layer of a mixture waits for the
+device once in a forward pass; transformers' own loop over experts does, too.
+
+Shapes: ``T`` tokens, ``C`` experts of each, ``S = T · C`` selected tokens, ``E`` experts, ``Z`` slots, ``H`` hidden
+size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
+from alto.lora.bank import AdapterBank
+from alto.lora.layout import TargetModule
+from alto.lora.linear import ForwardContext
+
+__all__ = ["MultiLoraExperts", "expert_parameters", "is_adaptable"]
+
+_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "num_experts")
+"""What transformers' ``use_experts_implementation`` gives every class of stacked experts (transformers 5)."""
+
+
+def is_adaptable(module: nn.Module) -> bool:
+    """Whether ``module`` holds stacked experts of the form that transformers' own grouped forward passes take."""
+    return all(hasattr(module, name) for name in _ATTRIBUTES)
+
+
+def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
+    """The parameters of the experts in ``module`` that may have adapters, in the module's order.
+
+    Args:
+        module: Stacked experts; see :func:`is_adaptable`.
+        name: Its full name.
+    """
+    found = []
+    for key, parameter in module.named_parameters(recurse=False):
+        if key in (_first(module), "down_proj") and parameter.ndim == 3:
+            num_experts, rows, columns = parameter.shape
+            sides = (rows, columns) if module.is_transposed else (columns, rows)
+            found.append(
+                TargetModule(name=f"{name}.{key}", in_features=sides[0], out_features=sides[1], num_experts=num_experts)
+            )
+    return tuple(found)
+
+
+class MultiLoraExperts(nn.Module):
+    """Frozen experts with an adapter per slot and expert. Outside of a schedule they are only the base's experts.
+
+    Args:
+        base: Stacked experts.
+        bank: Adapters of all slots.
+        operands: By name of a parameter, its adapters; a parameter without any is left out.
+        context: Gives the slots of the tokens.
+        ops: The backend that holds the ops.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        bank: AdapterBank,
+        operands: Mapping[str, LoraOperands],
+        context: ForwardContext,
+        ops: ModuleType,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+        self._operands = dict(operands)
+        self._context = context
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        """Blocks of experts read settings of their experts, such as their number."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
+        schedule = self._context.schedule
+        if schedule is None or not schedule.segments:
+            result: Tensor = self.base(hidden_states, top_k_index, top_k_weights, *args)
+            return result
+        places = self._context.places()
+        if places is None:
+            return self._mixed(hidden_states, top_k_index, top_k_weights, schedule)
+        x_TH, experts_TC, weights_TC = (
+            places.collect(x.reshape(-1, x.shape[-1])) for x in (hidden_states, top_k_index, top_k_weights)
+        )
+        return places.spread(self._mixed(x_TH, experts_TC, weights_TC, schedule)).view(hidden_states.shape)
+
+    def _mixed(self, x_TH: Tensor, experts_TC: Tensor, weights_TC: Tensor, schedule: TokenSchedule) -> Tensor:
+        """The weighted sum of the outputs of each token's experts, ``[T, H]``."""
+        base: Any = self.base
+        num_tokens, num_chosen = experts_TC.shape
+        slots_S = schedule.slots_of_tokens(x_TH.device).repeat_interleave(num_chosen)
+        group_S = experts_TC.reshape(-1) * self._bank.num_slots + slots_S
+        order_S = group_S.argsort(stable=True)
+        num_groups = base.num_experts * self._bank.num_slots
+        counts = torch.bincount(group_S, minlength=num_groups).tolist()
+        scales = dict(zip(schedule.slots, schedule.scales, strict=True))
+        groups = range(num_groups)
+        sorted_schedule = TokenSchedule.build(
+            groups, counts, [scales.get(group % self._bank.num_slots, 0.0) for group in groups]
+        )
+        tokens = [
+            sum(counts[first : first + self._bank.num_slots]) for first in range(0, num_groups, self._bank.num_slots)
+        ]
+        first = _first(base)
+        # Not by token indices: their gradients would be summed by atomics on a GPU.
+        x_SH = x_TH[:, None].expand(-1, num_chosen, -1).reshape(num_tokens * num_chosen, -1)
+        hidden_SN = self._project(first, x_SH.index_select(0, order_S), tokens, sorted_schedule)
+        hidden_SN = base._apply_gate(hidden_SN) if base.has_gate else base.act_fn(hidden_SN)
+        output_SH = self._project("down_proj", hidden_SN, tokens, sorted_schedule)
+        if base.has_post_expert_norm:
+            output_SH = base.post_expert_norm(output_SH)
+        output_SH = output_SH * weights_TC.reshape(-1)[order_S, None]
+        in_order_SH = torch.empty_like(output_SH).index_copy(0, order_S, output_SH)
+        return in_order_SH.view(num_tokens, num_chosen, -1).sum(1).to(x_TH.dtype)
+
+    def _project(self, key: str, x_SK: Tensor, tokens: Sequence[int], schedule: TokenSchedule) -> Tensor:
+        frozen = _FrozenExperts(self.base, key, tokens)
+        operands = self._operands.get(key)
+        if operands is None:
+            empty = TokenSchedule.build((), (), ())
+            operands = next(iter(self._operands.values()))
+            (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, empty, self._ops)
+        else:
+            (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._ops)
+        return y_SN
+
+
+class _FrozenExperts:
+    """One projection of all experts, for tokens sorted by expert; weights are read at each use.
+
+    Args:
+        base: Stacked experts.
+        key: Name of the parameter.
+        tokens: Tokens of every expert.
+    """
+
+    def __init__(self, base: Any, key: str, tokens: Sequence[int]) -> None:
+        self._base = base
+        self._key = key
+        self._spans = list(enumerate(itertools.pairwise(itertools.accumulate(tokens, initial=0))))
+
+    def forward(self, x_SK: Tensor) -> Tensor:
+        weight_E, bias_EN = getattr(self._base, self._key), self._bias()
+        y_SN = x_SK.new_empty(x_SK.shape[0], weight_E.shape[2 if self._base.is_transposed else 1])
+        for expert, (first, end) in self._spans:
+            if first < end:
+                weight_NK = weight_E[expert].T if self._base.is_transposed else weight_E[expert]
+                y_SN[first:end] = F.linear(x_SK[first:end], weight_NK, None if bias_EN is None else bias_EN[expert])
+        return y_SN
+
+    def backward(self, dy_SN: Tensor, dx_SK: Tensor | None) -> Tensor:
+        assert dx_SK is None, "projections of experts share no input"
+        weight_E = getattr(self._base, self._key)
+        dx_SK = dy_SN.new_empty(dy_SN.shape[0], weight_E.shape[1 if self._base.is_transposed else 2])
+        for expert, (first, end) in self._spans:
+            if first < end:
+                weight_NK = weight_E[expert].T if self._base.is_transposed else weight_E[expert]
+                torch.mm(dy_SN[first:end], weight_NK, out=dx_SK[first:end])
+        return dx_SK
+
+    def _bias(self) -> Tensor | None:
+        bias_EN: Tensor | None = getattr(self._base, f"{self._key}_bias") if self._base.has_bias else None
+        return bias_EN
+
+
+def _first(module: Any) -> str:
+    """Name of the parameter that the experts' input is multiplied with."""
+    return "gate_up_proj" if module.has_gate else "up_proj"
