@@ -81,8 +81,8 @@ def summarise(verdicts: Sequence[Verdict], scale: str) -> Result:
         "packed": sum(verdict.status == "exact" and verdict.rows == "packed" for verdict in verdicts),
     }
     notes = [
-        "Adapters sit on the dense linear modules of attention; experts, routers and the indexers of sparse attention "
-        "have none.",
+        "Adapters sit on the dense linear modules of attention and, where there are any, on stacked experts and their "
+        "routers; the indexers of sparse attention have none.",
         "Dropout, jitter and router losses are off in the tiny models; windows are 5 tokens, chunks 7, rows 5 to 34.",
         "PEFT trains the model that transformers itself loads from the same folder, on rows padded on the right.",
     ]

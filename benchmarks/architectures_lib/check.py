@@ -23,7 +23,15 @@ from alto.data import EncodedDataset, TaskData
 from alto.errors import AltoError
 from alto.evaluation.adapter import loaded_adapters
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
-from alto.lora import ModuleNames, linear_modules, read_saved_adapter, write_adapter
+from alto.lora import (
+    AdapterWeights,
+    ModuleNames,
+    adaptable,
+    as_in_peft,
+    linear_modules,
+    read_saved_adapter,
+    write_adapter,
+)
 from alto.spec import BaseModelSpec, Task
 from architectures_lib.tiny import build_tiny
 from architectures_lib.verdict import Verdict
@@ -121,7 +129,7 @@ class _Step:
 
     rows: list[tuple[Tensor, Tensor]]
     settings: dict[str, Any]
-    weights: dict[str, tuple[Tensor, Tensor]]
+    weights: dict[str, Tensor]
     loss: float
     gradients: dict[str, Tensor]
 
@@ -146,14 +154,27 @@ def _targets(model: PreTrainedModel) -> list[str]:
     return [m.name for m in dense if _ATTENTION.fullmatch(m.name)] or [m.name for m in dense]
 
 
+def _parameters(model: PreTrainedModel) -> list[str]:
+    """The parameters of stacked experts and of their routers."""
+    routers = [f"{target.name}.weight" for target in adaptable(model) if target.is_router]
+    return [*routers, *(target.name for target in adaptable(model) if target.num_experts)]
+
+
+def _named(weights: AdapterWeights) -> dict[str, Tensor]:
+    """Matrices as PEFT holds them, by ``<module>.A`` and ``<module>.B``."""
+    pairs = as_in_peft(weights).items()
+    return {f"{name}.{half}": matrix for name, pair in pairs for half, matrix in zip("AB", pair, strict=True)}
+
+
 def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exported]:
     backbone = load_backbone(BaseModelSpec(id=str(folder)))
-    targets = _targets(backbone.model)
+    targets, parameters = _targets(backbone.model), _parameters(backbone.model)
     keys = {key for job in JOBS for key in job}
     task = Task(
         model=str(folder),
         dataset="unused.jsonl",
         target_modules=targets,
+        target_parameters=parameters,
         lora_alpha=8,
         num_train_epochs=1,
         max_tokens_per_pass=4000,
@@ -175,14 +196,13 @@ def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exporte
     losses = trainer.backward(jobs).tolist()
     steps = []
     for job, loss in zip(jobs, losses, strict=True):
-        gradients = {}
-        for module, a_KR, b_RN in trainer.bank.matrices(trainer.bank.grads_ZP, job.slot):
-            gradients |= {f"{module.name}.A": a_KR.clone(), f"{module.name}.B": b_RN.clone()}
+        matrices = trainer.bank.matrices(trainer.bank.grads_ZP, job.slot)
+        gradients = _named({module.name: (a.clone(), b.clone()) for module, a, b in matrices})
         rows = [(data.train.input_ids[row], data.train.targets[row]) for row in job.order.rows_of_step(0)]
         settings = {"r": job.config.r, "lora_alpha": job.config.lora_alpha, "target_modules": targets}
-        steps.append(
-            _Step(rows=rows, settings=settings, weights=trainer.bank.read(job.slot), loss=loss, gradients=gradients)
-        )
+        settings |= {"target_parameters": parameters} if parameters else {}
+        weights = _named(trainer.bank.read(job.slot))
+        steps.append(_Step(rows=rows, settings=settings, weights=weights, loss=loss, gradients=gradients))
     last = jobs[-1]
     adapter = folder / "adapter"
     write_adapter(adapter, trainer.bank.read(last.slot), last.config, str(folder), ModuleNames.of(backbone.model))
@@ -219,12 +239,11 @@ class _OwnTraining:
         model = get_peft_model(copy.deepcopy(self._model), LoraConfig(**step.settings, lora_dropout=0.0)).train()
         parameters = {_plain(name): value for name, value in model.named_parameters() if value.requires_grad}
         with torch.no_grad():
-            for name, (a_KR, b_RN) in step.weights.items():
-                parameters[f"{name}.A"].copy_(a_KR.T)
-                parameters[f"{name}.B"].copy_(b_RN.T)
+            for name, matrix in step.weights.items():
+                parameters[name].copy_(matrix)
         loss = model(**_padded(step.rows), use_cache=False).loss
         loss.backward()
-        return float(loss.detach()), {name: _gradient(value).T for name, value in parameters.items()}
+        return float(loss.detach()), {name: _gradient(value) for name, value in parameters.items()}
 
     @torch.no_grad()
     def logit_errors(self, exported: _Exported) -> tuple[float, float]:

@@ -29,6 +29,7 @@ def test_defaults():
         "init_lora_weights": "default",
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
+        "target_parameters": [],
         "loraplus_lr_ratio": 1.0,
         "num_train_epochs": 3,
         "max_steps": None,
@@ -131,7 +132,7 @@ NULLABLE = ("max_steps", "max_grad_norm")
 
 
 def test_every_field_is_covered_by_a_table():
-    rest = {"lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "optim"}
+    rest = {"lora_alpha", "target_modules", "target_parameters", "use_rslora", "init_lora_weights", "optim"}
     assert set(OUTSIDE) | rest == set(JOB_FIELDS)
 
 

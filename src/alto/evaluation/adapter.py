@@ -43,8 +43,10 @@ def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> No
             "--base"
         )
     for name, (a_KR, b_RN) in adapter.weights.items():
-        wanted, found = (modules[name].in_features, modules[name].out_features), (a_KR.shape[0], b_RN.shape[1])
-        if wanted != found or a_KR.shape[1] != b_RN.shape[0]:
+        experts, wanted = modules[name].num_experts, (modules[name].in_features, modules[name].out_features)
+        found = (a_KR.shape[-2], b_RN.shape[-1])
+        are_as_many = a_KR.shape[:-2] == b_RN.shape[:-2] == (() if experts is None else (experts,))
+        if wanted != found or a_KR.shape[-1] != b_RN.shape[-2] or not are_as_many:
             raise TargetModuleError(
                 f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
                 f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; name the model it was "

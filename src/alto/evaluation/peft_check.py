@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, is_out_of_memory
 from alto.evaluation.adapter import loaded_adapters
-from alto.lora import SavedAdapter, eject, module_of, read_saved_adapter
+from alto.lora import SavedAdapter, as_in_peft, eject, module_of, read_saved_adapter
 from alto.records import AdapterCheck
 
 __all__ = ["PeftCheck"]
@@ -109,9 +109,12 @@ class PeftCheck:
 
 
 def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
-    absent = [name for name in adapter.weights if name not in layers]
-    others = [name for name in layers if name not in adapter.weights]
-    changed = [name for name in adapter.weights if name in layers and not _is_same(adapter, name, layers[name])]
+    matrices = as_in_peft(adapter.weights)
+    absent = [name for name in matrices if name not in layers]
+    others = [name for name in layers if name not in matrices]
+    changed = [
+        name for name in matrices if name in layers and not _is_same(matrices[name], adapter.scale, layers[name])
+    ]
     kinds = (
         (absent, "without the adapter it was trained with"),
         (others, "with one that was not trained"),
@@ -120,15 +123,11 @@ def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
     return [f"{_named(names)} {fault}" for names, fault in kinds if names]
 
 
-def _is_same(adapter: SavedAdapter, name: str, layer: Any) -> bool:
+def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
     (active,) = layer.active_adapters
-    a_KR, b_RN = adapter.weights[name]
-    a_RK, b_NR = (part[active].weight.float().cpu() for part in (layer.lora_A, layer.lora_B))
-    return (
-        torch.equal(a_RK, a_KR.T.cpu())
-        and torch.equal(b_NR, b_RN.T.cpu())
-        and math.isclose(layer.scaling[active], adapter.scale)
-    )
+    held = (part[active].weight.float().cpu() for part in (layer.lora_A, layer.lora_B))
+    are_equal = all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(matrices, held, strict=True))
+    return are_equal and math.isclose(layer.scaling[active], scale)
 
 
 def _named(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, BankLayout, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
-from alto.lora.peft_format import adapter_scale, module_of, read_adapter, write_adapter
+from alto.lora.peft_format import adapter_scale, as_in_peft, module_of, read_adapter, write_adapter
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
@@ -33,6 +33,7 @@ __all__ = [
     "adaptable",
     "adapter_base_model",
     "adapter_scale",
+    "as_in_peft",
     "bank_bytes",
     "check_optimizer",
     "eject",

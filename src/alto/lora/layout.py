@@ -20,6 +20,7 @@ class TargetModule:
         name: Full name in the model.
         in_features: ``K``.
         out_features: ``N``.
+        is_router: Whether it is the weight of a router, which no linear module holds.
         num_experts: ``E``, matrices of a parameter of experts, each of which has an ``A`` and a ``B`` of its own; None
             of a linear module.
     """
@@ -27,6 +28,7 @@ class TargetModule:
     name: str
     in_features: int
     out_features: int
+    is_router: bool = False
     num_experts: int | None = None
 
     @property

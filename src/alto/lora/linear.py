@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
 from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
+from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 
 __all__ = ["ForwardContext", "FrozenLinear", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
@@ -152,19 +153,27 @@ class _FrozenWeight:
 
 
 class MultiLoraLinear(nn.Module):
-    """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer."""
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer.
 
-    def __init__(self, base: FrozenLinear, shared: SharedInput, member: int) -> None:
+    Args:
+        base: The layer.
+        name: Its full name in the model.
+        shared: The layers that read the same input.
+        member: Its index among them.
+    """
+
+    def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
         super().__init__()
         self.base = base
+        self._name = name
         self._shared = shared
         self._member = member
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight: some models read it themselves, and then no adapter applies, in PEFT neither."""
+        """The frozen weight, for models that ask for its precision; under a schedule it can only be looked at."""
         weight: Tensor = self.base.weight
-        return weight
+        return AdaptedWeight.of(weight, self._name) if self._shared.is_in_forward else weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from alto.lora.bank import AdapterWeights
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
 from alto.spec import JobConfig
 
-__all__ = ["adapter_scale", "lora_scale", "module_of", "read_adapter", "write_adapter"]
+__all__ = ["adapter_scale", "as_in_peft", "lora_scale", "module_of", "read_adapter", "write_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -54,23 +55,40 @@ def write_adapter(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    names = wrapper_names([name for name, (a, _) in weights.items() if a.ndim == _NUM_STACKED])
-    for name, (a, b) in weights.items():
-        if name in names:
-            # Of E experts: the rows of A expert after expert, the columns of B rank after rank.
-            a_RK, b_NR = a.transpose(1, 2).flatten(0, 1), b.permute(2, 1, 0).flatten(1)
-        else:
-            a_RK, b_NR = a.T, b.T
-        tensors[f"{_PREFIX}{names.get(name, name)}{A_ENDING}"] = a_RK.contiguous()
-        tensors[f"{_PREFIX}{names.get(name, name)}{B_ENDING}"] = b_NR.contiguous()
+    for name, (a_RK, b_NR) in as_in_peft(weights).items():
+        tensors[f"{_PREFIX}{name}{A_ENDING}"] = a_RK
+        tensors[f"{_PREFIX}{name}{B_ENDING}"] = b_NR
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     description = _adapter_config(
         config,
         base_model,
-        peft_targets(weights, model, experts=names),
+        peft_targets(weights, model, experts=_stacked(weights)),
         is_transposed=not model.transposed.isdisjoint(weights),
     )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def as_in_peft(weights: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
+    """``A`` as ``[r, K]`` and ``B`` as ``[N, r]`` by the name of PEFT's module, without the name of its own model.
+
+    Of ``E`` experts in one parameter the rows of ``A`` are expert after expert, ``[E · r, K]``, and the columns of
+    ``B`` rank after rank, ``[N, r · E]`` (PEFT 0.21, ``ParamWrapper.get_delta_weight``).
+    """
+    names, found = wrapper_names(_stacked(weights)), {}
+    for name, (a, b) in weights.items():
+        if name in names:
+            found[names[name]] = (
+                a.transpose(1, 2).flatten(0, 1).contiguous(),
+                b.permute(2, 1, 0).flatten(1).contiguous(),
+            )
+        else:
+            found[name] = (a.T.contiguous(), b.T.contiguous())
+    return found
+
+
+def _stacked(weights: AdapterWeights) -> list[str]:
+    """The parameters of experts among the modules of an adapter."""
+    return [name for name, (a, _) in weights.items() if a.ndim == _NUM_STACKED]
 
 
 def read_adapter(folder: Path) -> AdapterWeights:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from alto.lora.targets import linear_bases, module_names
+from alto.lora.targets import linear_bases, module_names, router_bases
 
 __all__ = ["ModuleNames", "PeftTargets", "expert_names", "expert_names_of", "peft_targets", "wrapper_names"]
 
@@ -40,11 +40,13 @@ class ModuleNames:
         modules: Full names of all modules of the model, linear or not.
         model_type: As the model's config says.
         transposed: Full names of the modules that keep their weight transposed (``Conv1D``).
+        routers: Full names of the modules that are routers with a weight of their own.
     """
 
     modules: frozenset[str]
     model_type: str
     transposed: frozenset[str] = frozenset()
+    routers: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
@@ -54,6 +56,7 @@ class ModuleNames:
             modules=frozenset(module_names(model)),
             model_type=model.config.model_type,
             transposed=frozenset(transposed),
+            routers=frozenset(router_bases(model)),
         )
 
 
@@ -119,7 +122,7 @@ def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Colle
     """
     adapted = [name for name in adapted if name not in experts]
     translated = expert_names(model.model_type)
-    by_parameter = {name for name in adapted if _leaf(name) in translated}
+    by_parameter = {name for name in adapted if _leaf(name) in translated or name in model.routers}
     by_name = set(adapted) - by_parameter
     leaves = set(map(_leaf, by_name))
     meant = {name for name in model.modules if _leaf(name) in leaves}

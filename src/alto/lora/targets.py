@@ -14,20 +14,34 @@ from alto.errors import TargetModuleError
 from alto.lora.experts import MultiLoraExperts, expert_parameters, is_adaptable
 from alto.lora.layout import TargetModule
 from alto.lora.linear import FrozenLinear, MultiLoraLinear
+from alto.lora.routers import MultiLoraRouter
 from alto.spec.job_config import ALL_LINEAR
 
-__all__ = ["adaptable", "expert_bases", "find_targets", "linear_bases", "linear_modules", "module_names"]
+__all__ = [
+    "adaptable",
+    "expert_bases",
+    "find_targets",
+    "linear_bases",
+    "linear_modules",
+    "module_names",
+    "router_bases",
+]
 
-_MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_FUSED = ("out_proj",)
-"""Source: PEFT 0.21, ``_check_lora_target_modules_mamba``."""
+_READ_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
+"""By model type, the last part of the names of layers whose weight the model, or a fused kernel, reads itself.
+
+Source: PEFT 0.21, ``_check_lora_target_modules_mamba``; and transformers' forward passes for ``dt_proj``."""
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
 
-    The same whether or not adapters have been injected. Left out, as in PEFT, are the output projections of Mamba's
-    layers: their fused kernels read the weight itself, so that an adapter there would not apply.
+    The same whether or not adapters have been injected. Left out are projections of Mamba's layers whose weight is read
+    elsewhere than in the layer, so that an adapter there would not apply.
     """
     return tuple(
         TargetModule(name=name, in_features=_sizes(module)[0], out_features=_sizes(module)[1])
@@ -38,11 +52,11 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """The modules that :func:`linear_modules` names, as they are without injection."""
     head = model.get_output_embeddings()
-    fused = _FUSED if model.config.model_type in _MAMBA else ()
+    left_out = _READ_ELSEWHERE.get(model.config.model_type, ())
     return {
         name: module
         for name, module in _modules(model).items()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rsplit(".", 1)[-1] not in fused
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rsplit(".", 1)[-1] not in left_out
     }
 
 
@@ -51,12 +65,33 @@ def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in _modules(model).items() if is_adaptable(module)}
 
 
+def router_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules beside stacked experts that hold the weight of a router themselves, as they are without injection."""
+    blocks = {name.rpartition(".")[0] for name in expert_bases(model)}
+    return {
+        name: module
+        for name, module in _modules(model).items()
+        if name.rpartition(".")[0] in blocks and _is_router(module)
+    }
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+
+
 def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """All that may have adapters: linear modules, then parameters of experts, each in the model's order."""
+    """All that may have adapters: linear modules, then routers, then parameters of experts, each in the model's
+    order."""
+    routers = (
+        TargetModule(name=name, in_features=weight.shape[1], out_features=weight.shape[0], is_router=True)
+        for name, module in router_bases(model).items()
+        if (weight := module._parameters["weight"]) is not None
+    )
     experts = (
         parameter for name, module in expert_bases(model).items() for parameter in expert_parameters(module, name)
     )
-    return (*linear_modules(model), *experts)
+    return (*linear_modules(model), *routers, *experts)
 
 
 def _sizes(module: FrozenLinear) -> tuple[int, int]:
@@ -75,14 +110,14 @@ def module_names(model: PreTrainedModel) -> tuple[str, ...]:
 def find_targets(
     model: PreTrainedModel, target_modules: str | Sequence[str], rank: int, target_parameters: Sequence[str] = ()
 ) -> tuple[TargetModule, ...]:
-    """The modules that ``target_modules`` selects, in the model's order, and the parameters of experts after them.
+    """The modules that ``target_modules`` selects, in the model's order, and after them those of routers and experts.
 
     Args:
         target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
             string, a regular expression that has to match full names as a whole.
         rank: Rank the adapter is to have.
-        target_parameters: Names of parameters of experts, each a full one or an ending such as
-            ``experts.gate_up_proj``.
+        target_parameters: Names of parameters of experts and routers, each a full one or an ending such as
+            ``experts.gate_up_proj`` or ``gate.weight``.
 
     Raises:
         TargetModuleError: The model has no linear modules, a name or the expression matches none of them or other
@@ -110,16 +145,22 @@ def find_targets(
 
 
 def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetModule, ...]:
-    known = [target for target in adaptable(model) if target.num_experts]
+    known = {
+        f"{target.name}.weight" if target.is_router else target.name: target
+        for target in adaptable(model)
+        if target.num_experts or target.is_router
+    }
     for name in names:
-        if not any(_is_name_or_ending(name, target.name) for target in known):
-            shown = sorted({".".join(target.name.rsplit(".", 2)[-2:]) for target in known})
+        if not any(_is_name_or_ending(name, parameter) for parameter in known):
+            shown = sorted({".".join(parameter.rsplit(".", 2)[-2:]) for parameter in known})
             found = f"the model has {', '.join(shown)}" if shown else "the model has none that ALTO can adapt"
             raise TargetModuleError(
-                f"target_parameters: expected parameters that hold the matrices of experts, found none under {name!r}; "
-                f"{found}"
+                f"target_parameters: expected parameters of stacked experts or their routers, found none under "
+                f"{name!r}; {found}"
             )
-    return tuple(target for target in known if any(_is_name_or_ending(name, target.name) for name in names))
+    return tuple(
+        target for parameter, target in known.items() if any(_is_name_or_ending(name, parameter) for name in names)
+    )
 
 
 def _meant(
@@ -169,6 +210,6 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if name:
-            is_wrapped = isinstance(module, MultiLoraLinear | MultiLoraExperts)
+            is_wrapped = isinstance(module, MultiLoraLinear | MultiLoraExperts | MultiLoraRouter)
             names.setdefault(module.base if is_wrapped else module, name)
     return {name: module for module, name in names.items()}

@@ -27,15 +27,17 @@ def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tup
     Args:
         configs: Configurations of all jobs.
     """
-    experts = _experts(model)
+    configs = list(configs)
+    experts = _without_targets(_experts(model), configs)
     wide = [config for config in configs if config.target_modules == ALL_LINEAR]
     named = expert_names(model.config.model_type)
     means_experts = wide or any(_names_one_of(config.target_modules, named) for config in configs)
     if not experts or not means_experts:
         return ()
-    routers = _routers(model, experts)
+    routers = _without_targets(_routers(model, experts), configs)
     sentences = f"The experts of the base model are not trained: {_described(experts)}, stacked in parameters"
     sentences += f"; nor its routers: {_described(routers)}." if routers else "."
+    sentences += " Name them in target_parameters to train them."
     if wide and named:
         rank = max(config.r for config in wide)
         ours = sum(rank * (module.in_features + module.out_features) for module in linear_modules(model))
@@ -70,6 +72,15 @@ def peft_all_linear(model: PreTrainedModel, rank: int) -> int:
                 *num_experts, rows, columns = parameter.shape
                 count += len(olds) * rank * math.prod(num_experts) * (rows + columns)
     return count
+
+
+def _without_targets(parameters: dict[str, int], configs: Sequence[JobConfig]) -> dict[str, int]:
+    """Those of ``parameters`` that not every job trains."""
+    return {
+        name: size
+        for name, size in parameters.items()
+        if not all(any(f".{name}".endswith(f".{target}") for target in config.target_parameters) for config in configs)
+    }
 
 
 def _names_one_of(target_modules: str | Sequence[str], names: Iterable[str]) -> bool:
