@@ -331,8 +331,10 @@ both, the method takes its own. A reply is a text, a message or a list of messag
 the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
-reply of the assistant. A pair is left out, and counted, where both replies are the same, where one is empty, and where
-`max_length` leaves no part in which they differ.
+reply of the assistant. A pair is left out, and counted, where `max_length` leaves no part in which they differ.
+
+**Bad rows**, which cannot be used, end the task before training, all of them listed; `on_bad_row: skip` leaves them
+out: [data.md](data.md#bad-rows).
 
 **Columns** with other names: `columns` maps a role to its column. Roles are
 {_codes(roles)}.
@@ -463,10 +465,12 @@ def _attributes(model: type) -> dict[str, str]:
     _, found, rest = (inspect.getdoc(model) or "").partition("Attributes:\n")
     if not found:
         return {}
+    base = model.__bases__[0]
+    inherited = _attributes(base) if issubclass(base, SpecModel) and base is not SpecModel else {}
     block = textwrap.dedent(rest.split("\n\nRaises:")[0])
     entries = re.findall(r"^(\w[\w, ]*): (.*(?:\n .*)*)", block, flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
-    return {name: _markdown(text) for name, text in texts.items()}
+    return inherited | {name: _markdown(text) for name, text in texts.items()}
 
 
 def _markdown(text: str) -> str:

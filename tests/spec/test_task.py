@@ -37,6 +37,7 @@ def test_defaults():
         "test_split": None,
         "max_samples": None,
         "data_seed": 42,
+        "on_bad_row": "error",
         "method": "sft",
         "metric": "loss",
         "select_by": "metric",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from alto.data.faults import BadRows
+
 __all__ = ["IGNORED", "EncodedDataset", "Span", "Unread", "digest_of"]
 
 IGNORED = -100
@@ -53,6 +55,7 @@ class EncodedDataset:
         num_unrolled: Conversations that became one row per reply.
         num_alike: Pairs left out because both replies have the same tokens.
         num_shortened: Trained replies of which the chat template leaves words out.
+        refused: Rows that the chat template refuses, which are not among the skipped ones; None where there are none.
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
@@ -69,6 +72,7 @@ class EncodedDataset:
     num_unrolled: int = 0
     num_alike: int = 0
     num_shortened: int = 0
+    refused: BadRows | None = None
     unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     references: Tensor | None = None

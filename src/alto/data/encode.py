@@ -15,11 +15,13 @@ from torch import Tensor
 
 from alto.data.conversation import Conversation, Message
 from alto.data.dataset import IGNORED, EncodedDataset, Unread
+from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
-from alto.data.rows import quoted
+from alto.data.rows import ConversationError, FaultKind, RowFault, quoted
 from alto.data.template import ChatTemplate, given_keys, without_key
 from alto.errors import DataError
 from alto.records import ModelLimits
+from alto.spec import OnBadRow
 
 __all__ = [
     "EncodedRow",
@@ -47,6 +49,7 @@ def encode_dataset(
     what: str,
     *,
     limits: ModelLimits | None = None,
+    on_bad_row: OnBadRow = "error",
 ) -> EncodedDataset:
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
@@ -56,8 +59,10 @@ def encode_dataset(
         max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Limits of the model; None where it has none.
+        on_bad_row: What is done about conversations that the chat template refuses.
 
     Raises:
+        BadRowsError: The chat template refuses some conversations, and these are not skipped, or all of them.
         DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
             never see the end of a reply. Or as :func:`encode_conversation`.
         ModelError: The model has no embedding of a token.
@@ -67,8 +72,13 @@ def encode_dataset(
     encoder = Encoder(tokenizer)
     input_ids, targets = [], []
     num_rows = num_truncated = num_masked = num_unrolled = 0
-    for conversation in conversations:
-        rows = encoder.rows(conversation) or [EncodedRow((), ())]
+    faults = FaultList(f"the {what} data")
+    for number, conversation in enumerate(conversations, start=1):
+        try:
+            rows = encoder.rows(conversation) or [EncodedRow((), ())]
+        except ConversationError as error:
+            faults.add(f"conversation {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
+            continue
         num_unrolled += len(rows) > 1
         for row in rows:
             num_rows += 1
@@ -79,6 +89,7 @@ def encode_dataset(
             if (sought != IGNORED).any():
                 input_ids.append(ids)
                 targets.append(sought)
+    refused = faults.settle(len(conversations), on_bad_row)
     if not input_ids:
         raise DataError(
             f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
@@ -97,6 +108,7 @@ def encode_dataset(
         num_masked=num_masked,
         num_unrolled=num_unrolled,
         num_shortened=encoder.num_shortened,
+        refused=refused,
         unread=encoder.unread,
     )
 
@@ -126,8 +138,8 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[Enco
         sees them when it generates that turn.
 
     Raises:
-        DataError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites the
-            turns before a reply, so that the reply's tokens cannot be identified.
+        ConversationError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites
+            the turns before a reply, so that the reply's tokens cannot be identified.
     """
     return Encoder(tokenizer).rows(conversation)
 
@@ -218,7 +230,7 @@ class Encoder:
             self._count_unread(conversation, [(conversation, text)])
             return [self._ended(*template.marked_tokens(conversation))]
         if not is_apart:
-            raise DataError(
+            raise ConversationError(
                 "expected the chat template to leave the text before a reply unchanged when the reply is added, "
                 "found that it rewrites it; set another chat template on the tokenizer"
             )
@@ -330,7 +342,7 @@ class Encoder:
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
                 if bare is not None:
-                    raise DataError(
+                    raise ConversationError(
                         "expected a chat template that shows calls of tools, found one (or none) that leaves out "
                         f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
                         "be trained; use a base model that calls tools, or leave such rows out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alto.data.conversation import Conversation, Pair, Row
+from alto.data.conversation import Conversation
 from alto.data.dataset import EncodedDataset, Unread
 from alto.data.encode import closing_text
 from alto.data.limits import RowLimit
@@ -22,11 +22,10 @@ MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
 
 
-def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) -> list[str]:
+def reading_notes(num_validation: int, num_shared: int) -> list[str]:
     """Notices about the rows before tokenisation.
 
     Args:
-        train: Training rows.
         num_validation: Number of validation rows.
         num_shared: Validation rows that are training rows too.
     """
@@ -40,13 +39,6 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
         notes.append(
             f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
             "than chance; raise validation_split or name a validation_dataset."
-        )
-    conversations = [row for row in train if not isinstance(row, Pair)]
-    num_empty = sum(any(turn.is_trained and turn.is_empty for turn in conversation) for conversation in conversations)
-    if num_empty:
-        notes.append(
-            f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to reply "
-            "nothing."
         )
     return notes
 
@@ -125,7 +117,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
         what: Name of the split.
         limit: Limit at which rows were cut.
     """
-    notes = []
+    notes = [] if dataset.refused is None else [dataset.refused.note]
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"
     if dataset.num_unrolled:

@@ -11,16 +11,17 @@ from alto.data.conversation import Conversation, Pair, Row
 from alto.data.convert import to_conversation, to_pair
 from alto.data.dataset import EncodedDataset
 from alto.data.encode import encode_dataset
+from alto.data.faults import BadRows, FaultList
 from alto.data.formats import Layout, find_layout
 from alto.data.limits import row_limit
 from alto.data.notes import encoding_notes, reading_notes, test_notes, tokenizer_notes, unread_notes
 from alto.data.pairs import encode_pairs
-from alto.data.rows import RawRow
+from alto.data.rows import RawRow, RowError
 from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
 from alto.errors import DataFormatError
 from alto.records import ModelLimits
-from alto.spec import Task
+from alto.spec import OnBadRow, Task
 from alto.spec.method import learns_from_pairs
 
 __all__ = [
@@ -52,6 +53,7 @@ class TaskData:
         validation: Validation rows.
         test: Rows that nothing is trained on or selected by; None where there are none.
         num_shared: Validation rows that are training rows too.
+        num_bad: Rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
     """
 
@@ -59,6 +61,7 @@ class TaskData:
     validation: EncodedDataset
     test: EncodedDataset | None = None
     num_shared: int = 0
+    num_bad: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -93,7 +96,7 @@ class TaskData:
                 ("alike_rows", split.num_alike),
             )
         }
-        return {**counts, "shared_rows": self.num_shared}
+        return {**counts, "shared_rows": self.num_shared, "bad_rows": self.num_bad}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class TaskRows:
         layout: Form and columns of the training rows.
         max_length: Tokens at which a row is cut.
         unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
+        bad_rows: Rows that were left out because they cannot be used, by dataset.
+        on_bad_row: What is done about rows that the chat template refuses.
     """
 
     train: list[Row]
@@ -115,6 +120,8 @@ class TaskRows:
     max_length: int
     test: list[Row] | None = None
     unread_columns: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: tuple[BadRows, ...] = ()
+    on_bad_row: OnBadRow = "error"
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
         """Tokenise every split.
@@ -129,9 +136,13 @@ class TaskRows:
         limits = limits or ModelLimits()
         limit = row_limit(self.max_length, limits)
         about_tokenizer = tokenizer_notes(tokenizer, _conversations(self.train))
-        train = encode_rows(self.train, tokenizer, self.max_length, "training", limits=limits)
-        validation = encode_rows(self.validation, tokenizer, self.max_length, "validation", limits=limits)
-        test = self.test and encode_rows(self.test, tokenizer, self.max_length, "test", limits=limits)
+
+        def encoded(rows: Sequence[Row], what: str) -> EncodedDataset:
+            return encode_rows(rows, tokenizer, self.max_length, what, limits=limits, on_bad_row=self.on_bad_row)
+
+        train, validation = encoded(self.train, "training"), encoded(self.validation, "validation")
+        test = self.test and encoded(self.test, "test")
+        splits = (train, validation, *((test,) if test else ()))
         seen = set(self.train)
         num_shared = sum(row in seen for row in self.validation)
         seen.update(self.validation)
@@ -141,9 +152,11 @@ class TaskRows:
             validation=validation,
             test=test or None,
             num_shared=num_shared,
+            num_bad=sum(bad.num_bad for bad in (*self.bad_rows, *(split.refused for split in splits)) if bad),
             notes=(
+                *(bad.note for bad in self.bad_rows),
                 *unread_notes(self.unread_columns, train.unread),
-                *reading_notes(self.train, len(self.validation), num_shared),
+                *reading_notes(len(self.validation), num_shared),
                 *test_notes(len(self.test or ()), num_known),
                 *about_tokenizer,
                 *encoding_notes(train, "training", limit),
@@ -168,6 +181,15 @@ class HeldoutRows:
     max_length: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Converted:
+    """The rows of one dataset, their layout, and those that were left out; None where none were."""
+
+    rows: list[Row]
+    layout: Layout
+    bad: BadRows | None
+
+
 def read_task_rows(task: Task) -> TaskRows:
     """Read and split what ``task`` names.
 
@@ -177,16 +199,23 @@ def read_task_rows(task: Task) -> TaskRows:
     """
     source = open_source(task.dataset, "dataset", task)
     rows = sample_rows(source.train, task.max_samples, task.data_seed)
-    train, layout = _converted(rows, source.form, task, is_paired=learns_from_pairs(task.method))
+    converted = _converted(rows, source.form, task, is_paired=learns_from_pairs(task.method))
+    train, layout, bad = converted.rows, converted.layout, [converted.bad]
     num_rows, test = len(train), None
     if task.test_split is not None:
         train, test = split_rows(train, task.test_split, task.data_seed, key="test_split")
     elif task.test_dataset is not None:
-        test = _other_rows(task.test_dataset, "test_dataset", task, layout)
+        other = _other_rows(task.test_dataset, "test_dataset", task, layout)
+        test = other.rows
+        bad.append(other.bad)
     if task.validation_dataset is not None:
-        validation = _other_rows(task.validation_dataset, "validation_dataset", task, layout)
+        other = _other_rows(task.validation_dataset, "validation_dataset", task, layout)
+        validation = other.rows
+        bad.append(other.bad)
     elif source.validation is not None and task.validation_split is None:
-        validation, _ = _converted(source.validation, source.form, task, is_paired=layout.is_paired)
+        other = _converted(source.validation, source.form, task, is_paired=layout.is_paired)
+        validation = other.rows
+        bad.append(other.bad)
     else:
         share = (task.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
         train, validation = split_rows(train, share, task.data_seed)
@@ -197,6 +226,8 @@ def read_task_rows(task: Task) -> TaskRows:
         layout=layout,
         max_length=task.max_length or source.max_length,
         unread_columns=_unread_columns(rows, layout),
+        bad_rows=tuple(one for one in bad if one is not None),
+        on_bad_row=task.on_bad_row,
     )
 
 
@@ -213,25 +244,28 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     name = dataset or task.dataset
     source = open_source(name, "dataset", task)
     if source.test is not None:
-        name, rows = f"{name} (test split)", _converted(source.test, source.form, task)[0]
+        name, found = f"{name} (test split)", _converted(source.test, source.form, task)
     elif dataset is None:
-        name, rows = f"{name} (validation rows)", read_task_rows(task).validation
+        own = read_task_rows(task)
+        return HeldoutRows(name=f"{name} (validation rows)", rows=own.validation, max_length=own.max_length)
     else:
-        rows = _converted(source.train, source.form, task)[0]
-    return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
+        found = _converted(source.train, source.form, task)
+    if found.bad is not None:
+        name += f" ({found.bad.num_bad:,} bad rows left out)"
+    return HeldoutRows(name=name, rows=found.rows, max_length=task.max_length or source.max_length)
 
 
-def _other_rows(name: str, key: str, task: Task, layout: Layout) -> list[Row]:
+def _other_rows(name: str, key: str, task: Task, layout: Layout) -> _Converted:
     """The rows of the dataset that the task names under ``key``, of the same kind as its training rows: its split of
     that kind, where it has one."""
     other = open_source(name, key, task)
     own = other.validation if key == "validation_dataset" else other.test
-    return _converted(other.train if own is None else own, other.form, task, key=key, is_paired=layout.is_paired)[0]
+    return _converted(other.train if own is None else own, other.form, task, key=key, is_paired=layout.is_paired)
 
 
 def _converted(
     rows: Sequence[RawRow], known_form: str, task: Task, *, key: str = "dataset", is_paired: bool | None = None
-) -> tuple[list[Row], Layout]:
+) -> _Converted:
     """Rows in the task's form; where it is not set, in the form of the dataset's preset.
 
     Args:
@@ -240,13 +274,25 @@ def _converted(
             needs.
     """
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
-    listed = list(rows)
+    raw = list(rows)
+    faults = FaultList(key)
+    if all(row.fault is not None for row in raw):
+        for row in raw:
+            assert row.fault is not None
+            faults.add(row.where, row.fault)
+        faults.settle(len(raw), task.on_bad_row)
     meant = learns_from_pairs(task.method) if is_paired is None else is_paired
-    layout = find_layout(listed, form, task.columns, is_paired=meant)
+    layout = find_layout(raw, form, task.columns, is_paired=meant)
     if is_paired is not None and layout.is_paired != is_paired:
         raise _wrong_kind(layout, task.method, key)
     convert = to_pair if layout.is_paired else to_conversation
-    return [convert(row, layout) for row in listed], layout
+    converted = []
+    for row in raw:
+        try:
+            converted.append(convert(row, layout))
+        except RowError as error:
+            faults.add_error(error)
+    return _Converted(rows=converted, layout=layout, bad=faults.settle(len(raw), task.on_bad_row))
 
 
 def _unread_columns(rows: Sequence[RawRow], layout: Layout) -> dict[str, int]:
@@ -280,7 +326,13 @@ def _conversations(rows: Sequence[Row]) -> list[Conversation]:
 
 
 def encode_rows(
-    rows: Sequence[Row], tokenizer: Any, max_length: int, what: str, *, limits: ModelLimits | None = None
+    rows: Sequence[Row],
+    tokenizer: Any,
+    max_length: int,
+    what: str,
+    *,
+    limits: ModelLimits | None = None,
+    on_bad_row: OnBadRow = "error",
 ) -> EncodedDataset:
     """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`.
 
@@ -290,9 +342,10 @@ def encode_rows(
         max_length: Tokens at which a row is cut.
         what: Name of the split for messages.
         limits: Limits of the model; None where it has none.
+        on_bad_row: What is done about rows that the chat template refuses.
     """
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
-        return encode_pairs(pairs, tokenizer, max_length, what, limits=limits)
+        return encode_pairs(pairs, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
     conversations = [row for row in rows if not isinstance(row, Pair)]
-    return encode_dataset(conversations, tokenizer, max_length, what, limits=limits)
+    return encode_dataset(conversations, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
