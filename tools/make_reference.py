@@ -316,7 +316,8 @@ first of these that exists is used.
 {_table(("form", "columns", "optional columns"), forms)}
 
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
-token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
+token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained. `train_on` trains all
+tokens or the last reply only; `raw_prompt_completion` is only named, never recognised: [data.md](data.md).
 
 A message of the assistant may have `tool_calls` (OpenAI's form, flat, or the older `function_call`; arguments as an
 object or as JSON text) beside its content or instead of it; `tool` messages hold results and are shown, not trained.

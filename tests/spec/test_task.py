@@ -38,6 +38,8 @@ def test_defaults():
         "max_samples": None,
         "data_seed": 42,
         "on_bad_row": "error",
+        "train_on": "completion",
+        "chat_template": None,
         "method": "sft",
         "metric": "loss",
         "select_by": "metric",

@@ -188,10 +188,15 @@ def _text(fields: _Fields) -> list[Message]:
     return [Message("text", fields.text("text"))]
 
 
+def _raw_prompt_completion(fields: _Fields) -> list[Message]:
+    return [Message("text", fields.text("prompt"), is_context=True), Message("assistant", fields.text("completion"))]
+
+
 _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "messages": _messages,
     "sharegpt": _messages,
     "prompt_completion": _prompt_completion,
+    "raw_prompt_completion": _raw_prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
 }

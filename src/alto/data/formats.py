@@ -8,6 +8,7 @@ form                          columns (optional ones in brackets)
 ``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``, and see below]
 ``prompt_completion``         ``prompt`` and ``completion`` or ``response``, or ``question`` and ``answer``, each a
                               text or messages; [``system``]
+``raw_prompt_completion``     the same columns, texts only; never recognised, only named
 ``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
 ``text``                      ``text``; only where no other form fits
 ``preference``                ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each a
@@ -16,8 +17,9 @@ form                          columns (optional ones in brackets)
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ============================  ================================================================================
 
-All but ``text`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or ``functions``,
-the older name of them, and ``chat_template_kwargs``: further arguments of the chat template.
+All but ``text``, ``raw_prompt_completion`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have
+``tools``, or ``functions``, the older name of them, and ``chat_template_kwargs``: further arguments of the chat
+template.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from alto.errors import DataFormatError
 
 __all__ = ["Layout", "find_layout"]
 
+_NAMED_FORMS = ("raw_prompt_completion",)
+"""Forms that are never recognised: their columns are those of another one."""
+
 _PAIR_FORMS = ("preference", "openai_preference")
 
 _Columns = tuple[tuple[str, str], ...]
@@ -42,6 +47,9 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("prompt_completion", (("prompt", "prompt"), ("completion", "completion"))),
     ("prompt_completion", (("prompt", "prompt"), ("completion", "response"))),
     ("prompt_completion", (("prompt", "question"), ("completion", "answer"))),
+    ("raw_prompt_completion", (("prompt", "prompt"), ("completion", "completion"))),
+    ("raw_prompt_completion", (("prompt", "prompt"), ("completion", "response"))),
+    ("raw_prompt_completion", (("prompt", "question"), ("completion", "answer"))),
     ("alpaca", (("instruction", "instruction"), ("output", "output"))),
     ("text", (("text", "text"),)),
     ("preference", (("chosen", "chosen"), ("rejected", "rejected"))),
@@ -62,6 +70,7 @@ _BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs")
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "messages": ("system", *_BESIDE_TURNS),
     "prompt_completion": ("system", *_BESIDE_TURNS),
+    "raw_prompt_completion": (),
     "alpaca": ("input", "system", "history", *_BESIDE_TURNS),
     "text": (),
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
@@ -189,7 +198,7 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     layouts = []
     for name, required in _REQUIRED:
         roles = {*dict(required), *_OPTIONAL[name]}
-        if wanted in ("auto", name) and roles.issuperset(columns):
+        if wanted in (name if name in _NAMED_FORMS else "auto", name) and roles.issuperset(columns):
             layouts.append(
                 Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
             )

@@ -88,7 +88,7 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
         DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
     """
     notes = []
-    is_conversation = any(turn.role != "text" for conversation in conversations for turn in conversation)
+    is_conversation = any(conversation[0].role != "text" for conversation in conversations)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if tokenizer.eos_token_id is None:
         end = closing_text(tokenizer) if has_template and is_conversation else ""
@@ -104,7 +104,7 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
     if is_conversation and not has_template:
         notes.append(
             "The tokenizer has no chat template: a prompt is given as plain text with a line break after it, and "
-            "the adapter expects the same where it is served."
+            "the adapter expects the same where it is served; dataset_format: raw_prompt_completion adds nothing."
         )
     return notes
 

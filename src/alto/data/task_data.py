@@ -21,7 +21,7 @@ from alto.data.source import open_source
 from alto.data.split import sample_rows, split_rows
 from alto.errors import DataFormatError
 from alto.records import ModelLimits
-from alto.spec import OnBadRow, Task
+from alto.spec import OnBadRow, Task, TrainOn
 from alto.spec.method import learns_from_pairs
 
 __all__ = [
@@ -112,6 +112,7 @@ class TaskRows:
         unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
         bad_rows: Rows that were left out because they cannot be used, by dataset.
         on_bad_row: What is done about rows that the chat template refuses.
+        train_on: Which tokens of a row are trained.
     """
 
     train: list[Row]
@@ -122,6 +123,7 @@ class TaskRows:
     unread_columns: Mapping[str, int] = field(default_factory=dict)
     bad_rows: tuple[BadRows, ...] = ()
     on_bad_row: OnBadRow = "error"
+    train_on: TrainOn = "completion"
 
     def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
         """Tokenise every split.
@@ -138,7 +140,15 @@ class TaskRows:
         about_tokenizer = tokenizer_notes(tokenizer, _conversations(self.train))
 
         def encoded(rows: Sequence[Row], what: str) -> EncodedDataset:
-            return encode_rows(rows, tokenizer, self.max_length, what, limits=limits, on_bad_row=self.on_bad_row)
+            return encode_rows(
+                rows,
+                tokenizer,
+                self.max_length,
+                what,
+                limits=limits,
+                on_bad_row=self.on_bad_row,
+                train_on=self.train_on,
+            )
 
         train, validation = encoded(self.train, "training"), encoded(self.validation, "validation")
         test = self.test and encoded(self.test, "test")
@@ -174,11 +184,13 @@ class HeldoutRows:
         name: Name of the rows in results.
         rows: The rows.
         max_length: Tokens at which a row is cut.
+        train_on: Tokens that the loss is of.
     """
 
     name: str
     rows: Sequence[Row]
     max_length: int
+    train_on: TrainOn = "completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +240,7 @@ def read_task_rows(task: Task) -> TaskRows:
         unread_columns=_unread_columns(rows, layout),
         bad_rows=tuple(one for one in bad if one is not None),
         on_bad_row=task.on_bad_row,
+        train_on=task.train_on,
     )
 
 
@@ -247,12 +260,16 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
         name, found = f"{name} (test split)", _converted(source.test, source.form, task)
     elif dataset is None:
         own = read_task_rows(task)
-        return HeldoutRows(name=f"{name} (validation rows)", rows=own.validation, max_length=own.max_length)
+        return HeldoutRows(
+            name=f"{name} (validation rows)", rows=own.validation, max_length=own.max_length, train_on=task.train_on
+        )
     else:
         found = _converted(source.train, source.form, task)
     if found.bad is not None:
         name += f" ({found.bad.num_bad:,} bad rows left out)"
-    return HeldoutRows(name=name, rows=found.rows, max_length=task.max_length or source.max_length)
+    return HeldoutRows(
+        name=name, rows=found.rows, max_length=task.max_length or source.max_length, train_on=task.train_on
+    )
 
 
 def _other_rows(name: str, key: str, task: Task, layout: Layout) -> _Converted:
@@ -333,6 +350,7 @@ def encode_rows(
     *,
     limits: ModelLimits | None = None,
     on_bad_row: OnBadRow = "error",
+    train_on: TrainOn = "completion",
 ) -> EncodedDataset:
     """Tokenise rows of either kind, all of one; see :func:`encode_dataset` and :func:`encode_pairs`.
 
@@ -343,9 +361,12 @@ def encode_rows(
         what: Name of the split for messages.
         limits: Limits of the model; None where it has none.
         on_bad_row: What is done about rows that the chat template refuses.
+        train_on: Which tokens of a conversation are trained; of pairs, replies are.
     """
     pairs = [row for row in rows if isinstance(row, Pair)]
     if pairs:
         return encode_pairs(pairs, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
     conversations = [row for row in rows if not isinstance(row, Pair)]
-    return encode_dataset(conversations, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
+    return encode_dataset(
+        conversations, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row, train_on=train_on
+    )

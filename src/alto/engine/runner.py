@@ -260,6 +260,7 @@ class TaskRunner:
                 model=task.model,
                 dataset=task.dataset,
                 method=task.method,
+                chat_template=task.base_model.chat_template,
             )
         return replace(result, notices=_reported(run_dir))
 
@@ -329,4 +330,6 @@ def portable(task: Task) -> Task:
             found[key] = str(Path(path).expanduser().resolve())
     if Path(task.model).expanduser().is_dir() and task.model not in SHIPPED_MODELS:
         found["model"] = resolve_model(task.model)
+    if task.chat_template is not None:
+        found["chat_template"] = task.base_model.chat_template  # the text: the file may change
     return task.replace(**found)

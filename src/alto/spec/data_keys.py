@@ -10,17 +10,31 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
+from alto.spec.chat_template import chat_template_text
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, check_path
 
-__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "RowFormName", "default_name"]
+__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "RowFormName", "TrainOn", "default_name"]
 
 RowFormName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference"
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "raw_prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "openai_preference",
 ]
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
 """What is done about rows that cannot be used."""
+
+TrainOn: TypeAlias = Literal["completion", "all", "last"]
+"""Which tokens of a row are trained."""
+
+_MAX_TEMPLATE_CHARS = 2**18
 
 _COLUMN_ROLES = (
     *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
@@ -58,6 +72,10 @@ class DataKeys(SpecModel):
         data_seed: Seed of the split and of the sampled values of the search space.
         max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
             the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
+        train_on: Which tokens of a row are trained: ``completion``, all replies of the assistant; ``last``, only the
+            last of them; ``all``, the whole text. Of pairs, only replies are.
+        chat_template: A Jinja text, or a file of it, in place of the tokenizer's own chat template; it is written
+            beside the best adapter as ``chat_template.jinja``.
         on_bad_row: What is done about rows that cannot be used: ``error`` lists the first twenty and counts every kind
             of fault; ``skip`` leaves them out, and their number is noted before training. Rows that are all bad are an
             error in any case.
@@ -80,6 +98,10 @@ class DataKeys(SpecModel):
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
     data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="of the split and of sampled values")
     max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
+    train_on: TrainOn = Field(default="completion", description="which tokens of a row are trained")
+    chat_template: str | None = Field(
+        default=None, min_length=1, max_length=_MAX_TEMPLATE_CHARS, description="in place of the tokenizer's own"
+    )
     on_bad_row: OnBadRow = Field(default="error", description="what is done about rows that cannot be used")
 
     @field_validator("name")
@@ -92,7 +114,14 @@ class DataKeys(SpecModel):
             )
         return name
 
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset", mode="before")
+    @field_validator("chat_template")
+    @classmethod
+    def _check_chat_template(cls, value: str | None) -> str | None:
+        if value is not None:
+            chat_template_text(value)
+        return value
+
+    @field_validator("model", "dataset", "validation_dataset", "test_dataset", "chat_template", mode="before")
     @classmethod
     def _accept_paths(cls, value: object) -> object:
         return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -12,7 +12,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
-from alto.spec.data_keys import DataKeys, OnBadRow, RowFormName, default_name
+from alto.spec.chat_template import chat_template_text
+from alto.spec.data_keys import DataKeys, OnBadRow, RowFormName, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
@@ -30,10 +31,11 @@ from alto.spec.task_checks import (
     check_selection,
     check_size,
     check_splits,
+    check_train_on,
 )
 from alto.spec.validation import plain
 
-__all__ = ["AdapterDtype", "Job", "OnBadRow", "RowFormName", "Task"]
+__all__ = ["AdapterDtype", "Job", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
@@ -167,6 +169,7 @@ class Task(DataKeys):
         check_search(self.search, self.search_space, self.early_exit)
         self._jobs = _expand(self, fixed, method)
         check_selection(self.select_by, method)
+        check_train_on(self.train_on, method)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
 
@@ -200,6 +203,7 @@ class Task(DataKeys):
             torch_compile=self.torch_compile,
             use_safetensors=self.use_safetensors,
             trust_remote_code=self.trust_remote_code,
+            chat_template=None if self.chat_template is None else chat_template_text(self.chat_template),
         )
 
     @property

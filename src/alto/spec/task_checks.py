@@ -24,6 +24,7 @@ __all__ = [
     "check_selection",
     "check_size",
     "check_splits",
+    "check_train_on",
 ]
 
 
@@ -70,6 +71,14 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
             f"{why}, found {found!r}. Remove the key."
+        )
+
+
+def check_train_on(train_on: str, method: Method) -> None:
+    if train_on != "completion" and method.entry.is_paired:
+        raise SpecError(
+            f"train_on should be 'completion' with method {method.name!r}, which compares two replies, found "
+            f"{train_on!r}. Remove the key."
         )
 
 
