@@ -81,6 +81,10 @@ SPACES = (
         "{r: [8, 64], paired: {learning_rate: [1.0e-4, 1.0e-3], per_device_train_batch_size: [4, 16]}}",
     ),
     ("`lora_alpha` may follow the rank", "{r: [8, 64], lora_alpha: [r, 2*r, 32]}"),
+    (
+        "`mixture_weights`: mappings in the list, or lists in a mapping ([data.md](data.md#mixtures))",
+        "{mixture_weights: [{maths: 0.5, chat: 0.5}, {maths: 0.8, chat: 0.2}]}",
+    ),
     ("`target_modules`: lists in the list", "{target_modules: [all-linear, [q_proj, v_proj]]}"),
 )
 """Ways to write a search space; the page says how many jobs each makes."""
@@ -306,7 +310,7 @@ def datasets_section() -> str:
     return f"""## Datasets
 
 `dataset` and `validation_dataset` name a file that exists, a preset, or a dataset of the hub (`owner/name`); the
-first of these that exists is used.
+first of these that exists is used. A list under `dataset` is a mixture of several: [data.md](data.md#mixtures).
 
 **Files** end in {", ".join(map(_code, FILE_ENDINGS))}; all but `.parquet` also with `.gz`. Parquet and the hub need
 `pip install "alto-lora[data]"`.
@@ -487,6 +491,10 @@ def _sentence(meaning: str, aliases: Sequence[str]) -> str:
 def _kind(name: str, field: FieldInfo) -> str:
     if name in ONE_OR_MORE:
         return "text or a list of texts"
+    if name == "dataset":
+        return "text, or a list of [sources](data.md#mixtures)"
+    if name == "mixture_weights":
+        return "a mapping of names to numbers, or null"
     if name == "rules":
         return "a mapping of names to settings"
     if name == "at":

@@ -110,7 +110,7 @@ def encode_dataset(
         num_masked=num_masked,
         num_unrolled=num_unrolled,
         num_shortened=encoder.num_shortened,
-        refused=refused,
+        refused=() if refused is None else (refused,),
         unread=encoder.unread,
     )
 

@@ -13,7 +13,7 @@ from alto.data.rows import quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
-__all__ = ["encoding_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
+__all__ = ["encoding_notes", "mixture_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
 
 FEW_ROWS = 10
 """Validation rows below which their loss is mostly chance."""
@@ -41,6 +41,18 @@ def reading_notes(num_validation: int, num_shared: int) -> list[str]:
             "than chance; raise validation_split or name a validation_dataset."
         )
     return notes
+
+
+def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    """A notice about the sources of a mixture and an epoch of it; empty where there is one dataset."""
+    if not train.sources:
+        return []
+    of_validation = dict(validation.sources)
+    sources = ", ".join(
+        f"{name} ({count:,} rows" + (f", {of_validation[name]:,} to validate)" if name in of_validation else ")")
+        for name, count in train.sources
+    )
+    return [f"A mixture of {sources}. An epoch has {len(train):,} rows, drawn by the weights of each job."]
 
 
 def test_notes(num_rows: int, num_known: int) -> list[str]:
@@ -117,7 +129,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
         what: Name of the split.
         limit: Limit at which rows were cut.
     """
-    notes = [] if dataset.refused is None else [dataset.refused.note]
+    notes = [bad.note for bad in dataset.refused]
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"
     if dataset.num_unrolled:

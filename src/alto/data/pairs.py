@@ -100,7 +100,7 @@ def encode_pairs(
         num_masked=num_masked,
         num_alike=num_alike,
         num_shortened=encoder.num_shortened,
-        refused=refused,
+        refused=() if refused is None else (refused,),
         unread=encoder.unread,
         spans=tuple(spans),
     )

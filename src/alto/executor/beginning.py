@@ -61,7 +61,7 @@ def begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         model=task.model,
         base_model=context.backbone.path,
         base=start.base,
-        dataset=task.dataset,
+        dataset=task.dataset_name,
         method=task.method,
         metric=task.metric,
         eval_steps=task.eval_steps,

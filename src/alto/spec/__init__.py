@@ -10,7 +10,7 @@ from alto.spec.scoring import Scoring
 from alto.spec.search import Budget, Search
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
-from alto.spec.task import AdapterDtype, Job, OnBadRow, RowFormName, Task, TrainOn
+from alto.spec.task import AdapterDtype, Job, MixtureSource, OnBadRow, RowFormName, Task, TrainOn
 from alto.spec.trace import ArrivingTask
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "EarlyExit",
     "Job",
     "JobConfig",
+    "MixtureSource",
     "ObjectiveEntry",
     "ObjectiveSettings",
     "OnBadRow",

@@ -6,27 +6,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
 from alto.spec.chat_template import chat_template_text
+from alto.spec.data_forms import RowFormName, check_columns
+from alto.spec.mixture import MixtureSource
 from alto.spec.quoting import quoted
-from alto.spec.validation import SpecModel, check_path
+from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 
-__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "RowFormName", "TrainOn", "default_name"]
-
-RowFormName = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "prompt_completion",
-    "raw_prompt_completion",
-    "alpaca",
-    "text",
-    "preference",
-    "openai_preference",
-]
+__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TrainOn", "default_name"]
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
 """What is done about rows that cannot be used."""
@@ -35,13 +25,6 @@ TrainOn: TypeAlias = Literal["completion", "all", "last"]
 """Which tokens of a row are trained."""
 
 _MAX_TEMPLATE_CHARS = 2**18
-
-_COLUMN_ROLES = (
-    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
-    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
-    *("tools", "functions", "chat_template_kwargs"),
-)
-"""Roles of a dataset's columns: the keys of ``columns``."""
 
 MAX_SEED = 2**32 - 1
 _MAX_NAME_CHARS = 100
@@ -55,7 +38,8 @@ class DataKeys(SpecModel):
     Attributes:
         name: A safe file name; by default the dataset's file name without its endings.
         model: A model shipped with ALTO, a hub id, or a local folder.
-        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``.
+        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a list of
+            several with weights, a mixture: ``[{path, weight, name}, …]``.
         dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
         dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
             preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
@@ -68,7 +52,7 @@ class DataKeys(SpecModel):
         test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
             trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
             both are None, there are none.
-        max_samples: Use only this many rows of the dataset.
+        max_samples: Use only this many rows of the dataset; of each source of a mixture.
         data_seed: Seed of the split and of the sampled values of the search space.
         max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
             the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
@@ -83,7 +67,7 @@ class DataKeys(SpecModel):
 
     name: str = Field(description="of the task and its run")
     model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
-    dataset: str = Field(min_length=1, description="training rows")
+    dataset: str | tuple[MixtureSource, ...] = Field(min_length=1, description="training rows")
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
     dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
@@ -121,41 +105,60 @@ class DataKeys(SpecModel):
             chat_template_text(value)
         return value
 
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset", "chat_template", mode="before")
+    @field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")
     @classmethod
     def _accept_paths(cls, value: object) -> object:
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _check_dataset(cls, value: object) -> object:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(value, tuple) and value and all(isinstance(item, MixtureSource) for item in value):
+            return value
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"(training rows) should be non-empty text, found {quoted(value)}. Write a path or a name, or a list "
+                "of sources such as [{path: maths.jsonl, weight: 0.7}, {path: chat.jsonl, weight: 0.3}]."
+            )
+        if len(value) > MAX_CHARS:
+            raise ValueError(f"should be text of at most {MAX_CHARS} characters, found {quoted(value)}. Shorten it.")
+        return value
+
     @field_validator("model", "dataset", "validation_dataset", "test_dataset")
     @classmethod
-    def _check_can_be_a_path(cls, value: str | None) -> str | None:
-        if value is not None:
+    def _check_can_be_a_path(cls, value: Any) -> Any:
+        if isinstance(value, str):
             check_path(value)
         return value
 
     @field_validator("columns", mode="before")
     @classmethod
     def _check_columns(cls, columns: object) -> object:
-        if not isinstance(columns, Mapping) or not all(
-            isinstance(item, str) and item for pair in columns.items() for item in pair
-        ):
-            raise ValueError(
-                f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
-                "Write for example {prompt: question, completion: solution}."
-            )
-        unknown = [role for role in columns if role not in _COLUMN_ROLES]
-        if unknown:
-            raise ValueError(
-                f"should have roles for keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. "
-                "The dataset's own name of the column goes on the right."
-            )
-        if len(set(columns.values())) < len(columns):
-            raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
-        return dict(columns)
+        return check_columns(columns)
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]:
+        """The sources of a mixture; empty where there is one dataset."""
+        return () if isinstance(self.dataset, str) else self.dataset
+
+    @property
+    def dataset_name(self) -> str:
+        """The dataset as text; of a mixture the paths of all sources."""
+        return " + ".join(source.path for source in self.sources) if self.sources else str(self.dataset)
+
+    def of_source(self, source: MixtureSource) -> DataKeys:
+        """The keys for the rows of one source: its own, and else those of the task."""
+        own = source.model_dump(exclude={"path", "name", "weight"})
+        kept = {key: getattr(self, key) for key in DataKeys.model_fields if key not in (*own, "test_dataset")}
+        return DataKeys(**(kept | own | {"dataset": source.path}))
 
 
 def default_name(dataset: object) -> str:
     """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
+    if isinstance(dataset, list | tuple):
+        paths = [item.get("path") if isinstance(item, Mapping) else getattr(item, "path", item) for item in dataset]
+        return "-".join(map(default_name, paths))[:_MAX_NAME_CHARS] or "task"
     path = PurePosixPath(str(dataset).replace("\\", "/"))
     while path.suffix.lower() in _DATA_SUFFIXES:
         path = path.with_suffix("")

@@ -129,6 +129,8 @@ def _resolve_paths(values: Mapping[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _resolve_path(field: object, value: Any, folder: Path) -> Any:
+    if field == "dataset" and isinstance(value, list):
+        return [_resolve_source(item, folder) for item in value]
     if (
         field not in ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
         or not isinstance(value, str)
@@ -144,6 +146,13 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
         return os.path.abspath(candidate) if candidate.exists() else value
     except OSError:  # too long for a name, or in a folder that may not be read
         return value
+
+
+def _resolve_source(item: Any, folder: Path) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    paths = ("path", "dataset", "validation_dataset")
+    return {key: _resolve_path("dataset", value, folder) if key in paths else value for key, value in item.items()}
 
 
 def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:

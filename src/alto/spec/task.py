@@ -13,19 +13,22 @@ from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.chat_template import chat_template_text
-from alto.spec.data_keys import DataKeys, OnBadRow, RowFormName, TrainOn, default_name
+from alto.spec.data_forms import RowFormName
+from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
+from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, check_weights, parse_sources
 from alto.spec.quoting import quoted
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
-from alto.spec.search_space import SearchSpace
+from alto.spec.search_space import SearchSpace, written
 from alto.spec.task_checks import (
     check_fixed,
     check_given_once,
+    check_mixture,
     check_scored_rungs,
     check_search,
     check_selection,
@@ -35,7 +38,7 @@ from alto.spec.task_checks import (
 )
 from alto.spec.validation import plain
 
-__all__ = ["AdapterDtype", "Job", "OnBadRow", "RowFormName", "Task", "TrainOn"]
+__all__ = ["AdapterDtype", "Job", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
@@ -156,6 +159,8 @@ class Task(DataKeys):
         given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
+        if isinstance(given.get("dataset"), list | tuple):
+            given["dataset"] = parse_sources(given["dataset"], default_name)
         space = given.get("search_space", {})
         given["search_space"] = auto_space(fixed=fixed) if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
@@ -170,6 +175,7 @@ class Task(DataKeys):
         self._jobs = _expand(self, fixed, method)
         check_selection(self.select_by, method)
         check_train_on(self.train_on, method)
+        check_mixture(self)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
 
@@ -225,7 +231,7 @@ class Task(DataKeys):
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
-        return JobConfig.of(self._method, values)
+        return _job_config(self, self._method, values)
 
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
@@ -233,7 +239,7 @@ class Task(DataKeys):
         own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
         search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
-        fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
+        fixed = {key: written(key, value) for key, value in self._fixed.items()}
         space = AUTO if self.search_space.is_auto else self.search_space.to_dict()
         return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": space}
 
@@ -310,7 +316,7 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
     for index, varied in enumerate(configurations):
         job_id = f"job-{index:0{digits}d}"
         try:
-            config = JobConfig.of(method, {**fixed, **varied})
+            config = _job_config(task, method, {**fixed, **varied})
         except UnknownKeyError:
             raise  # the error is the same for every job
         except SpecError as error:
@@ -323,6 +329,15 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
             )
         jobs.append(Job(id=job_id, config=config, values=varied))
     return tuple(jobs)
+
+
+def _job_config(task: Task, method: Method, values: Mapping[str, Any]) -> JobConfig:
+    """The configuration of a job; in a mixture, with the weights of the sources where it sets none."""
+    if task.sources and values.get(MIXTURE_WEIGHTS) is None:
+        values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in task.sources}}
+    config = JobConfig.of(method, values)
+    check_weights(config.mixture_weights, task.sources)
+    return config
 
 
 def _shown(varied: Mapping[str, Any]) -> str:
