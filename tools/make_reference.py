@@ -81,6 +81,10 @@ SPACES = (
         "{r: [8, 64], paired: {learning_rate: [1.0e-4, 1.0e-3], per_device_train_batch_size: [4, 16]}}",
     ),
     ("`lora_alpha` may follow the rank", "{r: [8, 64], lora_alpha: [r, 2*r, 32]}"),
+    (
+        "`mixture_weights`: mappings in the list, or lists in a mapping ([data.md](data.md#mixtures))",
+        "{mixture_weights: [{maths: 0.5, chat: 0.5}, {maths: 0.8, chat: 0.2}]}",
+    ),
     ("`target_modules`: lists in the list", "{target_modules: [all-linear, [q_proj, v_proj]]}"),
 )
 """Ways to write a search space; the page says how many jobs each makes."""
@@ -306,7 +310,7 @@ def datasets_section() -> str:
     return f"""## Datasets
 
 `dataset` and `validation_dataset` name a file that exists, a preset, or a dataset of the hub (`owner/name`); the
-first of these that exists is used.
+first of these that exists is used. A list under `dataset` is a mixture of several: [data.md](data.md#mixtures).
 
 **Files** end in {", ".join(map(_code, FILE_ENDINGS))}; all but `.parquet` also with `.gz`. Parquet and the hub need
 `pip install "alto-lora[data]"`.
@@ -316,7 +320,8 @@ first of these that exists is used.
 {_table(("form", "columns", "optional columns"), forms)}
 
 Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
-token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained.
+token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained. `train_on` trains all
+tokens or the last reply only; `raw_prompt_completion` is only named, never recognised: [data.md](data.md).
 
 A message of the assistant may have `tool_calls` (OpenAI's form, flat, or the older `function_call`; arguments as an
 object or as JSON text) beside its content or instead of it; `tool` messages hold results and are shown, not trained.
@@ -331,8 +336,10 @@ both, the method takes its own. A reply is a text, a message or a list of messag
 the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
-reply of the assistant. A pair is left out, and counted, where both replies are the same, where one is empty, and where
-`max_length` leaves no part in which they differ.
+reply of the assistant. A pair is left out, and counted, where `max_length` leaves no part in which they differ.
+
+**Bad rows**, which cannot be used, end the task before training, all of them listed; `on_bad_row: skip` leaves them
+out: [data.md](data.md#bad-rows).
 
 **Columns** with other names: `columns` maps a role to its column. Roles are
 {_codes(roles)}.
@@ -465,10 +472,12 @@ def _attributes(model: type) -> dict[str, str]:
     _, found, rest = (inspect.getdoc(model) or "").partition("Attributes:\n")
     if not found:
         return {}
+    base = model.__bases__[0]
+    inherited = _attributes(base) if issubclass(base, SpecModel) and base is not SpecModel else {}
     block = textwrap.dedent(rest.split("\n\nRaises:")[0])
     entries = re.findall(r"^(\w[\w, ]*): (.*(?:\n .*)*)", block, flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
-    return {name: _markdown(text) for name, text in texts.items()}
+    return inherited | {name: _markdown(text) for name, text in texts.items()}
 
 
 def _markdown(text: str) -> str:
@@ -484,6 +493,10 @@ def _sentence(meaning: str, aliases: Sequence[str]) -> str:
 def _kind(name: str, field: FieldInfo) -> str:
     if name in ONE_OR_MORE:
         return "text or a list of texts"
+    if name == "dataset":
+        return "text, or a list of [sources](data.md#mixtures)"
+    if name == "mixture_weights":
+        return "a mapping of names to numbers, or null"
     if name == "rules":
         return "a mapping of names to settings"
     if name == "at":

@@ -8,7 +8,8 @@
     │   └── ConflictingKeysError            two spellings of one field, or one field in two places
     ├── DataError (ValueError)              a dataset cannot be read or holds nothing to train on
     │   ├── DataFileNotFoundError (FileNotFoundError)
-    │   └── DataFormatError                 a row has no supported form
+    │   └── DataFormatError                 a dataset or a row has no supported form
+    │       └── BadRowsError                some rows of a dataset cannot be used, or all of them
     ├── ModelError (ValueError)             the base model cannot be used
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── UnsupportedModelError           ALTO's forward pass would differ from the model's own
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AltoError",
+    "BadRowsError",
     "ClusterLostError",
     "ConflictingKeysError",
     "DataError",
@@ -107,7 +109,12 @@ class DataFileNotFoundError(DataError, FileNotFoundError):
 
 
 class DataFormatError(DataError):
-    """A row has no supported form."""
+    """A dataset or a row has no supported form."""
+
+
+class BadRowsError(DataFormatError):
+    """Some rows of a dataset cannot be used, or all of them; the message lists the first of them and counts every kind
+    of fault."""
 
 
 class ModelError(AltoError, ValueError):

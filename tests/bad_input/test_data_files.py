@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from alto.cli import main
 from alto.data import files
 from alto.data.files import read_file
-from alto.errors import DataError, DataFormatError
+from alto.data.rows import FaultKind, RowError
+from alto.errors import DataError
 
 ROW = json.dumps({"prompt": "p", "completion": "c"}) + "\n"
 ANSWER = [{"role": "assistant", "content": "a"}]
@@ -93,7 +94,7 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
         ([{"prompt": "p", "chosen": "c"}], "pairs.jsonl:1: expected the columns of a form: preference (chosen, "),
         ([PAIR, {"chosen": "c", "rejected": "r"}], "pairs.jsonl:2: expected a prompt beside chosen and rejected"),
         ([PAIR, {**PAIR, "rejected": None}], "pairs.jsonl:2: expected rejected to be a text, found None"),
-        ([{**PAIR, "rejected": "c"}, {**PAIR, "chosen": "\t"}], "found none of 2 with two different replies in"),
+        ([{**PAIR, "rejected": "c"}, {**PAIR, "chosen": "\t"}], "pairs.jsonl:2: expected two replies with a text"),
         ([{**PAIR, "prompt": "long " * 2000}], "found none of 1 with two different replies in max_length 1024; raise"),
         (
             [{side: [{"role": "user", "content": side}, *ANSWER] for side in ("chosen", "rejected")}],
@@ -176,8 +177,14 @@ def test_each_of_many_columns_is_looked_at_once(
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        read_file(path, "dataset")
+        _read_whole(path)
     assert compared.num_times <= 4 * NUM_COLUMNS
+
+
+def _read_whole(path: Path) -> None:
+    for row in read_file(path, "dataset"):
+        if row.fault is not None:
+            raise RowError(row.where, row.fault)
 
 
 def test_comparisons_of_names_are_counted(tmp_path: Path, compared: type[Compared]) -> None:
@@ -224,9 +231,11 @@ def test_what_merely_packs_well_is_read(tmp_path: Path) -> None:
 def test_parquet_values_that_python_cannot_hold(tmp_path: Path, column: pa.Array) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": column}), path)
-    rows = read_file(path, "dataset")
-    with pytest.raises(DataFormatError, match=r"rows.parquet: row 1: expected values that Python can hold"):
-        rows[0]
+    [row] = read_file(path, "dataset")
+    assert row.where.endswith("rows.parquet: row 1")
+    assert row.fault is not None
+    assert row.fault.kind == FaultKind.UNREADABLE
+    assert row.fault.reason.startswith("expected values that Python can hold")
 
 
 def test_rows_in_both_splits_are_noted_and_escapes_stay_written_out(

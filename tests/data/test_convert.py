@@ -118,11 +118,6 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
     ]
 
 
-def test_the_same_reply_twice_is_still_a_pair() -> None:
-    pair = convert({"prompt": "q", "chosen": "same", "rejected": "same"})
-    assert pair.chosen == pair.rejected == conversation("u:q", "a:same")
-
-
 @pytest.mark.parametrize(
     ("row", "found"),
     [
@@ -130,6 +125,8 @@ def test_the_same_reply_twice_is_still_a_pair() -> None:
         ({"chosen": reply("a"), "rejected": reply("b")}, "expected a prompt beside chosen and rejected replies"),
         ({"prompt": None, "chosen": "a", "rejected": "b"}, "expected a prompt beside chosen and rejected replies"),
         ({"prompt": "p", "chosen": None, "rejected": "b"}, "expected chosen to be a text, found None"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "expected two different replies, found ['a', 'a']"),
+        ({"prompt": "p", "chosen": "a", "rejected": " "}, "expected two replies with a text, found ['p', ' ']"),
         ({"prompt": "p", "chosen": "a", "rejected": 7}, "expected rejected to be a text, found 7"),
         ({"prompt": "p", "chosen": [], "rejected": "b"}, "expected chosen to be a list with at least one message"),
         ({"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}, "expected every message to have a role"),

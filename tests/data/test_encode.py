@@ -18,8 +18,9 @@ class Letters:
 
     chat_template = None
     eos_token_id: int | None = EOS
+    eos_token = chr(EOS)
 
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
 
 

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alto.data.files import read_file
+from alto.data.rows import RowError
 from alto.errors import AltoError, DataError, DataFormatError, UnsupportedError
 
 ROWS = [{"prompt": "p", "completion": "c, ü\n2"}, {"prompt": "q", "completion": 'say "d"'}]
@@ -31,9 +32,16 @@ def values(path: Path) -> list[dict[str, Any]]:
 
 
 def refusal(path: Path) -> str:
+    """Why the file, or else the first of its bad rows, is refused."""
     with pytest.raises(DataError) as caught:
-        read_file(path, "dataset")
+        _read_whole(path)
     return str(caught.value)
+
+
+def _read_whole(path: Path) -> None:
+    for row in read_file(path, "dataset"):
+        if row.fault is not None:
+            raise RowError(row.where, row.fault)
 
 
 def _json_lines(path: Path) -> None:

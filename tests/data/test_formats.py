@@ -73,7 +73,7 @@ PAIR = {"prompt": "u", "completion": "a"}
         ({"system": None, **PAIR}, "prompt_completion", UA),
         ({"system": "", **PAIR, "text": "u a"}, "prompt_completion", UA),
         ({"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]}, "prompt_completion", SUA),
-        ({"prompt": "é 漢", "completion": ""}, "prompt_completion", turns(("user", "é 漢"), ("assistant", ""))),
+        ({"prompt": "é 漢", "completion": "."}, "prompt_completion", turns(("user", "é 漢"), ("assistant", "."))),
         ({"instruction": "u", "output": "a"}, "alpaca", UA),
         ({"instruction": "u", "input": "", "output": "a", "text": "### …"}, "alpaca", UA),
         ({"instruction": "i", "input": "x", "output": "a"}, "alpaca", turns(("user", "i\n\nx"), ("assistant", "a"))),
@@ -152,9 +152,9 @@ def test_later_rows_settle_what_the_first_leaves_open() -> None:
 def test_mixed_forms_are_an_error_that_names_both() -> None:
     said = refusal(PAIR, PAIR, {"messages": CONVERSATION})
     assert said.startswith(
-        "rows.jsonl:3: expected rows of one form, found messages (messages) here and prompt_completion "
-        "(prompt, completion) at rows.jsonl:1"
+        "rows.jsonl:3: expected the columns of the other rows, prompt_completion (prompt, completion), found messages;"
     )
+    assert refusal(PAIR, {"messages": CONVERSATION}).startswith("rows.jsonl:2: expected the columns of the other rows")
 
 
 PAIRED = {"chosen": "a", "rejected": "b"}

@@ -80,14 +80,6 @@ def test_few_validation_rows_are_noted(tmp_path: Path) -> None:
     assert note.startswith("The validation data is only 6 rows")
 
 
-def test_replies_without_a_word_are_noted(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("prompt,completion\n" + "".join(f"p{n},{'c' * (n > 1)}\n" for n in range(40)), encoding="utf-8")
-    task = Task(model="alto-tiny", dataset=str(path), validation_dataset=str(write_rows(tmp_path / "v.jsonl")))
-    [note] = encode(task).notes
-    assert note.startswith("2 training rows of 40 with an empty reply")
-
-
 def test_rows_left_out_are_noted_by_their_reason(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
@@ -154,7 +146,7 @@ def good_pairs(count: int, first: int = 0) -> list[tuple[str, str, str]]:
 
 
 def test_pairs_are_read_split_and_counted(tmp_path: Path) -> None:
-    pairs = [*good_pairs(40), ("q", "same", "same"), ("q", "", "no"), ("long " * 40, "yes", "no")]
+    pairs = [*good_pairs(40), ("long " * 40, "yes", "no")]
     task = Task(
         model="alto-tiny",
         method="dpo",
@@ -165,15 +157,13 @@ def test_pairs_are_read_split_and_counted(tmp_path: Path) -> None:
     data = encode(task)
     assert (data.train.is_paired, data.validation.is_paired) == (True, True)
     counts = data.counts()
-    assert (counts["train_rows"], counts["train_skipped_rows"], counts["train_alike_rows"]) == (40, 3, 1)
-    assert (counts["train_masked_rows"], counts["train_truncated_rows"], counts["shared_rows"]) == (1, 1, 2)
+    assert (counts["train_rows"], counts["train_skipped_rows"], counts["train_alike_rows"]) == (40, 1, 0)
+    assert (counts["train_masked_rows"], counts["train_truncated_rows"], counts["shared_rows"]) == (0, 1, 2)
     assert data.notes == (
         "2 validation rows of 12 also in the training data: the validation loss looks better than it is, and "
         "overfitting is seen late.",
-        "1 training pair of 43 (2.3%) cut at max_length 30.",
-        "1 training pair of 43 left out: no part in which the replies differ is within max_length 30.",
-        "1 training pair of 43 left out: a reply is empty, or only shown.",
-        "1 training pair of 43 left out: chosen and rejected are the same.",
+        "1 training pair of 41 (2.4%) cut at max_length 30.",
+        "1 training pair of 41 left out: no part in which the replies differ is within max_length 30.",
     )
 
 

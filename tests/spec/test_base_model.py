@@ -18,6 +18,7 @@ CHANGES: dict[str, Any] = {
     "torch_compile": True,
     "use_safetensors": False,
     "trust_remote_code": True,
+    "chat_template": "{{ messages[0].content }}",
 }
 
 

@@ -133,6 +133,7 @@ NULLABLE = ("max_steps", "max_grad_norm")
 
 def test_every_field_is_covered_by_a_table():
     rest = {"lora_alpha", "target_modules", "target_parameters", "use_rslora", "init_lora_weights", "optim"}
+    rest |= {"mixture_weights"}
     assert set(OUTSIDE) | rest == set(JOB_FIELDS)
 
 

@@ -22,7 +22,7 @@ from tiny import load_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, get_scheduler
 
-from alto.data import DataOrder, EncodedDataset
+from alto.data import DataOrder, EncodedDataset, MixtureOrder
 from alto.lora import AdapterWeights, OptimizerState
 from alto.spec import JobConfig
 from alto.spec.objectives import DpoSettings
@@ -49,6 +49,7 @@ class SoloJob:
         tamper: Changes PEFT's own settings, for tests that must fail.
         first_step: Where in the data order to begin, for tests that must fail.
         autocast_adapter_dtype: PEFT's; false gives the adapter the dtype of the base.
+        order: Rows of every step, where they are drawn from a mixture.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class SoloJob:
         first_step: int = 0,
         dropout: Callable[[str, int], torch.nn.Module] | None = None,
         autocast_adapter_dtype: bool = True,
+        order: DataOrder | MixtureOrder | None = None,
     ) -> None:
         self.config = config
         self.step = 0
         self._dataset = dataset
         self._padding = padding
         self._first_step = first_step
-        self._order = DataOrder(len(dataset), config.per_device_train_batch_size, config.seed)
+        self._order = order or DataOrder(len(dataset), config.per_device_train_batch_size, config.seed)
         targets = config.target_modules
         settings = {
             "r": config.r,

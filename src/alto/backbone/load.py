@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import transformers
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from alto.backbone.backbone import Backbone
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
@@ -98,8 +100,21 @@ def load_tokenizer(spec: BaseModelSpec) -> Any:
     remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
     with reading(spec.id, path, "a tokenizer (tokenizer.json, tokenizer_config.json)", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
+    if spec.chat_template is not None:
+        _check_template(spec.chat_template)
+        tokenizer.chat_template = spec.chat_template
     _check_offsets(spec.id, tokenizer)
     return tokenizer
+
+
+def _check_template(text: str) -> None:
+    try:
+        _compile_jinja_template(text)
+    except TemplateError as error:
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ModelError(
+            f"chat_template: expected a Jinja template, found a text that is none ({error}{line}); correct it"
+        ) from None
 
 
 def _check_offsets(model: str, tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ from alto.data.batch import JobRows, PassSize, TokenBatch, collate, dummy_batch,
 from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.mixture import MixtureOrder
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
@@ -28,6 +29,7 @@ __all__ = [
     "HeldoutRows",
     "JobRows",
     "Message",
+    "MixtureOrder",
     "Pair",
     "PassSize",
     "Span",

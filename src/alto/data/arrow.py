@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from alto.data.rows import RawRow, quoted
+from alto.data.rows import FaultKind, RawRow, RowFault, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
 __all__ = ["load_hub_dataset", "read_parquet"]
@@ -18,7 +18,7 @@ _REACH_SECONDS = 10.0
 
 
 class _ArrowRows(Sequence[RawRow]):
-    """Rows of an Arrow table, each converted when it is read."""
+    """Rows of an Arrow table, each converted when it is read; one that cannot be has a fault."""
 
     def __init__(self, num_rows: int, row: Callable[[int], Mapping[str, Any]], name: str) -> None:
         self._num_rows = num_rows
@@ -43,12 +43,14 @@ class _ArrowRows(Sequence[RawRow]):
         try:
             return RawRow(where, {name: _without_nulls(value) for name, value in self._row(index).items()})
         except UnicodeDecodeError as error:
-            raise DataFormatError(f"{where}: expected UTF-8 text, found {error}; write the file again") from None
+            fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
         except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
-            raise DataFormatError(
-                f"{where}: expected values that Python can hold, found one that it cannot ({quoted(str(error))}); "
-                "leave its column out"
-            ) from None
+            reason = (
+                f"expected values that Python can hold, found one that it cannot ({quoted(str(error))}); leave its "
+                "column out"
+            )
+            fault = RowFault(FaultKind.UNREADABLE, reason)
+        return RawRow(where, {}, fault)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -19,9 +19,9 @@ class Message:
     """One turn.
 
     Attributes:
-        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``; ``text`` for a row that is plain text,
-            trained whole.
-        is_context: Whether a turn of the assistant is only shown to the model, not trained.
+        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. ``text`` for a row that is plain text,
+            trained whole; and for a raw prompt, which is not trained: the reply after it is plain text as well.
+        is_context: Whether a turn of the assistant, or a text, is only shown to the model, not trained.
         extras: Every other key that the chat template is given, as the text of a JSON object: ``tool_calls``,
             ``reasoning_content``, ``name``, …; ``content`` among them is null where the row has none. Empty where there
             are none.
@@ -34,7 +34,7 @@ class Message:
 
     @property
     def is_trained(self) -> bool:
-        return self.role == "text" or (self.role == "assistant" and not self.is_context)
+        return self.role in ("text", "assistant") and not self.is_context
 
     @property
     def is_empty(self) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
 from alto.data.formats import Layout
 from alto.data.messages import read_message, read_template_options, read_tools
-from alto.data.rows import RawRow, quoted
-from alto.errors import DataFormatError
+from alto.data.rows import FaultKind, RawRow, RowError, RowFault, quoted
 
 __all__ = ["to_conversation", "to_pair"]
 
@@ -20,23 +19,45 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     """The turns of one row.
 
     Raises:
-        DataFormatError: A column does not hold what the form needs; the message names file and line.
+        RowError: It could not be read; a column does not hold what the form needs; or a reply that is to be trained is
+            empty. The message names file and line.
     """
-    fields = _Fields(row, layout)
-    return _completed(_CONVERTERS[layout.form](fields), fields)
+    fields = _Fields(_checked(row, layout), layout)
+    conversation = _completed(_CONVERTERS[layout.form](fields), fields)
+    if any(turn.is_trained and turn.is_empty for turn in conversation):
+        raise fields.wrong("replies with a text", [turn.content for turn in conversation], FaultKind.EMPTY_REPLY)
+    return conversation
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
     """The two conversations of one row; their common beginning is context, with any roles.
 
     Raises:
-        DataFormatError: A column does not hold what the form needs, or the conversations do not first differ in a reply
-            of the assistant; the message names file and line.
+        RowError: It could not be read; a column does not hold what the form needs; the conversations are equal, or do
+            not first differ in a reply of the assistant; or a reply is empty. The message names file and line.
     """
-    fields = _Fields(row, layout)
+    fields = _Fields(_checked(row, layout), layout)
     conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
     chosen, rejected = (_completed(turns, fields) for turns in conversations)
+    for side in (chosen, rejected):
+        trained = [turn for turn in side if turn.is_trained]
+        if trained and all(turn.is_empty for turn in trained):
+            raise fields.wrong("two replies with a text", [turn.content for turn in side], FaultKind.EMPTY_REPLY)
     return Pair(chosen=chosen, rejected=rejected)
+
+
+def _checked(row: RawRow, layout: Layout) -> RawRow:
+    """``row``, which was read and has the columns of ``layout``.
+
+    Raises:
+        RowError: It has not.
+    """
+    if row.fault is not None:
+        raise RowError(row.where, row.fault)
+    missing = layout.misfit(row)
+    if missing is not None:
+        raise RowError(row.where, missing)
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +89,7 @@ class _Fields:
             value.encode()
         except UnicodeEncodeError as error:
             part = value[max(0, error.start - 20) : error.start + 20]
-            raise self.wrong(f"{what} to be a text of whole characters", part) from None
+            raise self.wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:
@@ -86,8 +107,9 @@ class _Fields:
             raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
         return [read_message(message, is_sharegpt=is_sharegpt, wrong=self.wrong) for message in value]
 
-    def wrong(self, expected: str, value: object) -> DataFormatError:
-        return DataFormatError(f"{self.row.where}: expected {expected}, found {quoted(value)}; correct the row")
+    def wrong(self, expected: str, value: object, kind: FaultKind = FaultKind.WRONG_VALUE) -> RowError:
+        reason = f"expected {expected}, found {quoted(value)}; correct the row"
+        return RowError(self.row.where, RowFault(kind, reason))
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
@@ -112,9 +134,8 @@ def _template_arguments(fields: _Fields) -> dict[str, Any]:
 def _messages(fields: _Fields) -> list[Message]:
     turns = fields.turns(fields.get("messages"), "messages", is_sharegpt=fields.layout.form == "sharegpt")
     if not any(turn.role == "assistant" for turn in turns):
-        raise DataFormatError(
-            f"{fields.row.where}: expected at least one assistant message to train on, found none; add it"
-        )
+        reason = "expected at least one assistant message to train on, found none; add it"
+        raise RowError(fields.row.where, RowFault(FaultKind.NO_REPLY, reason))
     return turns
 
 
@@ -127,13 +148,13 @@ def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Messa
     """``prompt``, which is not trained, followed by the reply in the column of ``role``, which may repeat the prompt.
 
     Raises:
-        DataFormatError: There is no reply of the assistant.
+        RowError: There is no reply of the assistant.
     """
     reply = fields.turns_or_text(role, "assistant")
     if _said(reply[: len(prompt)]) == _said(prompt):
         reply = reply[len(prompt) :]
     if not any(turn.role == "assistant" for turn in reply):
-        raise fields.wrong(f"{fields.column(role)} to hold an assistant message", fields.get(role))
+        raise fields.wrong(f"{fields.column(role)} to hold an assistant message", fields.get(role), FaultKind.NO_REPLY)
     return [*_as_context(prompt), *reply]
 
 
@@ -167,10 +188,15 @@ def _text(fields: _Fields) -> list[Message]:
     return [Message("text", fields.text("text"))]
 
 
+def _raw_prompt_completion(fields: _Fields) -> list[Message]:
+    return [Message("text", fields.text("prompt"), is_context=True), Message("assistant", fields.text("completion"))]
+
+
 _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "messages": _messages,
     "sharegpt": _messages,
     "prompt_completion": _prompt_completion,
+    "raw_prompt_completion": _raw_prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
 }
@@ -206,18 +232,26 @@ def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
     """Both conversations; their common beginning is not trained.
 
     Raises:
-        DataFormatError: They share no turn, or first differ elsewhere than in a reply of the assistant.
+        RowError: They are equal, share no turn, or first differ elsewhere than in a reply of the assistant.
     """
     chosen, rejected = (_said(conversation) for conversation in conversations)
+    if chosen == rejected:
+        raise fields.wrong("two different replies", [chosen[-1][1], rejected[-1][1]], FaultKind.EQUAL_REPLIES)
     shared, most = 0, min(len(chosen), len(rejected)) - 1
     while shared < most and chosen[shared] == rejected[shared]:
         shared += 1
     if not shared:
         raise fields.wrong(
-            "both conversations of a pair to begin with the same turn, the prompt", [chosen[0][1], rejected[0][1]]
+            "both conversations of a pair to begin with the same turn, the prompt",
+            [chosen[0][1], rejected[0][1]],
+            FaultKind.UNLIKE_PROMPTS,
         )
     asks, answers = chosen[shared - 1][0], (chosen[shared][0], rejected[shared][0])
     if asks == "assistant" or answers != ("assistant", "assistant"):
-        raise fields.wrong("both conversations of a pair to differ first in a reply of the assistant", [asks, *answers])
+        raise fields.wrong(
+            "both conversations of a pair to differ first in a reply of the assistant",
+            [asks, *answers],
+            FaultKind.UNLIKE_PROMPTS,
+        )
     first, second = ([*_as_context(conversation[:shared]), *conversation[shared:]] for conversation in conversations)
     return first, second

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["IGNORED", "EncodedDataset", "Span", "Unread", "digest_of"]
+from alto.data.faults import BadRows
+
+__all__ = ["IGNORED", "EncodedDataset", "Span", "Unread", "digest_of", "joined"]
 
 IGNORED = -100
 """The target of a position that predicts nothing."""
@@ -53,8 +55,10 @@ class EncodedDataset:
         num_unrolled: Conversations that became one row per reply.
         num_alike: Pairs left out because both replies have the same tokens.
         num_shortened: Trained replies of which the chat template leaves words out.
+        refused: Rows that the chat template refuses, which are not among the skipped ones; by source.
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
+        sources: Of a mixture the name and the rows of every source, in the order in which they lie here.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
             None until they are computed.
         num_trained: Trained tokens of every row.
@@ -69,8 +73,10 @@ class EncodedDataset:
     num_unrolled: int = 0
     num_alike: int = 0
     num_shortened: int = 0
+    refused: tuple[BadRows, ...] = ()
     unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
     references: Tensor | None = None
     num_trained: tuple[int, ...] = field(init=False)
     weights: tuple[int, ...] = field(init=False)
@@ -123,6 +129,33 @@ class EncodedDataset:
     @property
     def num_trained_tokens(self) -> int:
         return sum(self.num_trained)
+
+
+def joined(parts: Sequence[EncodedDataset], names: Sequence[str]) -> EncodedDataset:
+    """The rows of several sources, one after the other.
+
+    Args:
+        parts: One or more, all of conversations or all of pairs.
+        names: Names of the sources.
+    """
+    unread: dict[str, Unread] = {}
+    for one in (one for part in parts for one in part.unread):
+        known = unread.get(one.what, Unread(what=one.what, count=0, total=0))
+        unread[one.what] = Unread(what=one.what, count=known.count + one.count, total=known.total + one.total)
+    return EncodedDataset(
+        input_ids=tuple(row for part in parts for row in part.input_ids),
+        targets=tuple(row for part in parts for row in part.targets),
+        num_truncated=sum(part.num_truncated for part in parts),
+        num_skipped=sum(part.num_skipped for part in parts),
+        num_masked=sum(part.num_masked for part in parts),
+        num_unrolled=sum(part.num_unrolled for part in parts),
+        num_alike=sum(part.num_alike for part in parts),
+        num_shortened=sum(part.num_shortened for part in parts),
+        refused=tuple(bad for part in parts for bad in part.refused),
+        unread=tuple(unread.values()),
+        spans=tuple(spans for part in parts for spans in part.spans),
+        sources=tuple((name, len(part)) for name, part in zip(names, parts, strict=True)),
+    )
 
 
 def digest_of(*datasets: EncodedDataset) -> str:

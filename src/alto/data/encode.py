@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.data.conversation import Conversation, Message
+from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.dataset import IGNORED, EncodedDataset, Unread
+from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
-from alto.data.rows import quoted
+from alto.data.rows import ConversationError, FaultKind, RowFault, quoted
 from alto.data.template import ChatTemplate, given_keys, without_key
 from alto.errors import DataError
 from alto.records import ModelLimits
+from alto.spec import OnBadRow, TrainOn
 
 __all__ = [
     "EncodedRow",
@@ -47,6 +49,8 @@ def encode_dataset(
     what: str,
     *,
     limits: ModelLimits | None = None,
+    on_bad_row: OnBadRow = "error",
+    train_on: TrainOn = "completion",
 ) -> EncodedDataset:
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
@@ -56,19 +60,27 @@ def encode_dataset(
         max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Limits of the model; None where it has none.
+        on_bad_row: What is done about conversations that the chat template refuses.
+        train_on: Which tokens are trained: of all replies, of the last one, or all.
 
     Raises:
+        BadRowsError: The chat template refuses some conversations, and these are not skipped, or all of them.
         DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
             never see the end of a reply. Or as :func:`encode_conversation`.
         ModelError: The model has no embedding of a token.
     """
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, train_on)
     input_ids, targets = [], []
     num_rows = num_truncated = num_masked = num_unrolled = 0
-    for conversation in conversations:
-        rows = encoder.rows(conversation) or [EncodedRow((), ())]
+    faults = FaultList(f"the {what} data")
+    for number, conversation in enumerate(conversations, start=1):
+        try:
+            rows = encoder.rows(conversation) or [EncodedRow((), ())]
+        except ConversationError as error:
+            faults.add(f"conversation {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
+            continue
         num_unrolled += len(rows) > 1
         for row in rows:
             num_rows += 1
@@ -79,12 +91,13 @@ def encode_dataset(
             if (sought != IGNORED).any():
                 input_ids.append(ids)
                 targets.append(sought)
+    refused = faults.settle(len(conversations), on_bad_row)
     if not input_ids:
         raise DataError(
             f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
             f"{limit.name}; {limit.remedy} or check that completions are not empty"
         )
-    if num_truncated == num_rows and not any(message.role == "text" for message in conversations[0]):
+    if num_truncated == num_rows and conversations[0][-1].role != "text":
         raise DataError(
             f"expected rows of the {what} data to fit into {limit.name}, found all {num_rows} longer, so "
             f"that the end of a reply would never be learned; {limit.remedy}"
@@ -97,6 +110,7 @@ def encode_dataset(
         num_masked=num_masked,
         num_unrolled=num_unrolled,
         num_shortened=encoder.num_shortened,
+        refused=() if refused is None else (refused,),
         unread=encoder.unread,
     )
 
@@ -110,8 +124,13 @@ def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[EncodedRow]:
+def encode_conversation(
+    conversation: Conversation, tokenizer: Any, train_on: TrainOn = "completion"
+) -> list[EncodedRow]:
     """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
+
+    With ``train_on`` ``all``, every token is trained, also those of turns after the last reply; with ``last``, only the
+    last reply. Otherwise all replies are:
 
     The template's ``{% generation %}`` marks the trained tokens of a turn, as in TRL's ``assistant_only_loss``. Without
     it, they begin where the tokens of the turns so far with the opening of a reply, and those of the same turns with
@@ -120,16 +139,20 @@ def encode_conversation(conversation: Conversation, tokenizer: Any) -> list[Enco
     template writes no end (GLM). Everything after the last trained turn is left out. A row always ends with the EOS
     token, where there is one.
 
+    Plain text, and a raw prompt with its completion, are joined as they are, with the EOS token's text after them where
+    they do not end with it, and tokenised with the tokenizer's special tokens, as in TRL: a token that merges the end
+    of the prompt with the beginning of the completion is trained.
+
     Returns:
         One row; none where nothing is to be trained; and where the template rewrites earlier turns when another is
         added (Qwen3 removes thoughts from them), a row for every trained turn, with the turns before it as the model
         sees them when it generates that turn.
 
     Raises:
-        DataError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites the
-            turns before a reply, so that the reply's tokens cannot be identified.
+        ConversationError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites
+            the turns before a reply, so that the reply's tokens cannot be identified.
     """
-    return Encoder(tokenizer).rows(conversation)
+    return Encoder(tokenizer, train_on).rows(conversation)
 
 
 def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
@@ -140,6 +163,8 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
     """
     if not turns:
         raise DataError("expected a turn before the assistant's reply, found the reply alone: there is no question")
+    if turns[0].role == "text":
+        return list(tokenizer(turns[0].content, verbose=False)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
         return _encode_plainly(turns, tokenizer)[0]
     return _ids_of(ChatTemplate(tokenizer).text(turns, open_turn=True), tokenizer)
@@ -179,10 +204,16 @@ class _Reply:
 
 
 class Encoder:
-    """Encodes the conversations of one split, and counts their parts that the chat template leaves out."""
+    """Encodes the conversations of one split, and counts their parts that the chat template leaves out.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: Tokenizer of the base model.
+        train_on: Which tokens are trained.
+    """
+
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "completion") -> None:
         self.num_shortened = 0
+        self._train_on = train_on
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer) if getattr(tokenizer, "chat_template", None) else None
         self._given: Counter[str] = Counter()
@@ -199,12 +230,18 @@ class Encoder:
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
         """As :func:`encode_conversation`."""
+        if self._train_on == "all":
+            return [self._whole(conversation)]
         trained = [position for position, message in enumerate(conversation) if message.is_trained]
         if not trained:
             return []
+        if self._train_on == "last":
+            conversation, trained = with_last_reply(conversation), trained[-1:]
         conversation = conversation[: trained[-1] + 1]
         template = self._template
-        if template is None or conversation[0].role == "text":
+        if conversation[0].role == "text":
+            return [_encode_raw(conversation, self._tokenizer)]
+        if template is None:
             self._count_unread(conversation, [])
             return [self._ended(*_encode_plainly(conversation, self._tokenizer))]
         text = template.text(conversation, open_turn=False)
@@ -218,7 +255,7 @@ class Encoder:
             self._count_unread(conversation, [(conversation, text)])
             return [self._ended(*template.marked_tokens(conversation))]
         if not is_apart:
-            raise DataError(
+            raise ConversationError(
                 "expected the chat template to leave the text before a reply unchanged when the reply is added, "
                 "found that it rewrites it; set another chat template on the tokenizer"
             )
@@ -232,6 +269,20 @@ class Encoder:
                 mask = [on and mark for on, mark in zip(mask, marks, strict=True)]
             rows.append(self._ended(ids, mask))
         return rows
+
+    def _whole(self, conversation: Conversation) -> EncodedRow:
+        """All tokens of ``conversation``, all of them trained."""
+        if conversation[0].role == "text":
+            ids: Sequence[int] = _encode_raw(conversation, self._tokenizer).input_ids
+            return EncodedRow(tuple(ids), (True,) * len(ids))
+        if self._template is None:
+            self._count_unread(conversation, [])
+            ids = _encode_plainly(conversation, self._tokenizer)[0]
+        else:
+            text = self._template.text(conversation, open_turn=False)
+            self._count_unread(conversation, [(conversation, text)])
+            ids = _ids_of(text, self._tokenizer)
+        return self._ended(list(ids), [True] * len(ids))
 
     def _reply(self, template: ChatTemplate, conversation: Conversation, position: int) -> _Reply:
         turns = conversation[: position + 1]
@@ -330,7 +381,7 @@ class Encoder:
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
                 if bare is not None:
-                    raise DataError(
+                    raise ConversationError(
                         "expected a chat template that shows calls of tools, found one (or none) that leaves out "
                         f"{quoted(bare.other_keys()[name])}, all that a reply consists of, so that only its end would "
                         "be trained; use a base model that calls tools, or leave such rows out"
@@ -360,6 +411,29 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 def _ids_of(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def with_last_reply(conversation: Conversation) -> Conversation:
+    """``conversation`` in which only the last trained turn is trained."""
+    trained = [position for position, message in enumerate(conversation) if message.is_trained]
+    turns = [
+        replace(turn, is_context=True) if position in trained[:-1] else turn
+        for position, turn in enumerate(conversation)
+    ]
+    if isinstance(conversation, ConversationWithTools):
+        return ConversationWithTools(turns, conversation.template_arguments)
+    return tuple(turns)
+
+
+def _encode_raw(conversation: Conversation, tokenizer: Any) -> EncodedRow:
+    """A text, or a raw prompt and its completion, as they are."""
+    *prompts, last = (turn.content for turn in conversation)
+    prompt, eos = "".join(prompts), tokenizer.eos_token or ""
+    if not last.endswith(eos):
+        last += eos
+    ids = tokenizer(prompt + last, verbose=False)["input_ids"]
+    begin = _num_shared(tokenizer(prompt, verbose=False)["input_ids"], ids) if prompts else 0
+    return EncodedRow(tuple(ids), tuple(position >= begin for position in range(len(ids))))
 
 
 def _encode_plainly(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from alto.data.arrow import read_parquet
-from alto.data.rows import RawRow, listed, quoted
+from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataError, DataFormatError
 
 __all__ = ["FILE_ENDINGS", "read_file"]
@@ -25,13 +25,13 @@ _MIN_UNPACKED_BYTES = 256 * 1024**2
 
 
 def read_file(path: Path, key: str) -> Sequence[RawRow]:
-    """Every row of ``path``, in order.
+    """Every row of ``path``, in order; one that cannot be read has a fault instead of values.
 
     Args:
         key: The task's key that names the file, for messages.
 
     Raises:
-        DataFormatError: The ending is unknown, or the file has another format; the message names file and line or row.
+        DataFormatError: The ending is unknown, or the file as a whole has another format.
         DataError: There are no rows, or the file cannot be read.
         UnsupportedError: Parquet, without the package that reads it.
     """
@@ -90,28 +90,38 @@ class _Unpacked(gzip.GzipFile):
         return data
 
 
-def _check_text(line: str, where: str) -> None:
+def _text_fault(text: str) -> RowFault | None:
+    """The fault of a text that is not UTF-8."""
     try:
-        line.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        place = quoted(line[max(0, error.start - 20) : error.start + 20])
-        raise DataFormatError(f"{where}: expected UTF-8 text, found other bytes in {place}; save it as UTF-8") from None
+        place = quoted(text[max(0, error.start - 20) : error.start + 20])
+        reason = f"expected UTF-8 text, found other bytes in {place}; save it as UTF-8"
+        return RowFault(FaultKind.NOT_UTF8, reason)
+    return None
 
 
 def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
-        _check_text(line, where)
-        if line.strip():
-            yield _row(_parse(line, where, "one JSON object a line", "write every row on one line"), where)
+        fault = _text_fault(line)
+        if fault is not None:
+            yield RawRow(where, {}, fault)
+        elif line.strip():
+            parsed = _parse(line, "one JSON object a line", "write every row on one line")
+            yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 
 def _json(lines: IO[str], path: str) -> Iterator[RawRow]:
     text = lines.read()
-    _check_text(text, path)
-    if not text.strip():
+    fault = _text_fault(text)
+    if fault is None and not text.strip():
         return
-    value = _parse(text, path, "a JSON list of rows", "correct the file; rows on lines of their own belong in a .jsonl")
+    value = fault or _parse(
+        text, "a JSON list of rows", "correct the file; rows on lines of their own belong in a .jsonl"
+    )
+    if isinstance(value, RowFault):
+        raise DataFormatError(f"{path}: {value.reason}")
     if isinstance(value, Mapping):
         tables = [item for item in value.values() if isinstance(item, list)]
         if len(tables) != 1:
@@ -129,21 +139,24 @@ def _json(lines: IO[str], path: str) -> Iterator[RawRow]:
 
 def _row(value: Any, where: str) -> RawRow:
     if not isinstance(value, Mapping):
-        raise DataFormatError(f"{where}: expected a JSON object, found {quoted(value)}; name its columns")
+        reason = f"expected a JSON object, found {quoted(value)}; name its columns"
+        return RawRow(where, {}, RowFault(FaultKind.NOT_AN_OBJECT, reason))
     return RawRow(where, value)
 
 
-def _parse(text: str, where: str, expected: str, remedy: str) -> Any:
+def _parse(text: str, expected: str, remedy: str) -> Any:
+    """The JSON value of ``text``, or the fault of a text that is none."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         line = f" in line {error.lineno}" if error.lineno > 1 else ""
         found = quoted(text[max(0, error.pos - 30) : error.pos + 30])
-        raise DataFormatError(f"{where}: expected {expected}, found {found} ({error.msg}{line}); {remedy}") from None
+        reason = f"expected {expected}, found {found} ({error.msg}{line}); {remedy}"
     except RecursionError:
-        raise DataFormatError(f"{where}: expected {expected}, found one nested too deeply; flatten it") from None
+        reason = f"expected {expected}, found one nested too deeply; flatten it"
     except ValueError as error:  # a number with thousands of digits, a key given twice
-        raise DataFormatError(f"{where}: expected {expected}, found {error}; correct it") from None
+        reason = f"expected {expected}, found {error}; correct it"
+    return RowFault(FaultKind.NOT_JSON, reason)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -169,31 +182,29 @@ def _cells(lines: Iterable[str], path: str, delimiter: str) -> Iterator[RawRow]:
     """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
     limit = csv.field_size_limit(sys.maxsize)  # the module's default limit is shorter than many documents
     try:
-        table = csv.reader(_checked(lines, path), delimiter=delimiter, strict=True)
+        table = csv.reader(lines, delimiter=delimiter, strict=True)
         columns: list[str] = []
         first_line = 1
         while (cells := _next_cells(table, f"{path}:{first_line}")) is not None:
             where, first_line = f"{path}:{first_line}", table.line_num + 1
             if not cells:
                 continue
+            fault = next((fault for cell in cells if (fault := _text_fault(cell)) is not None), None)
             if not columns:
                 columns = cells
-                _check_columns(columns, delimiter, where)
+                _check_columns(columns, delimiter, where, fault)
+            elif fault is not None:
+                yield RawRow(where, {}, fault)
             elif len(cells) != len(columns):
-                raise DataFormatError(
-                    f"{where}: expected {len(columns)} cells ({listed(columns)}), found {len(cells)}; put a text with "
-                    "commas, tabs, quotes or line breaks in double quotes"
+                reason = (
+                    f"expected {len(columns)} cells ({listed(columns)}), found {len(cells)}; put a text with commas, "
+                    "tabs, quotes or line breaks in double quotes"
                 )
+                yield RawRow(where, {}, RowFault(FaultKind.OTHER_CELLS, reason))
             else:
                 yield RawRow(where, dict(zip(columns, cells, strict=True)))
     finally:
         csv.field_size_limit(limit)
-
-
-def _checked(lines: Iterable[str], path: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        _check_text(line, f"{path}:{number}")
-        yield line
 
 
 def _next_cells(table: Iterator[list[str]], where: str) -> list[str] | None:
@@ -206,7 +217,9 @@ def _next_cells(table: Iterator[list[str]], where: str) -> list[str] | None:
         ) from None
 
 
-def _check_columns(columns: Sequence[str], delimiter: str, where: str) -> None:
+def _check_columns(columns: Sequence[str], delimiter: str, where: str, fault: RowFault | None) -> None:
+    if fault is not None:
+        raise DataFormatError(f"{where}: {fault.reason}")
     ((twice, count),) = Counter(columns).most_common(1)
     if count > 1:
         raise DataFormatError(f"{where}: expected every column once, found {quoted(twice)} twice; rename one")

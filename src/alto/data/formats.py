@@ -8,6 +8,7 @@ form                          columns (optional ones in brackets)
 ``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``, and see below]
 ``prompt_completion``         ``prompt`` and ``completion`` or ``response``, or ``question`` and ``answer``, each a
                               text or messages; [``system``]
+``raw_prompt_completion``     the same columns, texts only; never recognised, only named
 ``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
 ``text``                      ``text``; only where no other form fits
 ``preference``                ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each a
@@ -16,20 +17,25 @@ form                          columns (optional ones in brackets)
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ============================  ================================================================================
 
-All but ``text`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or ``functions``,
-the older name of them, and ``chat_template_kwargs``: further arguments of the chat template.
+All but ``text``, ``raw_prompt_completion`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have
+``tools``, or ``functions``, the older name of them, and ``chat_template_kwargs``: further arguments of the chat
+template.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from alto.data.rows import RawRow, listed, quoted
+from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataFormatError
 
 __all__ = ["Layout", "find_layout"]
+
+_NAMED_FORMS = ("raw_prompt_completion",)
+"""Forms that are never recognised: their columns are those of another one."""
 
 _PAIR_FORMS = ("preference", "openai_preference")
 
@@ -41,6 +47,9 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("prompt_completion", (("prompt", "prompt"), ("completion", "completion"))),
     ("prompt_completion", (("prompt", "prompt"), ("completion", "response"))),
     ("prompt_completion", (("prompt", "question"), ("completion", "answer"))),
+    ("raw_prompt_completion", (("prompt", "prompt"), ("completion", "completion"))),
+    ("raw_prompt_completion", (("prompt", "prompt"), ("completion", "response"))),
+    ("raw_prompt_completion", (("prompt", "question"), ("completion", "answer"))),
     ("alpaca", (("instruction", "instruction"), ("output", "output"))),
     ("text", (("text", "text"),)),
     ("preference", (("chosen", "chosen"), ("rejected", "rejected"))),
@@ -61,6 +70,7 @@ _BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs")
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "messages": ("system", *_BESIDE_TURNS),
     "prompt_completion": ("system", *_BESIDE_TURNS),
+    "raw_prompt_completion": (),
     "alpaca": ("input", "system", "history", *_BESIDE_TURNS),
     "text": (),
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
@@ -97,21 +107,33 @@ class Layout:
         """Whether a row is a preference pair."""
         return self.form in _PAIR_FORMS
 
+    def misfit(self, row: RawRow) -> RowFault | None:
+        """The fault of a row without the columns that every row needs; None where it has them."""
+        optional = _OPTIONAL["messages" if self.form == "sharegpt" else self.form]
+        if all(column in row.values for role, column in self.columns if role not in optional):
+            return None
+        reason = (
+            f"expected the columns of the other rows, {self}, found {listed(row.values)}; add what is missing, or put "
+            "rows of another form into a file of their own"
+        )
+        return RowFault(FaultKind.NO_COLUMNS, reason)
+
 
 def find_layout(
     rows: Sequence[RawRow], form: str, columns: Mapping[str, str], *, is_paired: bool | None = None
 ) -> Layout:
-    """The one layout that fits every row.
+    """The layout that fits most rows; the others have a fault (:meth:`Layout.misfit`).
 
     Args:
-        rows: Rows of the dataset.
+        rows: Rows of the dataset, at least one of them without a fault.
         form: Its name, or ``auto``.
         columns: Roles to columns, where they differ from the defaults.
         is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
 
     Raises:
-        DataFormatError: No layout fits a row, rows need different ones, or several fit all.
+        DataFormatError: No layout fits any row, or several fit equally many and the first of these rows.
     """
+    rows = [row for row in rows if row.fault is None]
     candidates = _candidates(form, columns)
     if not candidates:
         raise DataFormatError(
@@ -119,30 +141,37 @@ def find_layout(
             f"{listed(columns)}; remove those that do not belong"
         )
     _check_columns(rows, columns)
-    known: dict[tuple[str, ...], list[Layout]] = {}
-    common = candidates
+    first_with: dict[tuple[str, ...], RawRow] = {}
+    counts: Counter[tuple[str, ...]] = Counter()
     for row in rows:
         names = tuple(row.values)
-        if names not in known:
-            known[names] = [layout for layout in candidates if all(column in names for _, column in layout.columns)]
-        fitting = known[names]
-        if not fitting:
-            raise _no_form(row, _of_kind(candidates, is_paired), form)
-        if not any(layout in fitting for layout in common):
-            raise DataFormatError(
-                f"{row.where}: expected rows of one form, found {_either(fitting)} here and {_either(common)} at "
-                f"{rows[0].where}; put each form into a file of its own"
-            )
-        common = [layout for layout in common if layout in fitting]
+        first_with.setdefault(names, row)
+        counts[names] += 1
+    num_fitting = {
+        layout: sum(count for names, count in counts.items() if layout.misfit(first_with[names]) is None)
+        for layout in candidates
+    }
+    if not any(num_fitting.values()):
+        raise _no_form(rows[0], _of_kind(candidates, is_paired), form)
+    common = _fitting_most(num_fitting)
+    wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
+    if wanted and all(layout.is_paired != is_paired for layout in common) and 2 * max(wanted.values()) >= len(rows):
+        common = _fitting_most(wanted)
     common = _of_kind(common, is_paired)
     if len(common) > 1:
         common = [layout for layout in common if layout.form != "text"]
+    first = next(row for row in rows if any(layout.misfit(row) is None for layout in common))
+    common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
         raise DataFormatError(
-            f"{rows[0].where}: expected columns of one form, found those of {_either(common, ' and ')}; "
-            f"{_choose(common)}"
+            f"{first.where}: expected columns of one form, found those of {_either(common, ' and ')}; {_choose(common)}"
         )
-    return _completed(common[0], rows, {name for names in known for name in names}, form, columns)
+    return _completed(common[0], rows, {name for names in counts for name in names}, form, columns)
+
+
+def _fitting_most(num_fitting: Mapping[Layout, int]) -> list[Layout]:
+    most = max(num_fitting.values())
+    return [layout for layout, count in num_fitting.items() if count == most]
 
 
 def _of_kind(layouts: list[Layout], is_paired: bool | None) -> list[Layout]:
@@ -169,7 +198,7 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     layouts = []
     for name, required in _REQUIRED:
         roles = {*dict(required), *_OPTIONAL[name]}
-        if wanted in ("auto", name) and roles.issuperset(columns):
+        if wanted in (name if name in _NAMED_FORMS else "auto", name) and roles.issuperset(columns):
             layouts.append(
                 Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
             )
@@ -199,7 +228,7 @@ def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Co
 
 def _shape(rows: Sequence[RawRow], column: str) -> str:
     for row in rows:
-        turns = row.values[column]
+        turns = row.values.get(column)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
             return "sharegpt" if "from" in turns[0] else "messages"
     return "messages"

@@ -8,16 +8,20 @@ older ``function_call``. All other keys of a message stay as they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from alto.data.conversation import Message
-from alto.errors import DataFormatError
+from alto.data.rows import FaultKind, RowError
 
 __all__ = ["read_message", "read_template_options", "read_tools"]
 
-Wrong = Callable[[str, object], DataFormatError]
-"""Makes the error with the row's place, from the expected and the found value."""
+
+class Wrong(Protocol):
+    """Makes the error with the row's place, from the expected and the found value."""
+
+    def __call__(self, expected: str, value: object, kind: FaultKind = ..., /) -> RowError: ...
+
 
 _ROLES = {
     "system": "system",
@@ -69,7 +73,9 @@ def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
     name = message.get(speaker) if isinstance(message, Mapping) else None
     role = roles.get(name) if isinstance(name, str) else None
     if role is None:
-        raise wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+        raise wrong(
+            f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message, FaultKind.BAD_MESSAGE
+        )
     given = {key: value for key, value in message.items() if key not in (speaker, says) and value is not None}
     # OpenAI's form: a weight of 0 shows a turn without training it.
     is_context = given.pop("weight", None) == 0
@@ -86,7 +92,9 @@ def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
     if content is None and calls:
         content, extras["content"] = "", None
     if not isinstance(content, str):
-        raise wrong(f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message)
+        raise wrong(
+            f"every message to have a {speaker} ({', '.join(roles)}) and a {says} text", message, FaultKind.BAD_MESSAGE
+        )
     written = json.dumps(extras, ensure_ascii=False, default=str) if extras else ""
     for text in (content, written):
         _check_whole(text, says or "value", wrong)
@@ -201,4 +209,4 @@ def _check_whole(text: str, what: str, wrong: Wrong) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         part = text[max(0, error.start - 20) : error.start + 20]
-        raise wrong(f"{what} to be a text of whole characters", part) from None
+        raise wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None

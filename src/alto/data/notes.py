@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alto.data.conversation import Conversation, Pair, Row
+from alto.data.conversation import Conversation
 from alto.data.dataset import EncodedDataset, Unread
 from alto.data.encode import closing_text
 from alto.data.limits import RowLimit
@@ -13,7 +13,7 @@ from alto.data.rows import quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
-__all__ = ["encoding_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
+__all__ = ["encoding_notes", "mixture_notes", "reading_notes", "test_notes", "tokenizer_notes", "unread_notes"]
 
 FEW_ROWS = 10
 """Validation rows below which their loss is mostly chance."""
@@ -22,11 +22,10 @@ MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
 
 
-def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) -> list[str]:
+def reading_notes(num_validation: int, num_shared: int) -> list[str]:
     """Notices about the rows before tokenisation.
 
     Args:
-        train: Training rows.
         num_validation: Number of validation rows.
         num_shared: Validation rows that are training rows too.
     """
@@ -41,14 +40,19 @@ def reading_notes(train: Sequence[Row], num_validation: int, num_shared: int) ->
             f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
             "than chance; raise validation_split or name a validation_dataset."
         )
-    conversations = [row for row in train if not isinstance(row, Pair)]
-    num_empty = sum(any(turn.is_trained and turn.is_empty for turn in conversation) for conversation in conversations)
-    if num_empty:
-        notes.append(
-            f"{_counted(num_empty, 'training row')} of {len(train)} with an empty reply: they teach the model to reply "
-            "nothing."
-        )
     return notes
+
+
+def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    """A notice about the sources of a mixture and an epoch of it; empty where there is one dataset."""
+    if not train.sources:
+        return []
+    of_validation = dict(validation.sources)
+    sources = ", ".join(
+        f"{name} ({count:,} rows" + (f", {of_validation[name]:,} to validate)" if name in of_validation else ")")
+        for name, count in train.sources
+    )
+    return [f"A mixture of {sources}. An epoch has {len(train):,} rows, drawn by the weights of each job."]
 
 
 def test_notes(num_rows: int, num_known: int) -> list[str]:
@@ -96,7 +100,7 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
         DataError: Neither an EOS token nor the chat template would end a reply: the model would never learn to stop.
     """
     notes = []
-    is_conversation = any(turn.role != "text" for conversation in conversations for turn in conversation)
+    is_conversation = any(conversation[0].role != "text" for conversation in conversations)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if tokenizer.eos_token_id is None:
         end = closing_text(tokenizer) if has_template and is_conversation else ""
@@ -112,7 +116,7 @@ def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> li
     if is_conversation and not has_template:
         notes.append(
             "The tokenizer has no chat template: a prompt is given as plain text with a line break after it, and "
-            "the adapter expects the same where it is served."
+            "the adapter expects the same where it is served; dataset_format: raw_prompt_completion adds nothing."
         )
     return notes
 
@@ -125,7 +129,7 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
         what: Name of the split.
         limit: Limit at which rows were cut.
     """
-    notes = []
+    notes = [bad.note for bad in dataset.refused]
     total = len(dataset) + dataset.num_skipped
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"
     if dataset.num_unrolled:

@@ -11,10 +11,12 @@ import torch
 from alto.data.conversation import Conversation, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span
 from alto.data.encode import EncodedRow, Encoder, ids_and_targets
+from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
-from alto.data.rows import quoted
+from alto.data.rows import ConversationError, FaultKind, RowFault, quoted
 from alto.errors import DataError
 from alto.records import ModelLimits
+from alto.spec import OnBadRow
 
 __all__ = ["encode_pairs"]
 
@@ -27,6 +29,7 @@ def encode_pairs(
     *,
     limits: ModelLimits | None = None,
     share_prompts: bool = True,
+    on_bad_row: OnBadRow = "error",
 ) -> EncodedDataset:
     """Tokenise ``pairs``, cutting each conversation at ``max_length`` tokens, or at the model's positions if these are
     fewer.
@@ -42,10 +45,12 @@ def encode_pairs(
         what: Name of the split for messages, e.g. ``"training"``.
         limits: Limits of the model; None where it has none.
         share_prompts: Whether the common beginning of both conversations goes through the model once.
+        on_bad_row: What is done about pairs that the chat template refuses.
 
     Raises:
-        DataError: No pair is left; or after the conversations part, one has several replies, which the chat template
-            shows the model in different ways.
+        BadRowsError: The chat template refuses some pairs, or shows several replies of one after the conversations part
+            in different ways, and these are not skipped; or all of them.
+        DataError: No pair is left.
         ModelError: The model has no embedding of a token.
     """
     limits = limits or ModelLimits()
@@ -53,13 +58,18 @@ def encode_pairs(
     encoder = Encoder(tokenizer)
     input_ids, targets, spans = [], [], []
     num_truncated = num_alike = num_masked = 0
+    faults = FaultList(f"the {what} data")
     for number, pair in enumerate(pairs, start=1):
         if not all(
             any(turn.is_trained and not turn.is_empty for turn in conversation) for conversation in pair.conversations
         ):
             num_masked += 1
             continue
-        rows = [_encode_conversation(conversation, encoder) for conversation in pair.conversations]
+        try:
+            rows = [_encode_conversation(conversation, encoder) for conversation in pair.conversations]
+        except ConversationError as error:
+            faults.add(f"pair {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
+            continue
         for row in rows:
             check_token_ids(row.input_ids, limits, tokenizer, f"pair {number} of the {what} data")
         if rows[0].input_ids == rows[1].input_ids:
@@ -76,6 +86,7 @@ def encode_pairs(
         input_ids.append(torch.cat([chosen, rejected[prefix:]]))
         targets.append(torch.cat([chosen_targets, rejected_targets[prefix:]]))
         spans.append((Span(chosen.numel()), Span(rejected.numel() - prefix, prefix)))
+    refused = faults.settle(len(pairs), on_bad_row)
     if not input_ids:
         raise DataError(
             f"expected pairs to learn from in the {what} data, found none of {len(pairs)} with two different replies "
@@ -85,10 +96,11 @@ def encode_pairs(
         input_ids=tuple(input_ids),
         targets=tuple(targets),
         num_truncated=num_truncated,
-        num_skipped=len(pairs) - len(input_ids),
+        num_skipped=len(pairs) - len(input_ids) - (refused.num_bad if refused else 0),
         num_masked=num_masked,
         num_alike=num_alike,
         num_shortened=encoder.num_shortened,
+        refused=() if refused is None else (refused,),
         unread=encoder.unread,
         spans=tuple(spans),
     )
@@ -97,7 +109,7 @@ def encode_pairs(
 def _encode_conversation(conversation: Conversation, encoder: Encoder) -> EncodedRow:
     rows = encoder.rows(conversation)
     if len(rows) > 1:
-        raise DataError(
+        raise ConversationError(
             f"expected one reply where the conversations of a pair first differ, found {len(rows)} in the one "
             f"that begins {quoted(conversation[0].content)}, and the model's chat template rewrites earlier replies; "
             "make the last one the reply, and the others part of the prompt"

@@ -36,7 +36,7 @@ def preview_rows(
     data = rows.encode(tokenizer, limits)
     lengths = data.train.sequence_lengths
     return DataPreview(
-        dataset=task.dataset,
+        dataset=task.dataset_name,
         model=task.model,
         form=rows.layout.form,
         columns=dict(rows.layout.columns),

@@ -1,13 +1,16 @@
-"""A row of a dataset before its form is known, and quoting of its values in messages."""
+"""A row of a dataset before its form is known, its faults, and quoting of its values in messages."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-__all__ = ["RawRow", "listed", "quoted"]
+from alto.errors import DataError, DataFormatError
+
+__all__ = ["ConversationError", "FaultKind", "RawRow", "RowError", "RowFault", "listed", "quoted"]
 
 _MAX_NAMES = 12
 
@@ -16,12 +19,63 @@ _repr.maxstring = _repr.maxother = 60
 _repr.maxlevel = 3
 
 
+class FaultKind(StrEnum):
+    """Kinds of faults of a row, as they follow a number of rows: "3 not JSON"."""
+
+    NOT_JSON = "not JSON"
+    NOT_UTF8 = "not UTF-8 text"
+    NOT_AN_OBJECT = "not an object"
+    OTHER_CELLS = "with another number of cells"
+    UNREADABLE = "with a value that cannot be read"
+    NO_COLUMNS = "without the columns of the others"
+    WRONG_VALUE = "with a value of the wrong kind"
+    BAD_MESSAGE = "with a message of no known role or shape"
+    NO_REPLY = "without a reply"
+    EMPTY_REPLY = "with an empty reply or text"
+    EQUAL_REPLIES = "with two equal replies"
+    UNLIKE_PROMPTS = "with conversations that do not part in a reply"
+    REFUSED = "refused by the chat template"
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """Why a row cannot be used; ``reason`` is a sentence: "expected …, found …; remedy"."""
+
+    kind: FaultKind
+    reason: str
+
+
+class RowError(DataFormatError):
+    """One row cannot be used.
+
+    Args:
+        where: The row's place.
+        fault: Why.
+    """
+
+    def __init__(self, where: str, fault: RowFault) -> None:
+        super().__init__(f"{where}: {fault.reason}")
+        self.where = where
+        self.fault = fault
+
+
+class ConversationError(DataError):
+    """One conversation cannot be tokenised with the chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """Values by column; ``where`` is the place a message names: ``train.jsonl:7``."""
+    """Values by column.
+
+    Attributes:
+        where: The place a message names: ``train.jsonl:7``.
+        values: Values by column; none where there is a fault.
+        fault: Why it could not be read; None where it could.
+    """
 
     where: str
     values: Mapping[str, Any]
+    fault: RowFault | None = None
 
 
 def quoted(value: object) -> str:

@@ -13,7 +13,7 @@ from alto.data.presets import PRESETS, Preset, find_preset, nearest_preset
 from alto.data.rows import RawRow, listed
 from alto.data.split import carve_rows
 from alto.errors import DataError, DataFileNotFoundError
-from alto.spec import Task
+from alto.spec.data_keys import DataKeys
 
 __all__ = ["Source", "open_source"]
 
@@ -41,10 +41,11 @@ class Source:
     max_length: int = DEFAULT_MAX_LENGTH
 
 
-def open_source(name: str, key: str, task: Task) -> Source:
+def open_source(name: str, key: str, task: DataKeys) -> Source:
     """The rows of the dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
 
     Args:
+        task: Its keys about data; of one source of a mixture, those of the source.
         key: Key of the task that holds ``name``, for messages. Where ``name`` is the task's own dataset, its
             configuration and splits hold too.
 
@@ -91,7 +92,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read_file(path: Path, name: str, key: str, task: Task | None) -> Sequence[RawRow]:
+def _read_file(path: Path, name: str, key: str, task: DataKeys | None) -> Sequence[RawRow]:
     """The rows of ``path``; ``task`` is given where its keys about splits apply to this file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from alto.data.conversation import Conversation, ConversationWithTools, Message
-from alto.errors import DataError
+from alto.data.rows import ConversationError
 
 __all__ = ["PARALLEL_CALLS", "ChatTemplate", "given_keys", "without_key"]
 
@@ -39,7 +39,7 @@ class ChatTemplate:
         """``conversation`` as the template writes it, followed by the opening of a reply if requested.
 
         Raises:
-            DataError: The template refuses the turns, or fails.
+            ConversationError: The template refuses the turns, or fails.
         """
         return str(
             self._first(
@@ -78,7 +78,7 @@ class ChatTemplate:
             except Exception as error:  # a template is a program: it may raise anything
                 refusal = refusal or error
         roles = ", ".join(message.role for message in conversation)
-        raise DataError(
+        raise ConversationError(
             f"expected turns that the model's chat template takes, found {roles} ({refusal}); change the rows, or set "
             "another chat template on the tokenizer"
         ) from refusal

@@ -85,7 +85,9 @@ def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: Ta
 
 
 def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
-    files = [path for path in (task.dataset, task.validation_dataset, task.test_dataset) if path is not None]
+    of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
+    named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
+    files = [path for path in named if isinstance(path, str)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "task": {key: value for key, value in task.to_dict().items() if key not in _SCHEDULING},

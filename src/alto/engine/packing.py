@@ -20,6 +20,8 @@ _SAME_KEYS = (
     "test_split",
     "method",
     "max_length",
+    "train_on",
+    "chat_template",
     "num_gpus",
     "adapter_dtype",
 )

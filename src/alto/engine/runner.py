@@ -43,7 +43,7 @@ from alto.records import TaskPlan, TaskResult
 from alto.runs import Journal, Observer, RunDir, SilentJournal, load_run_task, read_history, task_result
 from alto.runs.events import BaseDescription
 from alto.search import check_installed
-from alto.spec import Task, read_run_task
+from alto.spec import MixtureSource, Task, read_run_task
 from alto.spec.auto_space import auto_space
 from alto.spec.base_model import quantisation_keys
 from alto.trackers import Tracker, chosen_trackers, tracking
@@ -258,8 +258,9 @@ class TaskRunner:
                 run_dir.job(result.best_job, "best"),
                 adapter_base_model,
                 model=task.model,
-                dataset=task.dataset,
+                dataset=task.dataset_name,
                 method=task.method,
+                chat_template=task.base_model.chat_template,
             )
         return replace(result, notices=_reported(run_dir))
 
@@ -325,8 +326,21 @@ def portable(task: Task) -> Task:
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset", "test_dataset"):
         path = getattr(task, key)
-        if path is not None and Path(path).expanduser().is_file():
+        if isinstance(path, str) and Path(path).expanduser().is_file():
             found[key] = str(Path(path).expanduser().resolve())
+    if task.sources:
+        found["dataset"] = [_portable_source(source) for source in task.sources]
     if Path(task.model).expanduser().is_dir() and task.model not in SHIPPED_MODELS:
         found["model"] = resolve_model(task.model)
+    if task.chat_template is not None:
+        found["chat_template"] = task.base_model.chat_template  # the text: the file may change
     return task.replace(**found)
+
+
+def _portable_source(source: MixtureSource) -> MixtureSource:
+    found = {}
+    for key in ("path", "validation_dataset"):
+        path = getattr(source, key)
+        if path is not None and Path(path).expanduser().is_file():
+            found[key] = str(Path(path).expanduser().resolve())
+    return source.replace(**found)

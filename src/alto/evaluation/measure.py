@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -76,7 +76,7 @@ def measure(
         found = _Found(texts=bench.texts_of_vllm(questions, tokenizer))
     else:
         try:
-            found = bench.measure(metrics, chosen, questions, max_tokens_per_pass, max_length)
+            found = bench.measure(replace(rows, rows=chosen), metrics, questions, max_tokens_per_pass, max_length)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -160,8 +160,8 @@ class _Bench:
 
     def measure(
         self,
+        rows: HeldoutRows,
         metrics: Sequence[Metric],
-        rows: Sequence[Conversation | Pair],
         questions: Sequence[Question],
         max_tokens_per_pass: int,
         max_length: int | None,
@@ -178,7 +178,9 @@ class _Bench:
         max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
         if "loss" in metrics or "preference" in metrics:
-            dataset = encode_rows(rows, backbone.tokenizer, max_length, "held-out", limits=limits)
+            dataset = encode_rows(
+                rows.rows, backbone.tokenizer, max_length, "held-out", limits=limits, train_on=rows.train_on
+            )
         # Rewards are log-ratios to the base model, which has the slot after the adapters.
         slots = [*self._adapters, None] if "preference" in metrics else self._adapters
         losses: Sequence[float] = ()

@@ -11,6 +11,7 @@ from alto.errors import RunNotFoundError, SpecError
 from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task
 from alto.spec import BaseModelSpec, Task
+from alto.spec.chat_template import TEMPLATE_NAME
 
 __all__ = ["BASE", "EvaluationTarget", "find_target"]
 
@@ -85,13 +86,27 @@ def find_target(
         task = _common_task(runs, trust_remote_code=trust_remote_code)
     else:
         assert dataset is not None
-        task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code)
+        template = _chat_template(folders)
+        task = Task(model=base_model, dataset=dataset, trust_remote_code=trust_remote_code, chat_template=template)
     return EvaluationTarget(
         adapters=adapters,
         base_model=_as_evaluated(task.base_model, base_model),
         task=task,
         run_dirs=tuple(run.root for run in runs),
     )
+
+
+def _chat_template(folders: Mapping[str, Path]) -> str | None:
+    """The chat template beside the adapters, by which they were trained; None where there is none."""
+    found = {name: folder / TEMPLATE_NAME for name, folder in folders.items()}
+    texts = {name: file.read_text(encoding="utf-8") if file.is_file() else None for name, file in found.items()}
+    if len(set(texts.values())) > 1:
+        raise SpecError(
+            f"targets: expected adapters that were trained with one chat template, found several ({TEMPLATE_NAME} in "
+            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}); evaluate those of "
+            "each template by themselves"
+        )
+    return next(iter(texts.values()))
 
 
 def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:

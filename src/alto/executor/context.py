@@ -67,7 +67,7 @@ class TaskContext:
             base=task.base_model,
             backbone=backbone,
             data=data,
-            jobs=plan_jobs(task, backbone.model, len(data.train)),
+            jobs=plan_jobs(task, backbone.model, len(data.train), data.train.sources),
             objective=find_objective(task.method),
             policy=policy_from(task.early_exit),
             ranks=ranks or Ranks(),
@@ -96,4 +96,5 @@ class TaskContext:
             TargetModuleError, UnsupportedError: As :func:`alto.executor.planned_job.plan_job`.
         """
         self.objective.check(self.data.train, [job.config])
-        return plan_job(job, self.task, self.backbone.model, len(self.data.train))
+        train = self.data.train
+        return plan_job(job, self.task, self.backbone.model, len(train), train.sources)

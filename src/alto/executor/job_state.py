@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from alto.data import DataOrder
+from alto.data import DataOrder, MixtureOrder
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
 from alto.lora import AdapterShape, AdapterWeights
@@ -61,7 +61,7 @@ class JobState:
         return self.planned.shape
 
     @property
-    def order(self) -> DataOrder:
+    def order(self) -> DataOrder | MixtureOrder:
         return self.planned.order
 
     @property

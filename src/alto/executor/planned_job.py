@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from alto.data import DataOrder
+from alto.data import DataOrder, MixtureOrder
 from alto.early_exit import evaluation_steps, policy_from
 from alto.lora import AdapterShape, check_optimizer, find_targets
 from alto.search import population_rungs
@@ -32,7 +33,7 @@ class PlannedJob:
 
     job: Job
     shape: AdapterShape
-    order: DataOrder
+    order: DataOrder | MixtureOrder
     total_steps: int
     evaluation_steps: frozenset[int]
     ranking_steps: frozenset[int]
@@ -46,7 +47,9 @@ class PlannedJob:
         return self.job.config
 
 
-def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> PlannedJob:
+def plan_job(
+    job: Job, task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()
+) -> PlannedJob:
     """``job`` resolved on a base model.
 
     Args:
@@ -54,6 +57,7 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
         task: Its evaluation points and rungs decide when the job is evaluated.
         model: The base model, with or without injected adapters.
         num_rows: Rows of the training split.
+        sources: Names and rows of the sources of a mixture; empty where there is one dataset.
 
     Raises:
         TargetModuleError: Its targets or rank do not fit the base model.
@@ -68,16 +72,26 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
             rank=config.r,
             targets=find_targets(model, config.target_modules, config.r, config.target_parameters),
         ),
-        order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
+        order=_order(config, num_rows, sources),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
         ranking_steps=frozenset((total_steps, *(rung_step(rung, total_steps) for rung in rungs))),
     )
 
 
-def plan_jobs(task: Task, model: PreTrainedModel, num_rows: int) -> tuple[PlannedJob, ...]:
-    """Every job of ``task``; ``model``, ``num_rows`` and errors as of :func:`plan_job`."""
-    return tuple(plan_job(job, task, model, num_rows) for job in task.jobs)
+def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]]) -> DataOrder | MixtureOrder:
+    if not sources:
+        return DataOrder(num_rows, config.per_device_train_batch_size, config.seed)
+    shares = dict(config.mixture_weights or ())
+    names, sizes = zip(*sources, strict=True)
+    return MixtureOrder(sizes, [shares[name] for name in names], config.per_device_train_batch_size, config.seed)
+
+
+def plan_jobs(
+    task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()
+) -> tuple[PlannedJob, ...]:
+    """Every job of ``task``; arguments and errors as of :func:`plan_job`."""
+    return tuple(plan_job(job, task, model, num_rows, sources) for job in task.jobs)
 
 
 def resolve_rungs(task: Task, num_rows: int) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -189,9 +190,11 @@ def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
     return refusal
 
 
-def data_fingerprint(data: TaskData) -> str:
-    """A digest of every token and every target of a task's data, and of how its pairs are laid out."""
-    return digest_of(*data.splits)
+def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
+    """A digest of every token and every target of a task's data, of how its pairs are laid out, and of the chat
+    template where the task sets one."""
+    digest = digest_of(*data.splits)
+    return digest if chat_template is None else hashlib.sha256(f"{digest}\n{chat_template}".encode()).hexdigest()
 
 
 def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
@@ -235,13 +238,13 @@ def _named(facts: Mapping[str, Any], keys: Sequence[str]) -> str:
     return ", ".join(f"{key}: {json.dumps(facts[key]).strip(chr(34))}" for key in keys)
 
 
-def check_data(started: TaskStarted, data: TaskData) -> None:
+def check_data(started: TaskStarted, data: TaskData, chat_template: str | None = None) -> None:
     """Check that a run is resumed with the data that it began with.
 
     Raises:
         RunChangedError: Rows, tokenizer, chat template or max_length are other ones.
     """
-    if started.data.get("fingerprint") != data_fingerprint(data):
+    if started.data.get("fingerprint") != data_fingerprint(data, chat_template):
         remedy = "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
         if started.base is None:  # as version 0.1 began it
             remedy = (

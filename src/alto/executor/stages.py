@@ -77,7 +77,7 @@ def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
             are other ones than the run began with.
     """
     if resume_state.lines:
-        check_data(resume_state.started, context.data)
+        check_data(resume_state.started, context.data, context.base.chat_template)
         check_jobs(resume_state.started, {job.id: job.config for job in context.jobs}, context.task)
 
 

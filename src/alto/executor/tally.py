@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from alto.objectives import Terms
+from alto.spec.metric import source_metric
 
 __all__ = ["Evaluated", "Tally"]
 
@@ -40,9 +41,17 @@ class Tally:
         metrics: Names of what is summed beside the loss.
         row_values: Those of which every row is kept: the loss or one of ``metrics``.
         weights: Weight of every row of the split in its mean.
+        sources: Of a mixture the name and the rows of every source, in order: the loss of each is a metric of its own.
     """
 
-    def __init__(self, metrics: Sequence[str], row_values: Sequence[str], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        metrics: Sequence[str],
+        row_values: Sequence[str],
+        weights: Sequence[float],
+        sources: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self._sources = tuple(sources)
         self._metrics = metrics
         self._row_values = tuple(row_values)
         self._weights = weights
@@ -66,9 +75,19 @@ class Tally:
         flags = list(itertools.islice(left, len(self._row_values)))
         found = {name: tuple(itertools.islice(left, len(self._weights))) for name in self._row_values}
         rows = {name: found[name] for name, is_known in zip(self._row_values, flags, strict=True) if is_known}
+        of_sources = self._source_losses(rows["loss"]) if "loss" in rows else {}
         if "loss" in rows:
             rows["loss"] = tuple(value / weight for value, weight in zip(rows["loss"], self._weights, strict=True))
-        return Evaluated(loss=loss, metrics=dict(zip(self._metrics, metrics, strict=True)), rows=rows)
+        return Evaluated(loss=loss, metrics=dict(zip(self._metrics, metrics, strict=True)) | of_sources, rows=rows)
+
+    def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
+        """The mean loss of every source's rows, of which ``sums`` are the weighted losses."""
+        losses, first = {}, 0
+        for name, count in self._sources:
+            rows = slice(first, first + count)
+            losses[source_metric(name)] = sum(sums[rows]) / sum(self._weights[rows])
+            first += count
+        return losses
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:

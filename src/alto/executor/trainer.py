@@ -345,7 +345,8 @@ def _learners(jobs: Sequence[JobState]) -> list[Learners]:
 
 
 def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
-    return Tally(context.objective.metrics, context.row_values, context.data.held_out(split).weights)
+    rows = context.data.held_out(split)
+    return Tally(context.objective.metrics, context.row_values, rows.weights, rows.sources)
 
 
 def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training: bool) -> TokenSchedule:

@@ -15,6 +15,7 @@ from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, TaskResult
 from alto.runs import replace_file, sync_folder, writing
+from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
 
 __all__ = ["export_best"]
@@ -30,6 +31,7 @@ def export_best(
     model: str,
     dataset: str,
     method: str,
+    chat_template: str | None = None,
 ) -> Path:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
@@ -38,6 +40,7 @@ def export_best(
         best_of_job: The winner's own ``best/`` folder, PEFT format.
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: As the task names them, for the card.
+        chat_template: Text of the template that the task sets, kept beside the adapter; None where it sets none.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -60,7 +63,9 @@ def export_best(
             shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
             base_model = base_model_of(fresh)
             replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
-            replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method))
+            replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method, chat_template))
+            if chat_template is not None:
+                replace_file(fresh / TEMPLATE_NAME, chat_template)
             shutil.rmtree(folder, ignore_errors=True)
             fresh.rename(folder)
             sync_folder(folder.parent)
@@ -112,12 +117,20 @@ def _finalists(result: TaskResult) -> dict[str, Any]:
     }
 
 
-def _card(result: TaskResult, base_model: str, model: str, dataset: str, method: str) -> str:
+def _card(result: TaskResult, base_model: str, model: str, dataset: str, method: str, chat_template: str | None) -> str:
     best = _best(result)
     chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
     measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
     tables = {"measured on the validation rows": measured, "setting": best.config}
     tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
+    template = (
+        ""
+        if chat_template is None
+        else f"""
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own:
+`tokenizer.chat_template = open("path/to/this/folder/{TEMPLATE_NAME}").read()`.
+"""
+    )
     shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
     return f"""---
 base_model: {json.dumps(base_model)}
@@ -139,7 +152,7 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained({base_model!r})
 model = PeftModel.from_pretrained(base, "path/to/this/folder")
 ```
-
+{template}
 {shown}"""
 
 

@@ -17,6 +17,7 @@ from alto.export.metrics import is_share, metric_name
 from alto.export.tables import JobRow
 from alto.export.wording import describe_rung, format_count, format_duration, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
+from alto.spec.metric import source_of
 
 __all__ = [
     "TRAINING_LOSS",
@@ -73,12 +74,12 @@ TRAINING_LOSS = Quantity(values_of=lambda job: [point.train_ema for point in job
 
 
 def metric_quantity(metric: str) -> Quantity:
-    """A metric for which higher is better."""
+    """A metric for which higher is better, or the loss on a source of a mixture."""
     return Quantity(
         values_of=lambda job: [metrics.get(metric, math.nan) for metrics in job.metrics],
         hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
         tick_format=".0%" if is_share(metric) else "",
-        more_is_better=True,
+        more_is_better=source_of(metric) is None,
         is_bounded=is_share(metric),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from alto.export.wording import clean, format_loss, format_share
 from alto.runs import RunHistory
+from alto.spec.metric import source_of
 
 __all__ = [
     "describe_metrics",
@@ -49,7 +50,12 @@ def shown_metrics(history: RunHistory) -> tuple[str, ...]:
     """The metrics that have a column and a curve, as far as they were measured: first the one that the task selects by,
     where that is not the loss."""
     measured = {name for job in history.jobs.values() for name in job.best_metrics}
-    return tuple(name for name in dict.fromkeys((history.metric, *_WORDS)) if name in measured)
+    of_sources = [
+        name
+        for name in dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
+        if source_of(name) is not None
+    ]
+    return tuple(name for name in dict.fromkeys((history.metric, *_WORDS, *of_sources)) if name in measured)
 
 
 def metric_name(metric: str) -> str:
@@ -59,17 +65,23 @@ def metric_name(metric: str) -> str:
 
 def short_metric(metric: str) -> str:
     """The name in a narrow column."""
+    source = source_of(metric)
+    if source is not None:
+        return clean(f"on {source}")
     return _WORDS[metric].short if metric in _WORDS else metric_name(metric)
 
 
 def metric_meaning(metric: str) -> str:
     """A sentence about the metric; empty for a metric of another package."""
+    source = source_of(metric)
+    if source is not None:
+        return f"Validation loss on the rows of the source {source} of the mixture."
     return _WORDS[metric].meaning if metric in _WORDS else ""
 
 
 def is_share(metric: str) -> bool:
     """Whether its values are fractions, by the name it has."""
-    return metric.endswith("accuracy")
+    return metric.endswith("accuracy") and source_of(metric) is None
 
 
 def format_metric(metric: str, value: float | None) -> str:

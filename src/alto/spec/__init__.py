@@ -10,7 +10,7 @@ from alto.spec.scoring import Scoring
 from alto.spec.search import Budget, Search
 from alto.spec.search_space import MAX_JOBS, SearchSpace
 from alto.spec.simulation import Simulation, load_simulation
-from alto.spec.task import AdapterDtype, Job, RowFormName, Task
+from alto.spec.task import AdapterDtype, Job, MixtureSource, OnBadRow, RowFormName, Task, TrainOn
 from alto.spec.trace import ArrivingTask
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "EarlyExit",
     "Job",
     "JobConfig",
+    "MixtureSource",
     "ObjectiveEntry",
     "ObjectiveSettings",
+    "OnBadRow",
     "Quantisation",
     "RowFormName",
     "Rule",
@@ -35,6 +37,7 @@ __all__ = [
     "SearchSpace",
     "Simulation",
     "Task",
+    "TrainOn",
     "build_task",
     "load_simulation",
     "load_task",

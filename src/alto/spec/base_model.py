@@ -40,6 +40,7 @@ class BaseModelSpec:
         use_safetensors: Read safetensors weights; False reads pickle files instead, of which transformers takes tensors
             and nothing else.
         trust_remote_code: Run Python code that comes with the model, where transformers has none for it.
+        chat_template: Text of a template in place of its tokenizer's own; None keeps that.
     """
 
     id: str
@@ -48,10 +49,14 @@ class BaseModelSpec:
     torch_compile: bool = False
     use_safetensors: bool = True
     trust_remote_code: bool = False
+    chat_template: str | None = None
 
     def key(self) -> dict[str, Any]:
         """All fields as plain values, for the key of a cache: different specifications have different keys."""
-        return asdict(self)
+        values = asdict(self)
+        if self.chat_template is None:
+            del values["chat_template"]  # as before there was such a field
+        return values
 
     def task_keys(self) -> dict[str, Any]:
         """The equivalent keys of a task."""
@@ -62,6 +67,7 @@ class BaseModelSpec:
             "torch_compile": self.torch_compile,
             "trust_remote_code": self.trust_remote_code,
             "use_safetensors": self.use_safetensors,
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
         }
 
 

@@ -22,6 +22,7 @@ from pydantic import (
 from alto.errors import UnsupportedError
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
+from alto.spec.mixture import MIXTURE_WEIGHTS, Weights, normalised
 from alto.spec.objectives import ObjectiveSettings
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
@@ -57,7 +58,8 @@ class JobConfig(SpecModel):
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
     sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
-    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
+    ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1; ``max_grad_norm`` 0 as None: no
+    clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
     settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
 
     Raises:
@@ -94,6 +96,9 @@ class JobConfig(SpecModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
+    mixture_weights: Weights | None = Field(
+        default=None, description="weight of every source of a mixture, by name; those of the sources by default"
+    )
     objective: SerializeAsAny[ObjectiveSettings] = Field(
         default=ObjectiveSettings(), description="settings of the method"
     )
@@ -139,7 +144,9 @@ class JobConfig(SpecModel):
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = handler(self)
         settings = values.pop("objective", {})
-        return {**values, **settings}
+        weights = values.pop(MIXTURE_WEIGHTS, None)
+        mixture = {} if weights is None else {MIXTURE_WEIGHTS: dict(weights)}
+        return {**values, **mixture, **settings}
 
     @field_validator("lora_alpha", mode="before")
     @classmethod
@@ -225,6 +232,11 @@ class JobConfig(SpecModel):
     def _accept_whole_float(cls, value: Any) -> Any:
         # Hugging Face types this field as a float, so existing files have 3.0.
         return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    @field_validator("mixture_weights", mode="before")
+    @classmethod
+    def _normalise_weights(cls, value: Any) -> Any:
+        return None if value is None else normalised(value)
 
     @field_validator("max_grad_norm", mode="after")
     @classmethod

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
+from alto.spec.chat_template import is_template_text
 from alto.spec.early_exit import EarlyExit
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES
@@ -27,10 +28,10 @@ _MAX_OVERRIDE_KEYS = 8
 def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Task:
     """Read a task from a YAML file.
 
-    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset`` and ``test_dataset`` where
-    such a file or folder exists, ``model`` where it is written with a leading ``./`` or ``../``. A path that does not
-    exist there is left unchanged. A path in an override is taken relative to the current directory, as any on a
-    command line.
+    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset``, ``test_dataset`` and
+    ``chat_template`` where such a file or folder exists, ``model`` where it is written with a leading ``./`` or
+    ``../``. A path that does not exist there is left unchanged. A path in an override is taken relative to the current
+    directory, as any on a command line.
 
     Args:
         path: The file.
@@ -128,19 +129,30 @@ def _resolve_paths(values: Mapping[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _resolve_path(field: object, value: Any, folder: Path) -> Any:
+    if field == "dataset" and isinstance(value, list):
+        return [_resolve_source(item, folder) for item in value]
     if (
-        field not in ("model", "dataset", "validation_dataset", "test_dataset")
+        field not in ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
         or not isinstance(value, str)
         or not value
     ):
         return value
     if field == "model":
         return os.path.abspath(folder / value) if value.startswith(("./", "../")) else value
+    if field == "chat_template" and is_template_text(value):
+        return value
     candidate = folder / value
     try:
         return os.path.abspath(candidate) if candidate.exists() else value
     except OSError:  # too long for a name, or in a folder that may not be read
         return value
+
+
+def _resolve_source(item: Any, folder: Path) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    paths = ("path", "dataset", "validation_dataset")
+    return {key: _resolve_path("dataset", value, folder) if key in paths else value for key, value in item.items()}
 
 
 def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:

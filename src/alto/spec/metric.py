@@ -12,8 +12,18 @@ from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.quoting import quoted
 
-__all__ = ["LEAST_SCORE", "LOSS", "check_metric", "loss_scale", "metric_notes", "score_of"]
+__all__ = [
+    "LEAST_SCORE",
+    "LOSS",
+    "check_metric",
+    "loss_scale",
+    "metric_notes",
+    "score_of",
+    "source_metric",
+    "source_of",
+]
 
+_SOURCE_LOSS = "loss_on_"
 LOSS = "loss"
 
 LEAST_SCORE = -sys.float_info.max
@@ -83,3 +93,13 @@ def score_of(metric: str, metrics: Mapping[str, Any]) -> float:
         return 0.0
     value = float(metrics[metric])
     return value if math.isfinite(value) else LEAST_SCORE
+
+
+def source_metric(source: str) -> str:
+    """Name under which the validation loss on the rows of one source of a mixture is recorded."""
+    return f"{_SOURCE_LOSS}{source}"
+
+
+def source_of(metric: str) -> str | None:
+    """The source whose loss ``metric`` is; None of any other metric."""
+    return metric.removeprefix(_SOURCE_LOSS) if metric.startswith(_SOURCE_LOSS) else None

@@ -14,10 +14,11 @@ from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
+from alto.spec.mixture import MIXTURE_WEIGHTS
 from alto.spec.quoting import quoted
 from alto.spec.validation import plain
 
-__all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace"]
+__all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace", "written"]
 
 MAX_JOBS = 10_000
 """A search space that expands to more jobs than this is refused."""
@@ -79,6 +80,13 @@ class Sampled:
         return {"min": self.min, "max": self.max, "log": self.log, **num}
 
 
+def written(key: str, value: Any) -> Any:
+    """A value of the field ``key`` as a task file has it: weights are a mapping, tuples are lists."""
+    if key == MIXTURE_WEIGHTS and isinstance(value, tuple):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One field and the values it takes, in the order in which they were written."""
@@ -100,7 +108,7 @@ class Axis:
     def to_dict(self) -> dict[str, Any]:
         if isinstance(self.values, Sampled):
             return {self.key: self.values.to_dict()}
-        return {self.key: [list(value) if isinstance(value, tuple) else value for value in self.values]}
+        return {self.key: [written(self.key, value) for value in self.values]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +130,8 @@ class SearchSpace:
     def parse(cls, given: object, method: Method | None = None) -> SearchSpace:
         """Read and check ``search_space``.
 
-        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``paired`` is a mapping of
+        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``mixture_weights`` is a list of
+        mappings, or a mapping of names to lists, all combinations of which are tried; ``paired`` is a mapping of
         equally long lists (or sampled forms), or a list of such mappings.
 
         Args:
@@ -277,6 +286,8 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 
 
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
+    if key == MIXTURE_WEIGHTS and isinstance(value, Mapping):
+        value = _weights_grid(value)
     if isinstance(value, Mapping):
         return Axis(key=key, values=_sampled(key, value, path, method))
     values = plain(value if isinstance(value, list | tuple) else [value])
@@ -291,6 +302,12 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
     if repeated and not may_repeat:
         raise SpecError(f"{path} should hold different values, found {quoted(repeated[0])} twice. Remove one.")
     return Axis(key=key, values=values)
+
+
+def _weights_grid(value: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    """All combinations of the weights of every source: each has one, or a list of them."""
+    lists = [item if isinstance(item, list | tuple) else [item] for item in value.values()]
+    return [dict(zip(value, weights, strict=True)) for weights in itertools.product(*lists)]
 
 
 def _check_value(key: str, value: object, path: str, method: Method) -> None:

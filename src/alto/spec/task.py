@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Literal, Self
 
 import yaml
@@ -15,48 +12,39 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
+from alto.spec.chat_template import chat_template_text
+from alto.spec.data_forms import RowFormName
+from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
+from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, check_weights, parse_sources
 from alto.spec.quoting import quoted
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
-from alto.spec.search_space import SearchSpace
+from alto.spec.search_space import SearchSpace, written
 from alto.spec.task_checks import (
     check_fixed,
     check_given_once,
+    check_mixture,
     check_scored_rungs,
     check_search,
     check_selection,
     check_size,
     check_splits,
+    check_train_on,
 )
-from alto.spec.validation import SpecModel, check_path, plain
+from alto.spec.validation import plain
 
-__all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
+__all__ = ["AdapterDtype", "Job", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
-RowFormName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference"
-]
-
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 """Experiment trackers that a task can report to."""
 
-_COLUMN_ROLES = (
-    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
-    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
-    *("tools", "functions", "chat_template_kwargs"),
-)
-"""Roles of a dataset's columns: the keys of ``columns``."""
-
 DEFAULT_METHOD = "sft"
-_MAX_NAME_CHARS = 100
-_MAX_SEED = 2**32 - 1
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,42 +61,23 @@ class Job:
     values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-class Task(SpecModel):
+class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
     A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
-    keys are fixed for every job.
+    keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
 
     Attributes:
-        name: A safe file name; by default the dataset's file name without its endings.
-        model: A model shipped with ALTO, a hub id, or a local folder.
-        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``.
-        dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
-        dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
-            preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
-        dataset_format: The form of the rows; ``auto`` recognises it by their columns.
-        columns: The column of each role (``prompt``, ``completion``, ``messages``, …), where the names are not the
-            defaults.
-        validation_dataset: Rows to validate on, named as ``dataset`` is.
-        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
-            validation rows are used, or else a tenth of its rows.
-        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
-            trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
-            both are None, there are none.
-        max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
             register others (:class:`alto.spec.ObjectiveEntry`).
         metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
             loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
             overfitting are judged by losses in any case.
-        data_seed: Seed of the split and of the sampled values of the search space.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: A task of a lower priority never delays a waiting one of a higher.
         tenant: Whose quota of GPUs the task counts against.
         share_executor: Whether the task may be trained in one process with other tasks on the same base model
             (``alto run``), where all are done sooner; its results are the same.
-        max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
-            the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for none.
         search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
@@ -145,29 +114,12 @@ class Task(SpecModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    name: str = Field(description="of the task and its run")
-    model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
-    dataset: str = Field(min_length=1, description="training rows")
-    dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
-    dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
-    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
-    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
-    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
-    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
-    validation_split: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
-    )
-    test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
-    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
-    max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
-    data_seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of the split and of sampled values")
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
     metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is selected by")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
     tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
     share_executor: bool = Field(default=True, description="may be trained in one process with other tasks")
-    max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     select_by: Literal["metric", "eval_accuracy"] | Scoring = Field(
         default="metric", description="what chooses the winner"
@@ -207,9 +159,11 @@ class Task(SpecModel):
         given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
+        if isinstance(given.get("dataset"), list | tuple):
+            given["dataset"] = parse_sources(given["dataset"], default_name)
         space = given.get("search_space", {})
         given["search_space"] = auto_space(fixed=fixed) if space == AUTO else _search_space(space, method)
-        given.setdefault("name", _default_name(given.get("dataset")))
+        given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
         super().__init__(**given)
         check_splits(self.validation_split, self.test_split)
@@ -220,50 +174,10 @@ class Task(SpecModel):
         check_search(self.search, self.search_space, self.early_exit)
         self._jobs = _expand(self, fixed, method)
         check_selection(self.select_by, method)
+        check_train_on(self.train_on, method)
+        check_mixture(self)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if _SAFE_NAME.fullmatch(name) is None or len(name) > _MAX_NAME_CHARS:
-            raise ValueError(
-                f"should be a file name of at most {_MAX_NAME_CHARS} letters, digits, '.', '_' and '-', the first a "
-                f"letter or digit, found {quoted(name)}. Choose another name."
-            )
-        return name
-
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset")
-    @classmethod
-    def _check_can_be_a_path(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_path(value)
-        return value
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _check_columns(cls, columns: object) -> object:
-        if not isinstance(columns, Mapping) or not all(
-            isinstance(item, str) and item for pair in columns.items() for item in pair
-        ):
-            raise ValueError(
-                f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
-                "Write for example {prompt: question, completion: solution}."
-            )
-        unknown = [role for role in columns if role not in _COLUMN_ROLES]
-        if unknown:
-            raise ValueError(
-                f"should have roles for keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. "
-                "The dataset's own name of the column goes on the right."
-            )
-        if len(set(columns.values())) < len(columns):
-            raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
-        return dict(columns)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -295,6 +209,7 @@ class Task(SpecModel):
             torch_compile=self.torch_compile,
             use_safetensors=self.use_safetensors,
             trust_remote_code=self.trust_remote_code,
+            chat_template=None if self.chat_template is None else chat_template_text(self.chat_template),
         )
 
     @property
@@ -316,7 +231,7 @@ class Task(SpecModel):
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
-        return JobConfig.of(self._method, values)
+        return _job_config(self, self._method, values)
 
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
@@ -324,7 +239,7 @@ class Task(SpecModel):
         own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
         search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
-        fixed = {key: list(value) if isinstance(value, tuple) else value for key, value in self._fixed.items()}
+        fixed = {key: written(key, value) for key, value in self._fixed.items()}
         space = AUTO if self.search_space.is_auto else self.search_space.to_dict()
         return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": space}
 
@@ -391,15 +306,6 @@ def _search_space(value: object, method: Method) -> SearchSpace:
     return SearchSpace.parse(value, method)
 
 
-def _default_name(dataset: object) -> str:
-    """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
-    path = PurePosixPath(str(dataset).replace("\\", "/"))
-    while path.suffix.lower() in _DATA_SUFFIXES:
-        path = path.with_suffix("")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).lstrip("._-").rstrip("-")
-    return name[:_MAX_NAME_CHARS] or "task"
-
-
 def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, ...]:
     space, num_jobs = task.search_space, task.search.num_initial(task.search_space)
     is_grid = task.search.algorithm == "grid"
@@ -410,7 +316,7 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
     for index, varied in enumerate(configurations):
         job_id = f"job-{index:0{digits}d}"
         try:
-            config = JobConfig.of(method, {**fixed, **varied})
+            config = _job_config(task, method, {**fixed, **varied})
         except UnknownKeyError:
             raise  # the error is the same for every job
         except SpecError as error:
@@ -423,6 +329,15 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
             )
         jobs.append(Job(id=job_id, config=config, values=varied))
     return tuple(jobs)
+
+
+def _job_config(task: Task, method: Method, values: Mapping[str, Any]) -> JobConfig:
+    """The configuration of a job; in a mixture, with the weights of the sources where it sets none."""
+    if task.sources and values.get(MIXTURE_WEIGHTS) is None:
+        values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in task.sources}}
+    config = JobConfig.of(method, values)
+    check_weights(config.mixture_weights, task.sources)
+    return config
 
 
 def _shown(varied: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alto.errors import ConflictingKeysError, SpecError
+from alto.spec.data_keys import DataKeys
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JobConfig
 from alto.spec.method import Method
@@ -19,11 +20,13 @@ from alto.spec.validation import plain
 __all__ = [
     "check_fixed",
     "check_given_once",
+    "check_mixture",
     "check_scored_rungs",
     "check_search",
     "check_selection",
     "check_size",
     "check_splits",
+    "check_train_on",
 ]
 
 
@@ -70,6 +73,25 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
             f"{why}, found {found!r}. Remove the key."
+        )
+
+
+def check_mixture(keys: DataKeys) -> None:
+    """Check that the keys of one dataset are set in the sources, where there are several."""
+    of_one = ("dataset_config", "dataset_train_split", "dataset_test_split", "columns")
+    for key in of_one if keys.sources else ():
+        if getattr(keys, key):
+            raise SpecError(
+                f"{key} should be set in the entries of 'dataset', which is a list of sources, found it at the top of "
+                "the task. Move it there."
+            )
+
+
+def check_train_on(train_on: str, method: Method) -> None:
+    if train_on != "completion" and method.entry.is_paired:
+        raise SpecError(
+            f"train_on should be 'completion' with method {method.name!r}, which compares two replies, found "
+            f"{train_on!r}. Remove the key."
         )
 
 

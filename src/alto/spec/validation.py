@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
@@ -88,9 +88,12 @@ def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> 
 
 
 def plain(value: Any) -> Any:
-    """``value`` made of Python's own types, hashable where its parts are: lists as tuples, NumPy floats as floats."""
+    """``value`` made of Python's own types, hashable where its parts are: lists as tuples, mappings as tuples of pairs,
+    NumPy floats as floats."""
     if isinstance(value, list | tuple):
         return tuple(plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((plain(key), plain(item)) for key, item in value.items())
     for kind in (float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -145,7 +148,9 @@ def _expected(field: FieldInfo) -> str:
                 " or ".join(str(value).lower() if isinstance(value, bool) else repr(value) for value in get_args(kind))
             )
         else:
-            words.append(names.get(kind) or str(getattr(kind, "__name__", kind)))
+            words.append(
+                "a list" if get_origin(kind) is tuple else names.get(kind) or str(getattr(kind, "__name__", kind))
+            )
     signs = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}
     bounds = [
         f"{signs[type(bound)]} {getattr(bound, type(bound).__name__.lower())}"

@@ -1,0 +1,1 @@
+"""Conversations, chat templates and TRL's preprocessing, for ``benchmarks/templates.py``."""

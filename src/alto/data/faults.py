@@ -1,0 +1,111 @@
+"""Rows that cannot be used: listed in one error, or left out and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from alto.data.rows import FaultKind, RowError, RowFault
+from alto.errors import BadRowsError
+from alto.spec import OnBadRow
+
+__all__ = ["LIST_LENGTH", "BadRows", "FaultList"]
+
+LIST_LENGTH = 20
+"""Bad rows that an error lists one by one."""
+
+_LEAVE_OUT = "on_bad_row: skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRows:
+    """The rows of one dataset that were left out.
+
+    Attributes:
+        key: Key of the task that names the dataset.
+        num_rows: Rows of the dataset, with those that were left out.
+        kinds: Number of bad rows by kind of fault, the most frequent first.
+        first: Place of the first of them.
+    """
+
+    key: str
+    num_rows: int
+    kinds: Mapping[FaultKind, int]
+    first: str
+
+    @property
+    def num_bad(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def note(self) -> str:
+        """A notice, as a sentence."""
+        return (
+            f"{_rows(self.num_bad)} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): {_counts(self.kinds)}; "
+            f"the first is {self.first}."
+        )
+
+
+@dataclass(slots=True)
+class FaultList:
+    """Collects the faults of one dataset's rows, in order; the text of all but the first is not kept.
+
+    Attributes:
+        key: Key of the task that names the dataset, for messages.
+    """
+
+    key: str
+    _listed: list[RowError] = field(default_factory=list)
+    _kinds: Counter[FaultKind] = field(default_factory=Counter)
+
+    def add(self, where: str, fault: RowFault) -> None:
+        """Add the fault of the row at ``where``."""
+        self.add_error(RowError(where, fault))
+
+    def add_error(self, error: RowError) -> None:
+        """Add the fault of ``error``."""
+        self._kinds[error.fault.kind] += 1
+        if len(self._listed) < LIST_LENGTH:
+            self._listed.append(error)
+
+    def settle(self, num_rows: int, on_bad_row: OnBadRow) -> BadRows | None:
+        """The rows that are left out, which may be some but not all; None where every row can be used.
+
+        Args:
+            num_rows: Rows of the dataset.
+            on_bad_row: As the task has it.
+
+        Raises:
+            BadRowsError: There are bad rows and ``on_bad_row`` is ``error``; or no row can be used.
+        """
+        num_bad = self._kinds.total()
+        if not num_bad:
+            return None
+        if on_bad_row == "skip" and num_bad < num_rows:
+            kinds = dict(self._kinds.most_common())
+            return BadRows(key=self.key, num_rows=num_rows, kinds=kinds, first=self._listed[0].where)
+        raise BadRowsError(_message(self.key, self._listed, self._kinds, num_rows))
+
+
+def _message(key: str, faults: Sequence[RowError], kinds: Counter[FaultKind], num_rows: int) -> str:
+    num_bad = kinds.total()
+    is_all = num_bad == num_rows
+    if num_bad == 1:
+        return str(faults[0]) + ("" if is_all else f", or leave it out with {_LEAVE_OUT}")
+    found = f"{'all' if is_all else f'{num_bad:,} of'} {num_rows:,} bad ({_counts(dict(kinds.most_common()))})"
+    remedy = "correct them" + ("" if is_all else f", or leave them out with {_LEAVE_OUT}")
+    first = f"; the first {LIST_LENGTH}" if num_bad > len(faults) else ""
+    return "\n".join((f"{key}: expected rows that can be used, found {found}; {remedy}{first}:", *_lines(faults)))
+
+
+def _lines(faults: Sequence[RowError]) -> Iterator[str]:
+    return (f"  {fault}" for fault in faults)
+
+
+def _counts(kinds: Mapping[FaultKind, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"

@@ -1,0 +1,94 @@
+"""The rows of each step of a job that draws from several sources."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["MixtureOrder", "mixture_counts"]
+
+
+def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
+    """Rows of every source in an epoch of ``num_rows``: the shares of it, rounded so that they add up to ``num_rows``
+    (largest remainders; of equal ones the first).
+
+    Args:
+        num_rows: Rows of an epoch.
+        shares: Share of every source; together 1.
+    """
+    exact = [num_rows * share for share in shares]
+    counts = [math.floor(value + 1e-9) for value in exact]
+    left = num_rows - sum(counts)
+    by_remainder = sorted(
+        (index for index, share in enumerate(shares) if share > 0), key=lambda index: counts[index] - exact[index]
+    )
+    for index in itertools.islice(itertools.cycle(by_remainder), left):
+        counts[index] += 1
+    return counts
+
+
+class MixtureOrder:
+    """The rows of each step of a job, drawn from sources by its own weights.
+
+    An epoch has as many rows as all sources together, whatever the weights: of every source its share
+    (:func:`mixture_counts`). The rows of a source are an endless stream of its shuffles, each a new one, and every
+    epoch continues where the one before has stopped: a source smaller than its share repeats, in fresh shuffles; of a
+    larger one, later epochs train other rows. The rows of an epoch are shuffled together. All of it depends on seed,
+    weights and sizes only, and the rows of any step can be computed at any time: like :class:`alto.data.DataOrder`, it
+    has no state but the number of steps done.
+
+    Args:
+        sizes: Rows of every source; in the dataset they lie one source after the other.
+        shares: Share of every source; together 1.
+        batch_size: Rows of a step.
+        seed: Seed of the shuffles.
+    """
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_size: int, seed: int) -> None:
+        assert len(sizes) == len(shares), "one share per source"
+        self._sizes = tuple(sizes)
+        self._firsts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
+        self._counts = mixture_counts(sum(sizes), shares)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._steps_per_epoch = -(-sum(sizes) // batch_size)
+        self._epoch = -1
+        self._rows: list[int] = []
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of every source in an epoch."""
+        return tuple(self._counts)
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Row numbers of the step with 0-based index ``step``."""
+        epoch, position = divmod(step, self._steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, self._rows_of_epoch(epoch)
+        return self._rows[position * self._batch_size : (position + 1) * self._batch_size]
+
+    def _rows_of_epoch(self, epoch: int) -> list[int]:
+        drawn = [
+            first + row
+            for source, (first, size, count) in enumerate(zip(self._firsts, self._sizes, self._counts, strict=True))
+            for row in self._stream(source, size, epoch * count, count)
+        ]
+        return [drawn[index] for index in self._shuffle(len(drawn), "epoch", epoch)]
+
+    def _stream(self, source: int, size: int, start: int, count: int) -> list[int]:
+        """Rows ``start`` to ``start + count - 1`` of the endless stream of a source's shuffles."""
+        if not count:
+            return []
+        first, last = start // size, (start + count - 1) // size
+        rows = [row for number in range(first, last + 1) for row in self._shuffle(size, f"source {source}", number)]
+        return rows[start - first * size : start - first * size + count]
+
+    def _shuffle(self, size: int, what: str, number: int) -> list[int]:
+        digest = hashlib.sha256(f"{self._seed}/{what}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        shuffled: list[int] = torch.randperm(size, generator=generator).tolist()
+        return shuffled

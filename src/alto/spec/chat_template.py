@@ -1,0 +1,46 @@
+"""The chat template that a task sets in place of the tokenizer's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from alto.spec.quoting import quoted
+
+__all__ = ["TEMPLATE_NAME", "chat_template_text", "is_template_text"]
+
+TEMPLATE_NAME = "chat_template.jinja"
+"""The file of it beside an exported adapter, as transformers names it beside a tokenizer."""
+
+_MAX_BYTES = 2**20
+
+
+def is_template_text(value: str) -> bool:
+    """Whether ``value`` is a template itself, not the path of a file: it has a tag of Jinja."""
+    return "{{" in value or "{%" in value
+
+
+def chat_template_text(value: str) -> str:
+    """The text of the template: ``value`` itself, or that of the file it names.
+
+    Raises:
+        ValueError: There is no such file, or it cannot be read, or holds no template.
+    """
+    if is_template_text(value):
+        return value
+    path = Path(value).expanduser()
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"should be a file of at most {_MAX_BYTES} bytes, found {quoted(value)}. Name another.")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise ValueError(
+            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, or a file of it, found {quoted(value)}: {reason}. "
+            "Correct the path, or write the template itself."
+        ) from None
+    if not is_template_text(text):
+        raise ValueError(
+            f"should be a file of a Jinja text with {{{{ … }}}} or {{% … %}}, found none in {quoted(value)}. Name "
+            "another."
+        )
+    return text

@@ -1,0 +1,53 @@
+"""Forms of rows and roles of columns, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from alto.spec.quoting import quoted
+
+__all__ = ["RowFormName", "check_columns"]
+
+RowFormName = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "raw_prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "openai_preference",
+]
+
+_COLUMN_ROLES = (
+    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
+    *("tools", "functions", "chat_template_kwargs"),
+)
+"""Roles of a dataset's columns: the keys of ``columns``."""
+
+
+def check_columns(columns: object) -> dict[str, str]:
+    """``columns`` of a task or a source, checked.
+
+    Raises:
+        ValueError: It does not map roles to different columns.
+    """
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(item, str) and item for pair in columns.items() for item in pair
+    ):
+        raise ValueError(
+            f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
+            "Write for example {prompt: question, completion: solution}."
+        )
+    unknown = [role for role in columns if role not in _COLUMN_ROLES]
+    if unknown:
+        raise ValueError(
+            f"should have roles for keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. "
+            "The dataset's own name of the column goes on the right."
+        )
+    if len(set(columns.values())) < len(columns):
+        raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
+    return dict(columns)

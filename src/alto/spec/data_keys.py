@@ -1,0 +1,166 @@
+"""The keys of a task that name its base model and its rows, and how rows are converted into tokens."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Literal, TypeAlias
+
+from pydantic import Field, field_validator
+
+from alto.spec.chat_template import chat_template_text
+from alto.spec.data_forms import RowFormName, check_columns
+from alto.spec.mixture import MixtureSource
+from alto.spec.quoting import quoted
+from alto.spec.validation import MAX_CHARS, SpecModel, check_path
+
+__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TrainOn", "default_name"]
+
+OnBadRow: TypeAlias = Literal["error", "skip"]
+"""What is done about rows that cannot be used."""
+
+TrainOn: TypeAlias = Literal["completion", "all", "last"]
+"""Which tokens of a row are trained."""
+
+_MAX_TEMPLATE_CHARS = 2**18
+
+MAX_SEED = 2**32 - 1
+_MAX_NAME_CHARS = 100
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt"}
+
+
+class DataKeys(SpecModel):
+    """The keys of a task that name its base model and its rows.
+
+    Attributes:
+        name: A safe file name; by default the dataset's file name without its endings.
+        model: A model shipped with ALTO, a hub id, or a local folder.
+        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a list of
+            several with weights, a mixture: ``[{path, weight, name}, …]``.
+        dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
+        dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
+            preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
+        dataset_format: The form of the rows; ``auto`` recognises it by their columns.
+        columns: The column of each role (``prompt``, ``completion``, ``messages``, …), where the names are not the
+            defaults.
+        validation_dataset: Rows to validate on, named as ``dataset`` is.
+        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
+            validation rows are used, or else a tenth of its rows.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
+            trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
+            both are None, there are none.
+        max_samples: Use only this many rows of the dataset; of each source of a mixture.
+        data_seed: Seed of the split and of the sampled values of the search space.
+        max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
+            the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
+        train_on: Which tokens of a row are trained: ``completion``, all replies of the assistant; ``last``, only the
+            last of them; ``all``, the whole text. Of pairs, only replies are.
+        chat_template: A Jinja text, or a file of it, in place of the tokenizer's own chat template; it is written
+            beside the best adapter as ``chat_template.jinja``.
+        on_bad_row: What is done about rows that cannot be used: ``error`` lists the first twenty and counts every kind
+            of fault; ``skip`` leaves them out, and their number is noted before training. Rows that are all bad are an
+            error in any case.
+    """
+
+    name: str = Field(description="of the task and its run")
+    model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
+    dataset: str | tuple[MixtureSource, ...] = Field(min_length=1, description="training rows")
+    dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
+    dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
+    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
+    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    validation_split: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
+    )
+    test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
+    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
+    max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
+    data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="of the split and of sampled values")
+    max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
+    train_on: TrainOn = Field(default="completion", description="which tokens of a row are trained")
+    chat_template: str | None = Field(
+        default=None, min_length=1, max_length=_MAX_TEMPLATE_CHARS, description="in place of the tokenizer's own"
+    )
+    on_bad_row: OnBadRow = Field(default="error", description="what is done about rows that cannot be used")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if _SAFE_NAME.fullmatch(name) is None or len(name) > _MAX_NAME_CHARS:
+            raise ValueError(
+                f"should be a file name of at most {_MAX_NAME_CHARS} letters, digits, '.', '_' and '-', the first a "
+                f"letter or digit, found {quoted(name)}. Choose another name."
+            )
+        return name
+
+    @field_validator("chat_template")
+    @classmethod
+    def _check_chat_template(cls, value: str | None) -> str | None:
+        if value is not None:
+            chat_template_text(value)
+        return value
+
+    @field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")
+    @classmethod
+    def _accept_paths(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _check_dataset(cls, value: object) -> object:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if isinstance(value, tuple) and value and all(isinstance(item, MixtureSource) for item in value):
+            return value
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"(training rows) should be non-empty text, found {quoted(value)}. Write a path or a name, or a list "
+                "of sources such as [{path: maths.jsonl, weight: 0.7}, {path: chat.jsonl, weight: 0.3}]."
+            )
+        if len(value) > MAX_CHARS:
+            raise ValueError(f"should be text of at most {MAX_CHARS} characters, found {quoted(value)}. Shorten it.")
+        return value
+
+    @field_validator("model", "dataset", "validation_dataset", "test_dataset")
+    @classmethod
+    def _check_can_be_a_path(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            check_path(value)
+        return value
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _check_columns(cls, columns: object) -> object:
+        return check_columns(columns)
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]:
+        """The sources of a mixture; empty where there is one dataset."""
+        return () if isinstance(self.dataset, str) else self.dataset
+
+    @property
+    def dataset_name(self) -> str:
+        """The dataset as text; of a mixture the paths of all sources."""
+        return " + ".join(source.path for source in self.sources) if self.sources else str(self.dataset)
+
+    def of_source(self, source: MixtureSource) -> DataKeys:
+        """The keys for the rows of one source: its own, and else those of the task."""
+        own = source.model_dump(exclude={"path", "name", "weight"})
+        kept = {key: getattr(self, key) for key in DataKeys.model_fields if key not in (*own, "test_dataset")}
+        return DataKeys(**(kept | own | {"dataset": source.path}))
+
+
+def default_name(dataset: object) -> str:
+    """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
+    if isinstance(dataset, list | tuple):
+        paths = [item.get("path") if isinstance(item, Mapping) else getattr(item, "path", item) for item in dataset]
+        return "-".join(map(default_name, paths))[:_MAX_NAME_CHARS] or "task"
+    path = PurePosixPath(str(dataset).replace("\\", "/"))
+    while path.suffix.lower() in _DATA_SUFFIXES:
+        path = path.with_suffix("")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).lstrip("._-").rstrip("-")
+    return name[:_MAX_NAME_CHARS] or "task"
