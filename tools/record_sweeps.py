@@ -1,13 +1,14 @@
 """Record the sweeps on which early-exit policies are judged: every job trained to its end, validated at many points.
 
 Each recording has its own training, validation and test rows; nothing is trained on the test rows or selected by them.
-``--list`` shows the recordings. Those on ``alto-small`` need its folder, made by::
+It is made in parts of 8 to 16 jobs, each a run of its own; a part that is on disk is not made again. ``--list`` shows
+the recordings. Those on ``alto-small`` need its folder, made by::
 
     python tools/train_base.py --size small --data ../shared/data --output build/alto-small
 
     python tools/record_sweeps.py --data ../shared/data --small build/alto-small --only gsm8k-warmup
 
-A quarter of an hour each on two quiet cores, an hour on ``alto-small``: three quarters of it are evaluations.
+A part takes 10 to 25 minutes of a quiet core: most of it are evaluations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Plan:
         what: What it adds to the others.
         file: Rows, below the data folder.
         rows: Training, validation and test rows.
-        space: Search space.
+        spaces: Search space of every part.
         fixed: Further keys of the task.
         base: ``alto-tiny`` or ``alto-small``.
         columns: Columns of the rows by role.
@@ -58,7 +59,7 @@ class Plan:
     what: str
     file: str
     rows: tuple[int, int, int]
-    space: Mapping[str, Any]
+    spaces: tuple[Mapping[str, Any], ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     base: str = "alto-tiny"
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -76,51 +77,58 @@ _REASONING = {
 _RATES = [3e-4, 1e-3, 3e-3, 1e-2]
 
 
-def _pairs(seed: int) -> Plan:
-    return Plan(
-        what=f"preferences, 500 validation pairs, seed {seed}",
-        file="pref_mix/pairs.jsonl.gz",
-        rows=(1000, 500, 200),
-        space={"lr": [1e-4, 5e-4, 2e-3, 5e-3], "paired": {"r": [8, 32], "per_device_train_batch_size": [1, 2]}},
-        fixed={"method": "dpo", "beta": 0.1, "warmup_ratio": 0.05, "lr_scheduler_type": "cosine", "seed": seed},
-        columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    )
-
-
 PLANS: Mapping[str, Plan] = {
     "gsm8k-warmup": Plan(
         what="learning-rate warmup of 3 and 10 %, cosine, 500 and 1,000 steps",
         **_MATHS,
         rows=(1000, 50, 100),
-        space={
-            "lr": _RATES,
-            "paired": {"r": [8, 32], "per_device_train_batch_size": [1, 2]},
-            "warmup_ratio": [0.03, 0.1],
-        },
+        spaces=tuple(
+            {
+                "lr": _RATES,
+                "paired": {"r": ranks, "per_device_train_batch_size": [1, 2]},
+                "warmup_ratio": [0.03, 0.1],
+            }
+            for ranks in ([8, 32], [16, 4])
+        ),
         fixed={"lr_scheduler_type": "cosine", "num_train_epochs": 1},
     ),
     "instructions-epochs": Plan(
         what="six epochs on few rows: winners peak early",
         **_INSTRUCTIONS,
         rows=(240, 50, 100),
-        space={"lr": _RATES, "r": [4, 16, 64], "per_device_train_batch_size": [2]},
+        spaces=tuple({"lr": _RATES, "r": [4, 16, 64], "per_device_train_batch_size": [size]} for size in (2, 1)),
         fixed={"num_train_epochs": 6},
     ),
     "reasoning": Plan(
         what="long rows, 500 steps, warmup of 0 and 6 %",
         **_REASONING,
         rows=(500, 30, 60),
-        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [1], "warmup_ratio": [0.0, 0.06]},
+        spaces=tuple(
+            {"lr": _RATES, "r": ranks, "per_device_train_batch_size": [1], "warmup_ratio": [0.0, 0.06]}
+            for ranks in ([8, 32], [4, 16])
+        ),
         fixed={"lr_scheduler_type": "cosine", "max_length": 512, "num_train_epochs": 1},
     ),
-    "dpo-seed-1": _pairs(1),
-    "dpo-seed-2": _pairs(2),
-    "dpo-seed-3": _pairs(3),
+    "dpo-seeds": Plan(
+        what="preferences, 500 validation pairs, three seeds",
+        file="pref_mix/pairs.jsonl.gz",
+        rows=(1000, 500, 200),
+        spaces=tuple(
+            {
+                "lr": [1e-4, 5e-4, 2e-3, 5e-3],
+                "paired": {"r": [8, 32], "per_device_train_batch_size": [1, 2]},
+                "seed": [seed],
+            }
+            for seed in (1, 2, 3)
+        ),
+        fixed={"method": "dpo", "beta": 0.1, "warmup_ratio": 0.05, "lr_scheduler_type": "cosine"},
+        columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    ),
     "gsm8k-small": Plan(
         what="a base of ten million parameters",
         **_MATHS,
         rows=(500, 40, 80),
-        space={"lr": _RATES, "r": [8, 32], "per_device_train_batch_size": [1]},
+        spaces=tuple({"lr": _RATES, "r": ranks, "per_device_train_batch_size": [1]} for ranks in ([8, 32], [4, 16])),
         fixed={"lr_scheduler_type": "cosine", "warmup_ratio": 0.03, "num_train_epochs": 1},
         base="alto-small",
     ),
@@ -145,7 +153,7 @@ def main() -> int:
             return 2
     for name in options.only:
         began = time.perf_counter()
-        recording = record(name, PLANS[name], options.data, options.small)
+        recording = join([part(name, number, options) for number in range(len(PLANS[name].spaces))])
         path = options.output / f"{name}.json.gz"
         recording.write(path)
         print(f"{name}: {len(recording.jobs)} jobs, {path.stat().st_size / 1e6:.2f} MB", end="")
@@ -153,17 +161,34 @@ def main() -> int:
     return 0
 
 
-def record(name: str, plan: Plan, data: Path, small: Path | None) -> Recording:
-    """Train every job of ``plan`` to its end."""
+def part(name: str, number: int, options: argparse.Namespace) -> Recording:
+    """One part of a recording: from disk, or made now."""
+    path: Path = options.output / "parts" / f"{name}-{number + 1}.json.gz"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        record(name, PLANS[name], number, options.data, options.small).write(path)
+        print(f"{path.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return Recording.read(path)
+
+
+def join(parts: Sequence[Recording]) -> Recording:
+    """The jobs of all parts as those of one sweep."""
+    jobs = [job for one in parts for job in one.jobs]
+    return replace(parts[0], jobs=tuple(replace(job, job=f"job-{index:03d}") for index, job in enumerate(jobs)))
+
+
+def record(name: str, plan: Plan, number: int, data: Path, small: Path | None) -> Recording:
+    """Train every job of a part of ``plan`` to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        task = make_task(name, plan, data, small, Path(folder))
+        task = make_task(name, plan, number, data, small, Path(folder))
         result = Engine(output_dir=Path(folder) / "runs").tune(task)
         recording = Recording.from_journal(read_entries(Path(result.run_dir) / "journal.jsonl"))
         return replace(recording, task={**recording.task, "base": plan.base, "dataset": plan.file, "what": plan.what})
 
 
-def make_task(name: str, plan: Plan, data: Path, small: Path | None, folder: Path) -> Task:
-    """The task of ``plan``, its rows written into ``folder``."""
+def make_task(name: str, plan: Plan, number: int, data: Path, small: Path | None, folder: Path) -> Task:
+    """The task of a part of ``plan``, its rows written into ``folder``."""
     files = {}
     for split, rows in zip(("train", "validation", "test"), carved(plan, data), strict=True):
         files[split] = folder / f"{split}.jsonl"
@@ -175,7 +200,7 @@ def make_task(name: str, plan: Plan, data: Path, small: Path | None, folder: Pat
         validation_dataset=str(files["validation"]),
         test_dataset=str(files["test"]),
         columns=plan.columns,
-        search_space=plan.space,
+        search_space=plan.spaces[number],
         early_exit=OBSERVE,
         eval_steps=0.1,
         report_to="none",

@@ -165,7 +165,7 @@ def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokeni
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"found that it rewrites it; set another chat template"):
+    with pytest.raises(DataError, match=r"found that it rewrites it; set another chat_template"):
         encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
 
 

@@ -257,7 +257,7 @@ class Encoder:
         if not is_apart:
             raise ConversationError(
                 "expected the chat template to leave the text before a reply unchanged when the reply is added, "
-                "found that it rewrites it; set another chat template on the tokenizer"
+                "found that it rewrites it; set another chat_template"
             )
         parts = [(conversation, text, replies)] if is_one_row else [(one.turns, one.through, [one]) for one in replies]
         self._count_unread(conversation, [(turns, shown) for turns, shown, _ in parts])

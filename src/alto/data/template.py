@@ -80,7 +80,7 @@ class ChatTemplate:
         roles = ", ".join(message.role for message in conversation)
         raise ConversationError(
             f"expected turns that the model's chat template takes, found {roles} ({refusal}); change the rows, or set "
-            "another chat template on the tokenizer"
+            "another chat_template"
         ) from refusal
 
     def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:

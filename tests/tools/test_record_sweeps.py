@@ -1,0 +1,36 @@
+"""The recordings on which policies are judged: their plans, and parts that are joined."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from alto import Task
+from alto.early_exit import Recording
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import record_sweeps  # noqa: E402
+
+
+@pytest.mark.parametrize("name", record_sweeps.PLANS)
+def test_parts_of_a_plan_are_different_jobs_of_one_search(name: str) -> None:
+    plan = record_sweeps.PLANS[name]
+    parts = [
+        Task(model="alto-tiny", dataset="rows.jsonl", search_space=space, **plan.fixed).jobs for space in plan.spaces
+    ]
+    configs = [job.config for part in parts for job in part]
+    assert len(set(configs)) == len(configs) >= 16
+    assert len({frozenset(space) for space in plan.spaces}) == 1
+
+
+def test_jobs_of_parts_are_counted_through() -> None:
+    whole = Recording.read(ROOT / "benchmarks" / "recordings" / "gsm8k-alto-tiny.json.gz")
+    parts = [replace(whole, jobs=whole.jobs[:3]), replace(whole, jobs=whole.jobs[3:5])]
+    joined = record_sweeps.join(parts)
+    assert [job.job for job in joined.jobs] == [f"job-{number:03d}" for number in range(5)]
+    assert [job.evaluations for job in joined.jobs] == [job.evaluations for job in whole.jobs[:5]]
