@@ -1,4 +1,5 @@
-"""Every causal-LM class of the installed transformers: what ALTO trains exactly, and what it refuses.
+"""Every causal-LM and vision-language class of the installed transformers: what ALTO trains exactly on rows of text,
+and what it refuses.
 
     python benchmarks/architecture_sweep.py --scale cpu
 
@@ -26,7 +27,7 @@ from architectures_lib.examine import examine, preloaded_context
 from architectures_lib.verdict import Verdict
 from common import RESULTS_DIR, Result, commit_id, format_table, publish
 
-SMOKE = ("llama", "qwen2_moe", "stablelm", "gpt2", "bloom", "bart")
+SMOKE = ("llama", "qwen2_moe", "stablelm", "gpt2", "bloom", "bart", "llava")
 GOALS = {"exact": (">=", 120), "wrong": ("<=", 0), "tracebacks": ("<=", 0)}
 TIME_LIMIT_S = 180.0
 

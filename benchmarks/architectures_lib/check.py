@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from alto.backbone import Backbone, load_backbone, resolve_model
+from alto.backbone.model_class import auto_class
 from alto.data import EncodedDataset, TaskData
 from alto.errors import AltoError
 from alto.evaluation.adapter import loaded_adapters
@@ -65,7 +66,7 @@ def check(model_type: str) -> Verdict:
             data = _make_data(len(tokenizer))
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            alone = _OwnTraining(AutoModelForCausalLM.from_pretrained(folder))
+            alone = _OwnTraining(auto_class(model.config).from_pretrained(folder))
             alone.try_out(data.train)
         except Exception as error:
             return Verdict(model_type=model_type, status="cannot_build", reason=_where(error))

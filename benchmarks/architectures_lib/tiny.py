@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from alto.backbone.model_class import auto_class
 
 __all__ = ["build_tiny", "model_types", "tiny_settings"]
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, CHUNK = 32, 4, 2, 8, 5, 7
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+"""Half of a head, over time, height and width."""
 MAX_LAYERS = 4
 
 SIZES: Mapping[str, Any] = {
@@ -77,6 +81,10 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **{
+        name: {"text_config.rope_parameters": MROPE}
+        for name in ("glm4v", "glm4v_moe", "glm_ocr", "qwen2_5_vl", "qwen2_vl")
+    },
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -84,8 +92,10 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """The model types that transformers has a causal-LM class for."""
-    return sorted(config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING)
+    """The model types that transformers has a causal-LM class for, then those that it has only a vision-language class
+    for."""
+    causal = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
+    return [*sorted(causal), *sorted({c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING} - causal)]
 
 
 def tiny_settings(model_type: str, vocabulary: int) -> dict[str, Any]:
@@ -105,7 +115,7 @@ def build_tiny(model_type: str, vocabulary: int, seed: int = 0) -> PreTrainedMod
     """A float32 model of ``model_type`` with random weights, in evaluation mode."""
     config = CONFIG_MAPPING[model_type](**tiny_settings(model_type, vocabulary))
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    model: PreTrainedModel = auto_class(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # zero in a new model, so that one that is forgotten would not show
             nn.init.normal_(parameter, std=0.2)

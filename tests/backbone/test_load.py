@@ -16,15 +16,18 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     dynamic_module_utils,
 )
 
-from alto.backbone import load_backbone, resolve_model
+from alto.backbone import build_skeleton, load_backbone, resolve_model
 from alto.backbone.load import SHIPPED_MODELS
 from alto.errors import ModelError, ModelNotFoundError
 from alto.spec import BaseModelSpec
@@ -335,3 +338,25 @@ class TestSlowTokenizers:
         del config["chat_template"]
         path.write_text(json.dumps(config), encoding="utf-8")
         assert not load_backbone(BaseModelSpec(id=str(with_slow))).tokenizer.is_fast
+
+
+def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> None:
+    """Its own forward pass on text; adapters sit on its language model alone."""
+    from alto.lora import linear_modules
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision, text = CLIPVisionConfig(**sizes, image_size=8, patch_size=4), LlamaConfig(**sizes, vocab_size=2048)
+    torch.manual_seed(0)
+    own = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=7))
+    own.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(resolve_model("alto-tiny")).save_pretrained(tmp_path)
+    backbone = load_backbone(BaseModelSpec(id=str(tmp_path)))
+    ids = torch.arange(20, 40)
+    with torch.no_grad():
+        expected = own.eval()(input_ids=ids[None]).logits[0]
+        found = backbone.logits(backbone.hidden_states(ids, torch.arange(20), [20]))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    names = [module.name for module in linear_modules(backbone.model)]
+    assert len(names) == 2 * 7
+    assert all(".language_model." in name for name in names)
+    assert [module.name for module in linear_modules(build_skeleton(BaseModelSpec(id=str(tmp_path))))] == names

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from jinja2 import TemplateError, TemplateSyntaxError
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.model_class import auto_class, check_is_causal
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
 from alto.backbone.reading import has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
@@ -154,7 +153,7 @@ def load_network(
                 )
                 _check_complete(model, report, _NAME_AS_MODEL)
                 return network
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=wanted or "auto",
@@ -218,18 +217,8 @@ def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
         what = f"one of {', '.join(SHIPPED_MODELS)}, a local folder or a hub id, with a causal language model"
     with reading(model, path, what, "use a base model that transformers supports"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
-    _check_is_causal(model, config)
+    check_is_causal(model, config)
     return config
-
-
-def _check_is_causal(model: str, config: PreTrainedConfig) -> None:
-    """Refuse a classifier or an encoder: transformers would load its body and add a new language-model head."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name) and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            raise ModelError(
-                f"model: expected config.json of {model!r} to name the architecture of a causal language model, found "
-                f"{name}; use a base model that generates text"
-            )
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from alto.backbone.model_class import auto_class
 from alto.backbone.quantised import QuantisedLinear, plan_packing
 from alto.backbone.sharding import find_roots, shard
 
@@ -56,7 +57,7 @@ def load_sharded(
     """
     with _Files(path) as files:
         with parameters_on_meta():
-            network: PreTrainedModel = AutoModelForCausalLM.from_config(
+            network: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or files.dtype, trust_remote_code=trust_remote_code
             )
         network.eval()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alto.backbone.load import load_config, resolve_model
+from alto.backbone.model_class import auto_class
 from alto.backbone.reading import reading
 from alto.backbone.sharded_load import parameters_on_meta
 from alto.spec import BaseModelSpec
@@ -22,5 +23,5 @@ def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
     config, path = load_config(spec), resolve_model(spec.id)
     what = "config.json of a causal language model"
     with reading(spec.id, path, what, "use a base model that transformers supports"), parameters_on_meta():
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+        network: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
     return network.requires_grad_(False)

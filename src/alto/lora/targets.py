@@ -41,7 +41,8 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
 
     The same whether or not adapters have been injected. Left out are projections of Mamba's layers whose weight is read
-    elsewhere than in the layer, so that an adapter there would not apply.
+    elsewhere than in the layer, so that an adapter there would not apply; and the towers of a vision-language model,
+    which rows of text never reach.
     """
     return tuple(
         TargetModule(name=name, in_features=_sizes(module)[0], out_features=_sizes(module)[1])
@@ -56,8 +57,20 @@ def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     return {
         name: module
         for name, module in _modules(model).items()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.rsplit(".", 1)[-1] not in left_out
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and name.rsplit(".", 1)[-1] not in left_out
+        and name.startswith(_language_part(model))
     }
+
+
+def _language_part(model: PreTrainedModel) -> str:
+    """The beginning of the names of the layers that rows of text reach: of a vision-language model those of its
+    language model, of others all."""
+    if "vision_config" not in getattr(model.config, "sub_configs", ()):
+        return ""
+    names = (name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] == "language_model")
+    return next((f"{name}." for name in names), "")
 
 
 def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
