@@ -27,12 +27,14 @@ __all__ = [
     "router_bases",
 ]
 
-_READ_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+_LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "dt_proj")),
     "jamba": ("dt_proj",),
+    "inkling2_text": ("weight_proj",),
 }
-"""By model type, the last part of the names of layers whose weight the model, or a fused kernel, reads itself.
+"""By model type, the last part of the names of layers that get no adapter: their weight is read by the model, or by a
+fused kernel, itself; or (Inkling 2) transformers 5.23 renames the adapter's tensors when PEFT loads them.
 
 Source: PEFT 0.21, ``_check_lora_target_modules_mamba``; and transformers' forward passes for ``dt_proj``."""
 
@@ -40,9 +42,9 @@ Source: PEFT 0.21, ``_check_lora_target_modules_mamba``; and transformers' forwa
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
     """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
 
-    The same whether or not adapters have been injected. Left out are projections of Mamba's layers whose weight is read
-    elsewhere than in the layer, so that an adapter there would not apply; and the towers of a vision-language model,
-    which rows of text never reach.
+    The same whether or not adapters have been injected. Left out are those of ``_LEFT_OUT``, such as projections of
+    Mamba's layers whose weight is read elsewhere than in the layer, so that an adapter there would not apply; and the
+    towers of a vision-language model, which rows of text never reach.
     """
     return tuple(
         TargetModule(name=name, in_features=_sizes(module)[0], out_features=_sizes(module)[1])
@@ -53,7 +55,7 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """The modules that :func:`linear_modules` names, as they are without injection."""
     head = model.get_output_embeddings()
-    left_out = _READ_ELSEWHERE.get(model.config.model_type, ())
+    left_out = _LEFT_OUT.get(model.config.model_type, ())
     return {
         name: module
         for name, module in _modules(model).items()
