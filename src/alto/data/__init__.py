@@ -1,6 +1,15 @@
 """Reads datasets and makes padding-free batches."""
 
-from alto.data.batch import JobRows, PassSize, TokenBatch, collate, dummy_batch, share_rows, split_into_micro_batches
+from alto.data.batch import (
+    BatchTotals,
+    JobRows,
+    PassSize,
+    TokenBatch,
+    collate,
+    dummy_batch,
+    share_rows,
+    split_into_micro_batches,
+)
 from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
@@ -19,6 +28,7 @@ from alto.data.task_data import (
 
 __all__ = [
     "IGNORED",
+    "BatchTotals",
     "Conversation",
     "ConversationWithTools",
     "DataOrder",

@@ -57,7 +57,10 @@ class EncodedDataset:
         spans: The sequences of every row; by default one each.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
             None until they are computed.
+        reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that is of tokens beyond the length of
+            the pair's shorter reply; None where it is not known.
         num_trained: Trained tokens of every row.
+        num_chosen: Trained tokens of the chosen reply of every pair; of other rows, all.
         weights: Weight of every row in a mean over rows: its trained tokens; for pairs, all equal.
     """
 
@@ -72,13 +75,18 @@ class EncodedDataset:
     unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     references: Tensor | None = None
+    reference_tails: Tensor | None = None
     num_trained: tuple[int, ...] = field(init=False)
+    num_chosen: tuple[int, ...] = field(init=False)
     weights: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_trained", tuple(int((targets != IGNORED).sum()) for targets in self.targets))
         if not self.spans:
             object.__setattr__(self, "spans", tuple((Span(ids.numel()),) for ids in self.input_ids))
+        first_targets = (targets[: spans[0].length] for targets, spans in zip(self.targets, self.spans, strict=True))
+        num_chosen = tuple(int((targets != IGNORED).sum()) for targets in first_targets)
+        object.__setattr__(self, "num_chosen", num_chosen if self.is_paired else self.num_trained)
         object.__setattr__(self, "weights", (1,) * len(self) if self.is_paired else self.num_trained)
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from alto.data import TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.sums import run_sums, to_device
 
-__all__ = ["Pairs", "preference_metrics"]
+__all__ = ["Pairs", "preference_metrics", "tail_sums"]
 
 _LANES = 16
 """Width of the float64 vectors in PyTorch's CPU kernels. Remaining elements are computed in another way, which rounds a
@@ -32,11 +32,13 @@ class Pairs:
         log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
         lengths_Q2: Trained tokens of both, float64.
         counts: Pairs of every job.
+        chosen_weights: By job: pairs of its whole batch, divided by the trained tokens of their chosen replies.
     """
 
     log_probs_Q2: Tensor
     lengths_Q2: Tensor
     counts: tuple[int, ...]
+    chosen_weights: tuple[float, ...]
 
     @classmethod
     def of(cls, losses_S: Tensor, batch: TokenBatch) -> Pairs:
@@ -46,12 +48,32 @@ class Pairs:
             log_probs_Q2=_filled(-run_sums(losses_S, batch.sequence_targets).view(-1, 2)),
             lengths_Q2=_filled(lengths_Q2),
             counts=batch.job_rows,
+            chosen_weights=tuple(
+                weight / chosen for weight, chosen in zip(batch.job_weights, batch.job_chosen, strict=True)
+            ),
         )
+
+    @property
+    def is_real(self) -> Tensor:
+        """Whether a pair is one of the micro-batch, and not a dummy: ``[Q]``."""
+        return torch.arange(len(self.log_probs_Q2), device=self.log_probs_Q2.device) < sum(self.counts)
+
+    @property
+    def chosen_losses(self) -> Tensor:
+        """For every pair a number whose mean over the pairs of the job's whole batch is the mean cross-entropy of the
+        trained tokens of all its chosen replies: ``[Q]`` float64 nats. Long replies count more, as in TRL's
+        ``sft``."""
+        return -self.log_probs_Q2[:, 0] * self.of_jobs(self.chosen_weights)
 
     def log_ratios(self, references_Q2: Tensor) -> Tensor:
         """Log-probabilities under the adapter less those under the base, ``references_Q2``, of the batch's pairs:
         ``[Q, 2]`` float64 nats."""
         return self.log_probs_Q2 - _filled(references_Q2)
+
+    def tails(self, losses_S: Tensor, batch: TokenBatch, reference_tails_Q2: Tensor) -> Tensor:
+        """The part of the log-ratios that is of tokens beyond the length of the pair's shorter reply: ``[Q, 2]``
+        float64 nats."""
+        return _filled(-tail_sums(losses_S, batch) - reference_tails_Q2)
 
     def of_jobs(self, values: Sequence[float]) -> Tensor:
         """One value per job, repeated for each of its pairs: ``[Q]`` float64."""
@@ -72,6 +94,16 @@ class Pairs:
 
     def _sums(self, values_Q: Tensor) -> Tensor:
         return run_sums(values_Q[: sum(self.counts)], self.counts)
+
+
+def tail_sums(losses_S: Tensor, batch: TokenBatch) -> Tensor:
+    """The sums of each reply's losses beyond the length of the pair's shorter reply, ``[Q, 2]`` float64: one of the two
+    is 0."""
+    runs: list[int] = []
+    for chosen, rejected in zip(batch.sequence_targets[::2], batch.sequence_targets[1::2], strict=True):
+        shared = min(chosen, rejected)
+        runs += [shared, chosen - shared, shared, rejected - shared]
+    return run_sums(losses_S, runs)[1::2].view(-1, 2)
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:

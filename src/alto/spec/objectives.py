@@ -1,24 +1,28 @@
-"""Objectives without torch: their settings, their metrics, and the names of their implementations."""
+"""Objectives without torch: their metrics, and the names of their implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
-
-from pydantic import Field, field_validator, model_validator
 
 from alto.errors import SpecError
-from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
+from alto.spec.objective_settings import (
+    LOSS_TYPES,
+    CpoSettings,
+    DpoSettings,
+    LossType,
+    ObjectiveSettings,
+    OrpoSettings,
+)
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, check_defaults, plain
+from alto.spec.validation import check_defaults
 
 __all__ = [
     "LOSS_TYPES",
     "OBJECTIVES",
     "PREFERENCE_METRICS",
     "PREFERENCE_SCORES",
+    "CpoSettings",
     "DpoSettings",
     "LossType",
     "ObjectiveEntry",
@@ -29,74 +33,6 @@ __all__ = [
 PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
 """The metrics of :func:`alto.objectives.preference_metrics`; the scores are better when higher."""
-
-LossType: TypeAlias = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down"]
-"""Forms of the loss of ``dpo``."""
-
-LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
-
-_SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust")
-"""The forms that have ``label_smoothing``."""
-
-
-class ObjectiveSettings(SpecModel):
-    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
-
-    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
-    other settings: at its top level, or under ``search_space``. Null is the default.
-
-    Raises:
-        SpecError: A value is out of its domain.
-        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Other spellings of the settings."""
-
-    def __init__(self, /, **values: Any) -> None:
-        kind = type(self)
-        given = canonical_keys(values, fields=kind.model_fields, aliases=kind.aliases, where=kind.__name__)
-        super().__init__(**{key: plain(value) for key, value in given.items() if value is not None})
-
-
-class OrpoSettings(ObjectiveSettings):
-    """Settings of ``orpo``."""
-
-    aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
-
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
-
-
-class DpoSettings(ObjectiveSettings):
-    """Settings of ``dpo``."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "pref_beta": "beta",
-        "rl_beta": "beta",
-        "pref_loss": "loss_type",
-        "dpo_label_smoothing": "label_smoothing",
-    }
-
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
-    loss_type: LossType = Field(default="sigmoid", description="form of the loss")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
-
-    @field_validator("loss_type", mode="before")
-    @classmethod
-    def _name_the_forms(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in LOSS_TYPES:
-            remedy = f"Write method: {value}." if value in OBJECTIVES.own else "Write one of those."
-            raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(value)}. {remedy}")
-        return value
-
-    @model_validator(mode="after")
-    def _check_smoothing(self) -> DpoSettings:
-        if self.label_smoothing and self.loss_type not in _SMOOTHED:
-            raise ValueError(
-                f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
-                f"it, or write one of the forms that have it: {' or '.join(_SMOOTHED)}."
-            )
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +121,14 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=(*PREFERENCE_METRICS, "chosen_loss"),
             scores=PREFERENCE_SCORES,
             scaled_by={"reward_margin": ("beta",)},
+        ),
+        "cpo": ObjectiveEntry(
+            implementation="alto.objectives.cpo:Cpo",
+            settings=CpoSettings,
+            is_paired=True,
+            metrics=(*PREFERENCE_METRICS, "chosen_loss"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta", "loss_type")},
         ),
     },
     check=_entry,
