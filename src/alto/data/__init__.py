@@ -10,9 +10,10 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
+from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.mismatched import mismatched_rows
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
@@ -37,6 +38,7 @@ __all__ = [
     "EvaluationSplit",
     "HeldoutRows",
     "JobRows",
+    "LabelledConversation",
     "Message",
     "Pair",
     "PassSize",
@@ -53,6 +55,7 @@ __all__ = [
     "encode_pairs",
     "encode_prompt",
     "encode_rows",
+    "mismatched_rows",
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",

@@ -58,10 +58,12 @@ class BatchTotals:
     Attributes:
         weight: Total weight of its rows.
         num_chosen: Trained tokens of the chosen replies; of rows that are no pairs, of all.
+        num_desirable: Rows that are labelled as desirable.
     """
 
     weight: int
     num_chosen: int
+    num_desirable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,16 @@ class JobRows:
         return BatchTotals(
             weight=sum(self.dataset.weights[row] for row in self.rows),
             num_chosen=sum(self.dataset.num_chosen[row] for row in self.rows),
+            num_desirable=sum(map(self._is_desirable, self.rows)),
         )
+
+    @property
+    def labels(self) -> tuple[bool, ...]:
+        """Whether each of these rows is labelled as desirable; false where there are no labels."""
+        return tuple(map(self._is_desirable, self.rows))
+
+    def _is_desirable(self, row: int) -> bool:
+        return self.dataset.labels is not None and self.dataset.labels[row]
 
     def single_rows(self) -> Iterator[JobRows]:
         """Each row by itself."""
@@ -134,11 +145,15 @@ class TokenBatch:
         job_weights: Total weight of each job's whole batch, which may be split over micro-batches: its trained tokens,
             or its pairs.
         job_chosen: Trained tokens of the chosen replies of each job's whole batch.
+        job_desirable: Rows of each job's whole batch that are labelled as desirable.
+        row_labels: Whether each row is labelled as desirable.
         job_first_tokens: Tokens of each job's batch before these rows.
         job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
         references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
             job of the batch has them.
         reference_tails_Q2: The part of them that is of tokens beyond the length of the pair's shorter reply.
+        kl_J: For each job the estimated divergence of its adapter from the base over its whole batch, float64 nats; 0
+            for jobs that do not need it, None where no job does.
     """
 
     slots: tuple[int, ...]
@@ -156,9 +171,12 @@ class TokenBatch:
     job_weights: tuple[int, ...]
     job_chosen: tuple[int, ...]
     job_first_tokens: tuple[int, ...]
+    job_desirable: tuple[int, ...] = ()
+    row_labels: tuple[bool, ...] = ()
     job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
     reference_tails_Q2: Tensor | None = None
+    kl_J: Tensor | None = None
 
     def part(self, first: int, last: int) -> TokenBatch:
         """Jobs ``first`` to ``last - 1`` as a batch of their own; tensors are views, except ``loss_positions_S``."""
@@ -180,9 +198,12 @@ class TokenBatch:
             job_weights=self.job_weights[first:last],
             job_chosen=self.job_chosen[first:last],
             job_first_tokens=self.job_first_tokens[first:last],
+            job_desirable=self.job_desirable[first:last],
+            row_labels=self.row_labels[_range(self.job_rows, first, last)],
             job_references=self.job_references[first:last],
             references_Q2=_rows(self.references_Q2, references),
             reference_tails_Q2=_rows(self.reference_tails_Q2, references),
+            kl_J=None if self.kl_J is None else self.kl_J[first:last],
         )
 
 
@@ -218,6 +239,8 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         job_sequences=tuple(len(of_job) for of_job in spans_J),
         job_weights=tuple(total.weight for total in totals),
         job_chosen=tuple(total.num_chosen for total in totals),
+        job_desirable=tuple(total.num_desirable for total in totals),
+        row_labels=tuple(label for job in jobs for label in job.labels),
         job_first_tokens=tuple(job.first_token for job in jobs),
         job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),

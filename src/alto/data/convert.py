@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
+from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
 from alto.data.formats import Layout
 from alto.data.messages import read_message, read_template_options, read_tools
 from alto.data.rows import RawRow, quoted
 from alto.errors import DataFormatError
 
-__all__ = ["to_conversation", "to_pair"]
+__all__ = ["to_conversation", "to_labelled", "to_pair"]
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
@@ -24,6 +24,22 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     """
     fields = _Fields(row, layout)
     return _completed(_CONVERTERS[layout.form](fields), fields)
+
+
+def to_labelled(row: RawRow, layout: Layout) -> list[LabelledConversation]:
+    """The labelled conversations of one row: one; of a pair two, the chosen one first.
+
+    Raises:
+        DataFormatError: As :func:`to_conversation` and :func:`to_pair`; or the label is neither true nor false.
+    """
+    if layout.is_paired:
+        pair = to_pair(row, layout)
+        return [LabelledConversation(pair.chosen, True), LabelledConversation(pair.rejected, False)]
+    fields = _Fields(row, layout)
+    label = fields.get("label")
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise fields.wrong(f"{fields.column('label')} to be true (a desirable reply) or false", label)
+    return [LabelledConversation(to_conversation(row, layout), bool(label))]
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
@@ -173,6 +189,7 @@ _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
+    "unpaired_preference": _prompt_completion,
 }
 
 _Conversations = tuple[list[Message], list[Message]]

@@ -55,13 +55,15 @@ class EncodedDataset:
         num_shortened: Trained replies of which the chat template leaves words out.
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
+        labels: Whether the reply of each row is desirable; None where rows have no labels.
+        max_length: Tokens at which rows were cut; None where it is not known.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
-            None until they are computed.
+            of other rows, that of the trained tokens, and 0. None until they are computed.
         reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that is of tokens beyond the length of
             the pair's shorter reply; None where it is not known.
         num_trained: Trained tokens of every row.
         num_chosen: Trained tokens of the chosen reply of every pair; of other rows, all.
-        weights: Weight of every row in a mean over rows: its trained tokens; for pairs, all equal.
+        weights: Weight of every row in a mean over rows: its trained tokens; for pairs and labelled rows, all equal.
     """
 
     input_ids: tuple[Tensor, ...]
@@ -74,6 +76,8 @@ class EncodedDataset:
     num_shortened: int = 0
     unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
+    labels: tuple[bool, ...] | None = None
+    max_length: int | None = None
     references: Tensor | None = None
     reference_tails: Tensor | None = None
     num_trained: tuple[int, ...] = field(init=False)
@@ -87,7 +91,8 @@ class EncodedDataset:
         first_targets = (targets[: spans[0].length] for targets, spans in zip(self.targets, self.spans, strict=True))
         num_chosen = tuple(int((targets != IGNORED).sum()) for targets in first_targets)
         object.__setattr__(self, "num_chosen", num_chosen if self.is_paired else self.num_trained)
-        object.__setattr__(self, "weights", (1,) * len(self) if self.is_paired else self.num_trained)
+        is_mean_of_rows = self.is_paired or self.labels is not None
+        object.__setattr__(self, "weights", (1,) * len(self) if is_mean_of_rows else self.num_trained)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -102,6 +107,8 @@ class EncodedDataset:
                 num_truncated=0,
                 num_skipped=0,
                 spans=self.spans[start:stop],
+                labels=None if self.labels is None else self.labels[start:stop],
+                max_length=self.max_length,
             )
 
     @property
@@ -134,7 +141,7 @@ class EncodedDataset:
 
 
 def digest_of(*datasets: EncodedDataset) -> str:
-    """A digest of every token and every target, in order, and of how pairs are laid out."""
+    """A digest of every token and every target, in order, of how pairs are laid out, and of labels."""
     digest = hashlib.sha256()
     for dataset in datasets:
         for rows in (dataset.input_ids, dataset.targets):
@@ -143,4 +150,6 @@ def digest_of(*datasets: EncodedDataset) -> str:
                 digest.update(row.numpy().tobytes())
         if dataset.is_paired:
             digest.update(repr([[(span.length, span.prefix) for span in spans] for spans in dataset.spans]).encode())
+        if dataset.labels is not None:
+            digest.update(repr(dataset.labels).encode())
     return digest.hexdigest()

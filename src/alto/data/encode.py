@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.data.conversation import Conversation, Message
+from alto.data.conversation import Conversation, LabelledConversation, Message
 from alto.data.dataset import IGNORED, EncodedDataset, Unread
 from alto.data.limits import check_token_ids, row_limit
 from alto.data.rows import quoted
@@ -51,7 +51,7 @@ def encode_dataset(
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
-        conversations: The rows.
+        conversations: The rows, all with a label or none.
         tokenizer: Tokenizer of the base model.
         max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
@@ -65,7 +65,7 @@ def encode_dataset(
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
     encoder = Encoder(tokenizer)
-    input_ids, targets = [], []
+    input_ids, targets, labels = [], [], []
     num_rows = num_truncated = num_masked = num_unrolled = 0
     for conversation in conversations:
         rows = encoder.rows(conversation) or [EncodedRow((), ())]
@@ -79,6 +79,7 @@ def encode_dataset(
             if (sought != IGNORED).any():
                 input_ids.append(ids)
                 targets.append(sought)
+                labels.append(getattr(conversation, "is_desirable", True))
     if not input_ids:
         raise DataError(
             f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
@@ -98,6 +99,8 @@ def encode_dataset(
         num_unrolled=num_unrolled,
         num_shortened=encoder.num_shortened,
         unread=encoder.unread,
+        labels=tuple(labels) if isinstance(conversations[0], LabelledConversation) else None,
+        max_length=limit.num_tokens,
     )
 
 

@@ -14,6 +14,8 @@ form                          columns (optional ones in brackets)
                               text or messages, and a prompt in one of the columns of :data:`_PROMPTS`, which lists of
                               messages may begin with themselves; [``system``]
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
+``unpaired_preference``       the columns of ``prompt_completion``, and ``label``: whether the reply is desirable; only
+                              where a method learns from labels
 ============================  ================================================================================
 
 All but ``text`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or ``functions``,
@@ -32,6 +34,7 @@ from alto.errors import DataFormatError
 __all__ = ["Layout", "find_layout"]
 
 _PAIR_FORMS = ("preference", "openai_preference")
+_LABELLED_FORM = "unpaired_preference"
 
 _Columns = tuple[tuple[str, str], ...]
 
@@ -53,6 +56,10 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
             ("non_preferred_output", "non_preferred_output"),
         ),
     ),
+    *(
+        ("unpaired_preference", (("prompt", prompt), ("completion", completion), ("label", "label")))
+        for prompt, completion in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+    ),
 )
 """Every layout of a form: its roles, and their default columns."""
 
@@ -65,6 +72,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
     "openai_preference": (),
+    "unpaired_preference": ("system", *_BESIDE_TURNS),
 }
 
 _PROMPTS: tuple[Mapping[str, str], ...] = (
@@ -97,9 +105,19 @@ class Layout:
         """Whether a row is a preference pair."""
         return self.form in _PAIR_FORMS
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether a row is a reply with a label."""
+        return self.form == _LABELLED_FORM
+
 
 def find_layout(
-    rows: Sequence[RawRow], form: str, columns: Mapping[str, str], *, is_paired: bool | None = None
+    rows: Sequence[RawRow],
+    form: str,
+    columns: Mapping[str, str],
+    *,
+    is_paired: bool | None = None,
+    is_labelled: bool = False,
 ) -> Layout:
     """The one layout that fits every row.
 
@@ -108,11 +126,16 @@ def find_layout(
         form: Its name, or ``auto``.
         columns: Roles to columns, where they differ from the defaults.
         is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
+        is_labelled: Whether only labelled replies and pairs will do, the former where a dataset has both.
 
     Raises:
         DataFormatError: No layout fits a row, rows need different ones, or several fit all.
     """
-    candidates = _candidates(form, columns)
+    candidates = [
+        layout
+        for layout in _candidates(form, columns)
+        if (layout.is_labelled or layout.is_paired if is_labelled else form != "auto" or not layout.is_labelled)
+    ]
     if not candidates:
         raise DataFormatError(
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
@@ -135,6 +158,8 @@ def find_layout(
             )
         common = [layout for layout in common if layout in fitting]
     common = _of_kind(common, is_paired)
+    if is_labelled:
+        common = [layout for layout in common if layout.is_labelled] or common
     if len(common) > 1:
         common = [layout for layout in common if layout.form != "text"]
     if len(common) > 1:

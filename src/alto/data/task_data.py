@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from alto.data.conversation import Conversation, Pair, Row
-from alto.data.convert import to_conversation, to_pair
+from alto.data.conversation import Conversation, LabelledConversation, Pair, Row
+from alto.data.convert import to_conversation, to_labelled, to_pair
 from alto.data.dataset import EncodedDataset
 from alto.data.encode import encode_dataset
 from alto.data.formats import Layout, find_layout
@@ -21,7 +21,7 @@ from alto.data.split import sample_rows, split_rows
 from alto.errors import DataFormatError
 from alto.records import ModelLimits
 from alto.spec import Task
-from alto.spec.method import learns_from_pairs
+from alto.spec.method import find_method, learns_from_pairs
 
 __all__ = [
     "DEFAULT_VALIDATION_SHARE",
@@ -218,6 +218,12 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
         name, rows = f"{name} (validation rows)", read_task_rows(task).validation
     else:
         rows = _converted(source.train, source.form, task)[0]
+    # An adapter is measured on the replies that it is to give.
+    rows = [
+        row.unlabelled if isinstance(row, LabelledConversation) else row
+        for row in rows
+        if not isinstance(row, LabelledConversation) or row.is_desirable
+    ]
     return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
 
 
@@ -241,6 +247,9 @@ def _converted(
     """
     form = known_form if task.dataset_format == "auto" and not task.columns else task.dataset_format
     listed = list(rows)
+    if find_method(task.method).entry.is_labelled:
+        layout = find_layout(listed, form, task.columns, is_labelled=True)
+        return [labelled for row in listed for labelled in to_labelled(row, layout)], layout
     meant = learns_from_pairs(task.method) if is_paired is None else is_paired
     layout = find_layout(listed, form, task.columns, is_paired=meant)
     if is_paired is not None and layout.is_paired != is_paired:

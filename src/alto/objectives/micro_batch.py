@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alto.backbone import Backbone
 from alto.data import TokenBatch
@@ -120,8 +121,8 @@ def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learner
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; for a
-    dummy batch, numbers that are not used."""
+    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; of rows
+    with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
     return reference_sums(backbone, batch)[0]
 
 
@@ -132,4 +133,6 @@ def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tenso
     sums = -run_sums(losses_S, batch.sequence_targets)
     if not batch.slots:
         return sums.expand(2)[None], sums.expand(2)[None]
+    if len(batch.sequence_targets) == sum(batch.job_rows):  # one sequence a row
+        return F.pad(sums[:, None], (0, 1)), torch.zeros_like(sums)[:, None].expand(-1, 2)
     return sums.view(-1, 2), -tail_sums(losses_S, batch)

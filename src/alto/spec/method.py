@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.objective_settings import CPO_LOSS_TYPES, LOSS_TYPES
+from alto.spec.objective_settings import CPO_LOSS_TYPES, KTO_LOSS_TYPES, LOSS_TYPES
 from alto.spec.objectives import OBJECTIVES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.quoting import quoted
 
@@ -18,7 +18,7 @@ __all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_fr
 OWN_METHODS = tuple(OBJECTIVES.own)
 """Names of ALTO's own methods."""
 
-_FORMS: Mapping[str, tuple[str, ...]] = {"dpo": LOSS_TYPES, "cpo": CPO_LOSS_TYPES}
+_FORMS: Mapping[str, tuple[str, ...]] = {"dpo": LOSS_TYPES, "cpo": CPO_LOSS_TYPES, "kto": KTO_LOSS_TYPES}
 """By method: the forms of its loss, which users take for methods."""
 
 

@@ -13,11 +13,14 @@ from alto.spec.validation import SpecModel, plain
 
 __all__ = [
     "CPO_LOSS_TYPES",
+    "KTO_LOSS_TYPES",
     "LOSS_TYPES",
     "CpoLossType",
     "CpoSettings",
     "Divergence",
     "DpoSettings",
+    "KtoLossType",
+    "KtoSettings",
     "LossType",
     "ObjectiveSettings",
     "OrpoSettings",
@@ -65,11 +68,17 @@ CpoLossType: TypeAlias = Literal["sigmoid", "hinge", "ipo", "simpo"]
 
 CPO_LOSS_TYPES: tuple[CpoLossType, ...] = get_args(CpoLossType)
 
+KtoLossType: TypeAlias = Literal["kto", "apo_zero_unpaired"]
+"""Forms of the loss of ``kto``."""
+
+KTO_LOSS_TYPES: tuple[KtoLossType, ...] = get_args(KtoLossType)
+
 _SMOOTHED_CPO: tuple[CpoLossType, ...] = ("sigmoid", "simpo")
 
 _METHODS_BY_FORM: Mapping[str, str] = {
     "orpo": "method: orpo",
     "cpo": "method: cpo",
+    "kto": "method: kto",
     "simpo": "method: cpo and loss_type: simpo",
 }
 """Names that other programs have among the forms of DPO's loss, and what to write here."""
@@ -95,6 +104,12 @@ class ObjectiveSettings(SpecModel):
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other spellings of the settings."""
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base over the job's
+        whole batch, which takes two more forward passes."""
+        return False
 
     def __init__(self, /, **values: Any) -> None:
         kind = type(self)
@@ -257,3 +272,27 @@ class CpoSettings(ObjectiveSettings):
                 "it, or write loss_type: simpo."
             )
         return self
+
+
+class KtoSettings(ObjectiveSettings):
+    """Settings of ``kto``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "pref_beta": "beta",
+        "rl_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+        "kto_desirable_weight": "desirable_weight",
+        "kto_undesirable_weight": "undesirable_weight",
+    }
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    loss_type: KtoLossType = Field(default="kto", description="form of the loss")
+    desirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="weight of the losses of desirable replies")
+    undesirable_weight: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight of the losses of undesirable replies"
+    )
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.loss_type == "kto"

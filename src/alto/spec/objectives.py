@@ -10,6 +10,7 @@ from alto.spec.objective_settings import (
     LOSS_TYPES,
     CpoSettings,
     DpoSettings,
+    KtoSettings,
     LossType,
     ObjectiveSettings,
     OrpoSettings,
@@ -24,6 +25,7 @@ __all__ = [
     "PREFERENCE_SCORES",
     "CpoSettings",
     "DpoSettings",
+    "KtoSettings",
     "LossType",
     "ObjectiveEntry",
     "ObjectiveSettings",
@@ -47,6 +49,8 @@ class ObjectiveEntry:
             for training and evaluation.
         settings: Its settings beside those of every job.
         is_paired: Whether it learns from preference pairs; None where it accepts either kind of rows.
+        is_labelled: Whether it learns from replies that are labelled as desirable or not, which pairs are made into;
+            ``is_paired`` is false then.
         needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
         metrics: Names of its metrics beside the loss.
         scores: The metrics that are better when higher; a task may select by one of them (``metric``).
@@ -60,6 +64,7 @@ class ObjectiveEntry:
     implementation: str
     settings: type[ObjectiveSettings] = ObjectiveSettings
     is_paired: bool | None = None
+    is_labelled: bool = False
     needs_reference: bool = False
     metrics: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
@@ -75,6 +80,11 @@ class ObjectiveEntry:
             raise SpecError(
                 f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
                 "it so; the class is imported when something is trained."
+            )
+        if self.is_labelled and self.is_paired is not False:
+            raise SpecError(
+                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are no "
+                "pairs."
             )
         for name, given in (("metrics", self.metrics), ("scores", self.scores), *self.scaled_by.items()):
             if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
@@ -129,6 +139,16 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=(*PREFERENCE_METRICS, "chosen_loss"),
             scores=PREFERENCE_SCORES,
             scaled_by={"reward_margin": ("beta", "loss_type")},
+        ),
+        "kto": ObjectiveEntry(
+            implementation="alto.objectives.kto:Kto",
+            settings=KtoSettings,
+            is_paired=False,
+            is_labelled=True,
+            needs_reference=True,
+            metrics=("reward_margin", "chosen_reward", "rejected_reward", "kl"),
+            scores=("reward_margin",),
+            scaled_by={"reward_margin": ("beta",)},
         ),
     },
     check=_entry,

@@ -39,7 +39,15 @@ __all__ = ["AdapterDtype", "Job", "RowFormName", "Task"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 RowFormName = Literal[
-    "auto", "messages", "sharegpt", "prompt_completion", "alpaca", "text", "preference", "openai_preference"
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "openai_preference",
+    "unpaired_preference",
 ]
 
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
@@ -47,7 +55,7 @@ TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 
 _COLUMN_ROLES = (
     *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
-    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output", "label"),
     *("tools", "functions", "chat_template_kwargs"),
 )
 """Roles of a dataset's columns: the keys of ``columns``."""
