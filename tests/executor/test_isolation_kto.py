@@ -6,6 +6,7 @@ The oracle is TRL's ``KTOTrainer`` with PEFT and torch's AdamW on the unmodified
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from oracle import reference_model
 from oracle_kto import LABELLED, SoloKto, make_kto_trainer
 from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task
+from tiny import read_journal, run_task
 
 from alto.executor import JobState
+from alto.runs import RunDir
+from alto.spec import Task
 
 pytest.importorskip("trl", reason="the oracle needs the bench extra: pip install -e '.[bench]'")
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -137,5 +141,30 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
                 assert torch.equal(matrix, poisoned[job.id].gradients[name])
 
 
-def test_a_task_on_labelled_rows_trains_to_its_end(tmp_path: Path) -> None:
-    pass
+def test_a_task_on_pairs_trains_to_its_end_and_chooses_by_the_margin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": f"{n} plus 1?", "chosen": f" Yes: {n + 1}.", "rejected": f" No, {n}"} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    task = Task(
+        model="alto-tiny",
+        dataset=str(tmp_path / "pairs.jsonl"),
+        validation_split=0.25,
+        method="kto",
+        metric="reward_margin",
+        learning_rate=1e-2,
+        batch_size=6,
+        num_train_epochs=3,
+        eval_steps=0.5,
+        search_space={"desirable_weight": [0.5, 1.5], "loss_type": ["kto", "apo_zero_unpaired"]},
+        early_exit={"enabled": False},
+    )
+    result = run_task(task, RunDir.create(tmp_path / "runs", task))
+    assert result.best_job is not None
+    events = read_journal(next((tmp_path / "runs").iterdir()))
+    assert events[-1]["event"] == "task_completed"
+    ends = {event["job"]: event["metrics"] for event in events if event["event"] == "eval"}
+    assert len(ends) == 4
+    assert all(set(metrics) == {"reward_margin", "chosen_reward", "rejected_reward", "kl"} for metrics in ends.values())
+    assert all(metrics["reward_margin"] > 0.01 for metrics in ends.values())

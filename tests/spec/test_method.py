@@ -10,9 +10,9 @@ from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings,
 
 
 def test_methods_of_alto() -> None:
-    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo")
-    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False, False]
-    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True, True]
+    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto")
+    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False, False, True]
+    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True, True, False]
 
 
 def test_a_form_of_a_loss_is_no_method() -> None:
@@ -29,9 +29,7 @@ def test_a_form_of_a_loss_is_no_method() -> None:
 def test_settings_of_other_methods_may_be_there_if_they_are_null() -> None:
     orpo = find_method("orpo")
     assert orpo.without_others({"beta": 0.2, "loss_type": None, "seed": 3}) == {"beta": 0.2, "seed": 3}
-    with pytest.raises(
-        UnknownKeyError, match="'loss_type' is a setting of method dpo and cpo, found with method 'orpo'"
-    ):
+    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, cpo and kto"):
         orpo.without_others({"loss_type": "ipo"})
 
 

@@ -136,13 +136,17 @@ def test_unsafe_names(name):
         (
             {"beta": 0.1},
             UnknownKeyError,
-            r"^'beta' is a setting of method dpo and orpo and cpo, found with method 'sft'",
+            r"^'beta' is a setting of method dpo, orpo, cpo and kto, found with",
         ),
-        ({"method": "orpo", "loss_type": "ipo"}, UnknownKeyError, r"^'loss_type' is a setting of method dpo and cpo"),
+        (
+            {"method": "orpo", "loss_type": "ipo"},
+            UnknownKeyError,
+            r"^'loss_type' is a setting of method dpo, cpo and kto",
+        ),
         (
             {"search_space": {"beta": [0.1, 0.2]}},
             UnknownKeyError,
-            r"^'beta' is a setting of method dpo and orpo and cpo",
+            r"^'beta' is a setting of method dpo, orpo, cpo and kto",
         ),
         ({"method": "dpo", "beta": "0.1"}, SpecError, r"^beta .*Write 0\.1 without quotes"),
         ({"method": "dpo", "loss_type": "kto"}, SpecError, r"^loss_type should be one of sigmoid, .*, found 'kto'"),

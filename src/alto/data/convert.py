@@ -26,20 +26,17 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     return _completed(_CONVERTERS[layout.form](fields), fields)
 
 
-def to_labelled(row: RawRow, layout: Layout) -> list[LabelledConversation]:
-    """The labelled conversations of one row: one; of a pair two, the chosen one first.
+def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
+    """The turns of one row with the label of its reply.
 
     Raises:
-        DataFormatError: As :func:`to_conversation` and :func:`to_pair`; or the label is neither true nor false.
+        DataFormatError: As :func:`to_conversation`; or the label is neither true nor false.
     """
-    if layout.is_paired:
-        pair = to_pair(row, layout)
-        return [LabelledConversation(pair.chosen, True), LabelledConversation(pair.rejected, False)]
     fields = _Fields(row, layout)
     label = fields.get("label")
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise fields.wrong(f"{fields.column('label')} to be true (a desirable reply) or false", label)
-    return [LabelledConversation(to_conversation(row, layout), bool(label))]
+    return LabelledConversation(to_conversation(row, layout), bool(label))
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:

@@ -190,6 +190,9 @@ def read_task_rows(task: Task) -> TaskRows:
     else:
         share = (task.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
         train, validation = split_rows(train, share, task.data_seed)
+    if find_method(task.method).entry.is_labelled:  # after the split: both replies to a prompt are on one side of it
+        train, validation = _unpaired(train), _unpaired(validation)
+        test = None if test is None else _unpaired(test)
     return TaskRows(
         train=train,
         validation=validation,
@@ -218,13 +221,22 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
         name, rows = f"{name} (validation rows)", read_task_rows(task).validation
     else:
         rows = _converted(source.train, source.form, task)[0]
-    # An adapter is measured on the replies that it is to give.
-    rows = [
-        row.unlabelled if isinstance(row, LabelledConversation) else row
-        for row in rows
-        if not isinstance(row, LabelledConversation) or row.is_desirable
-    ]
+    if find_method(task.method).entry.is_labelled:
+        # An adapter is measured on the replies that it is to give.
+        labelled = [row for row in _unpaired(rows) if isinstance(row, LabelledConversation)]
+        rows = [row.unlabelled for row in labelled if row.is_desirable]
     return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length)
+
+
+def _unpaired(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
+    unpaired: list[Row] = []
+    for row in rows:
+        if isinstance(row, Pair):
+            unpaired += [LabelledConversation(row.chosen, True), LabelledConversation(row.rejected, False)]
+        else:
+            unpaired.append(row)
+    return unpaired
 
 
 def _other_rows(name: str, key: str, task: Task, layout: Layout) -> list[Row]:
@@ -249,7 +261,8 @@ def _converted(
     listed = list(rows)
     if find_method(task.method).entry.is_labelled:
         layout = find_layout(listed, form, task.columns, is_labelled=True)
-        return [labelled for row in listed for labelled in to_labelled(row, layout)], layout
+        to_row = to_pair if layout.is_paired else to_labelled
+        return [to_row(row, layout) for row in listed], layout
     meant = learns_from_pairs(task.method) if is_paired is None else is_paired
     layout = find_layout(listed, form, task.columns, is_paired=meant)
     if is_paired is not None and layout.is_paired != is_paired:

@@ -78,8 +78,9 @@ class Method:
             if key in self.fields or not having:
                 kept[key] = value
             elif value is not None and value != [None]:
+                listed = " and ".join(part for part in (", ".join(having[:-1]), having[-1]) if part)
                 raise UnknownKeyError(
-                    f"{key!r} is a setting of method {' and '.join(having)}, found with method {self.name!r}. Remove "
+                    f"{key!r} is a setting of method {listed}, found with method {self.name!r}. Remove "
                     "the key, or change the method."
                 )
         return kept

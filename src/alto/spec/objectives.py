@@ -122,7 +122,7 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             needs_reference=True,
             metrics=(*PREFERENCE_METRICS, "kl"),
             scores=PREFERENCE_SCORES,
-            scaled_by={"reward_margin": ("beta",)},
+            scaled_by={"reward_margin": ("beta", "ld_alpha")},
         ),
         "orpo": ObjectiveEntry(
             implementation="alto.objectives.orpo:Orpo",
