@@ -331,8 +331,9 @@ joined where all are text; images and audio are refused. Parts that the template
 listed with counts before training. Which tokens are trained under well-known templates:
 [chat-templates.md](chat-templates.md).
 
-**Pairs**, the last two forms, are for `method: dpo` and `orpo`, the others for `sft`; where a dataset has columns of
-both, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` is in
+**Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
+(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair; the
+others are for `sft`; where a dataset has columns of several, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` is in
 the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
@@ -503,7 +504,12 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "`finalists` or a list of shares"
     if name == "select_by":
         return "`metric`, `eval_accuracy` or a [mapping](#scoring)"
+    if name == "loss_weights":
+        return "a list of numbers > 0, or null"
     plain = TYPES.get(get_origin(field.annotation) or field.annotation)
+    literal = next((kind for kind in get_args(field.annotation) if get_origin(kind) is Literal), None)
+    if name == "loss_type" and literal is not None:
+        return f"{' or '.join(map(_code, get_args(literal)))}, or a list of these"
     if plain is None and any(get_origin(kind) is tuple for kind in get_args(field.annotation)):
         plain = "a list of pairs, or null"
     return plain or re.sub(r"'(\w+)'", r"`\1`", _expected(field)).replace(">=", "≥").replace("<=", "≤")

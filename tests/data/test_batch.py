@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.data import EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
+from alto.data import BatchTotals, EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
 
 
 def dataset_of(*lengths: int) -> EncodedDataset:
@@ -76,9 +76,14 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
         done = 0
         for part in own:
             assert part.first_token == done
-            assert part.weight in (None, sum(lengths[row] - 2 for row in job.rows))
-            assert part.weight is not None or part == job
+            assert part.totals.weight == sum(lengths[row] - 2 for row in job.rows)
+            assert part.whole is not None or part == job
             done += sum(lengths[row] for row in part.rows)
+
+
+def totals(num_trained: int) -> BatchTotals:
+    """Of a batch of conversations."""
+    return BatchTotals(weight=num_trained, num_chosen=num_trained)
 
 
 def test_passes_are_as_few_as_order_allows() -> None:
@@ -87,10 +92,10 @@ def test_passes_are_as_few_as_order_allows() -> None:
     assert list(split_into_micro_batches(jobs, 8)) == [jobs[:2], jobs[2:]]
     assert list(split_into_micro_batches(jobs, 12)) == [jobs]
     large = JobRows(dataset, 0, (0, 1, 2))
-    parts = [JobRows(dataset, 0, (0, 1), 0, 6), JobRows(dataset, 0, (2,), 8, 6)]
+    parts = [JobRows(dataset, 0, (0, 1), 0, totals(6)), JobRows(dataset, 0, (2,), 8, totals(6))]
     assert list(split_into_micro_batches([large], 8)) == [[part] for part in parts]
     small = JobRows(dataset, 1, (0,))
-    after_small = [[small, JobRows(dataset, 0, (0,), 0, 6)], [JobRows(dataset, 0, (1, 2), 4, 6)]]
+    after_small = [[small, JobRows(dataset, 0, (0,), 0, totals(6))], [JobRows(dataset, 0, (1, 2), 4, totals(6))]]
     assert list(split_into_micro_batches([small, large], 8)) == after_small
     assert list(split_into_micro_batches([large], 12)) == [[large]]
     assert list(split_into_micro_batches([large], 8, split_jobs=True)) == [[part] for part in parts]
@@ -110,7 +115,7 @@ def test_the_ranks_share_all_rows_once_in_order_and_evenly(
     for part in parts:
         assert part.rows
         assert (part.slot, part.first_token) == (3, done)
-        assert part.weight == sum(lengths[row] - 2 for row in rows)
+        assert part.totals.weight == sum(lengths[row] - 2 for row in rows)
         done += sum(lengths[row] for row in part.rows)
     mean = done / num_ranks
     largest = max(sum(lengths[row] for row in part.rows) for part in parts)
@@ -131,11 +136,11 @@ def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> N
     """What a rank does with its share; masks of dropout hang on ``first_token``."""
     dataset = dataset_of(4, 4, 4, 4)
     _, share = share_rows(JobRows(dataset, 0, (0, 1, 2, 3)), 2)
-    assert share == JobRows(dataset, 0, (2, 3), 8, 8)
+    assert share == JobRows(dataset, 0, (2, 3), 8, totals(8))
     assert list(split_into_micro_batches([share], 8)) == [[share]]
     assert list(split_into_micro_batches([share], 4)) == [
-        [JobRows(dataset, 0, (2,), 8, 8)],
-        [JobRows(dataset, 0, (3,), 12, 8)],
+        [JobRows(dataset, 0, (2,), 8, totals(8))],
+        [JobRows(dataset, 0, (3,), 12, totals(8))],
     ]
 
 

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import SoloPairs, as_trl_has_it, flat, make_dpo_trainer, padded_batch, reference_model, relative_distance
+from oracle import (
+    SoloCpo,
+    SoloPairs,
+    as_trl_has_it,
+    flat,
+    make_cpo_trainer,
+    make_dpo_trainer,
+    padded_batch,
+    reference_model,
+    relative_distance,
+)
 from preference_pairs import make_pairs
 from resident_jobs import LOSS_TOLERANCE, PAIRS, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
@@ -46,9 +56,60 @@ JOBS = [
     {"loss_type": "apo_zero", "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 3, "seed": 9},
     {"loss_type": "apo_down", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "max_grad_norm": 0.05, "seed": 10},
     {"loss_type": "sigmoid_norm", "beta": 2.0, "lr": 1e-3, "r": 8, "batch_size": 2, "seed": 11},
+    {"loss_type": "exo_pair", "beta": 0.2, "label_smoothing": 0.01, "lr": 5e-4, "r": 8, "batch_size": 4, "seed": 12},
+    {"loss_type": "nca_pair", "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 2, "seed": 13},
+    {"loss_type": "sppo_hard", "beta": 0.5, "lr": 2e-4, "r": 4, "batch_size": 3, "seed": 14},
+    {"loss_type": "discopop", "beta": 0.05, "discopop_tau": 0.2, "lr": 5e-4, "r": 8, "batch_size": 4, "seed": 15},
+    {"loss_type": "sigmoid", "rpo_alpha": 0.7, "beta": 0.1, "lr": 5e-4, "r": 8, "batch_size": 5, "seed": 16},
+    {
+        "loss_type": ["sigmoid", "bco_pair", "sft"],
+        "loss_weights": [0.8, 0.2, 1.0],
+        "beta": 0.1,
+        "lr": 5e-4,
+        "r": 16,
+        "batch_size": 4,
+        "seed": 17,
+    },
+    {"loss_type": "sigmoid", "ld_alpha": 0.3, "beta": 0.5, "lr": 5e-4, "r": 8, "batch_size": 8, "seed": 18},
+    {
+        "loss_type": "ipo",
+        "f_divergence_type": "forward_kl",
+        "beta": 0.5,
+        "lr": 2e-4,
+        "r": 8,
+        "batch_size": 2,
+        "seed": 19,
+    },
+    {
+        "loss_type": "sigmoid",
+        "f_divergence_type": "js_divergence",
+        "beta": 0.5,
+        "lr": 5e-4,
+        "r": 8,
+        "batch_size": 3,
+        "seed": 20,
+    },
+    {
+        "loss_type": "sigmoid",
+        "f_divergence_type": "alpha_divergence",
+        "f_alpha_divergence_coef": 0.3,
+        "beta": 0.2,
+        "lr": 5e-4,
+        "r": 8,
+        "ld_alpha": 0.0,
+        "batch_size": 4,
+        "seed": 21,
+    },
+]
+CPO_JOBS = [
+    {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0, "lr": 1e-3, "r": 8, "batch_size": 4},
+    {"loss_type": "simpo", "beta": 2.5, "cpo_alpha": 0.5, "label_smoothing": 0.1, "lr": 5e-4, "r": 4, "batch_size": 3},
+    {"loss_type": "sigmoid", "beta": 0.1, "lr": 5e-4, "r": 16, "batch_size": 5},
+    {"loss_type": "hinge", "beta": 0.2, "cpo_alpha": 2.0, "lr": 5e-4, "r": 8, "batch_size": 1},
+    {"loss_type": "ipo", "beta": 0.3, "cpo_alpha": 1.0, "lr": 2e-4, "r": 8, "batch_size": 8},
 ]
 FEW = [JOBS[index] for index in (1, 4, 7)]
-SLOTS = [5, 2, 8, 0, 9, 4, 11, 7, 1, 10, 3]
+SLOTS = [5, 2, 8, 0, 9, 4, 11, 7, 1, 10, 3, 20, 13, 12, 19, 14, 21, 16, 15, 18, 17]
 METRICS = {
     "reward_accuracy": "rewards/accuracies",
     "reward_margin": "rewards/margins",
@@ -93,6 +154,27 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
         kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
+
+
+def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_alone(tmp_path: Path) -> None:
+    trl = make_cpo_trainer(tmp_path)
+    task = make_task([{**config, "seed": seed} for seed, config in enumerate(CPO_JOBS)], method="cpo")
+    base, bank = make_model("qwen3"), Bank(make_model("qwen3"), task, slots=[4, 2, 0, 5, 1], data=PAIRS)
+    solos = [SoloCpo(base, PAIRS.train, job.config, trl=trl) for job in bank.jobs]
+    for _ in range(3):
+        bank.step()
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
+        solo.load(*state)
+        assert_same_step(found[job.id], solo.train_step())
+    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo.load(*state_of(bank, job))
+        expected = solo.evaluate(PAIRS.validation)
+        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+        for metric, name_in_trl in METRICS.items():
+            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
+        if job.config.objective.cpo_alpha:
+            assert worth.metrics["chosen_loss"] == pytest.approx(expected["nll_loss"], rel=LOSS_TOLERANCE)
 
 
 def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl: Any) -> None:
@@ -159,8 +241,19 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> Non
         assert (clean_worth == poisoned_worth) == (job.id != victim.id)
 
 
-def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step() -> None:
-    whole, parted = (Bank(make_model("llama"), dpo_task(FEW, max_tokens_per_pass=n), data=PAIRS) for n in (10_000, 60))
+@pytest.mark.parametrize(
+    ("configs", "settings"),
+    [
+        (FEW, {"method": "dpo"}),
+        ([JOBS[15], JOBS[17], JOBS[7]], {"method": "dpo"}),
+        ([CPO_JOBS[0], CPO_JOBS[1], CPO_JOBS[4]], {"method": "cpo"}),
+    ],
+)
+def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step(configs: Any, settings: Any) -> None:
+    whole, parted = (
+        Bank(make_model("llama"), make_task(configs, **settings, max_tokens_per_pass=n), data=PAIRS)
+        for n in (10_000, 60)
+    )
     batch = whole.jobs[2].order.rows_of_step(0)
     assert sum(PAIRS.train.input_ids[row].numel() for row in batch) > 2 * 60
     for _ in range(2):
@@ -213,7 +306,17 @@ class TestTheOracleBites:
     def test_control(self, stepped: Any, trl: Any) -> None:
         self.compare(stepped, trl)
 
-    @pytest.mark.parametrize("changes", [{"beta": 0.505}, {"loss_type": "hinge"}, {"loss_type": "ipo"}])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"beta": 0.505},
+            {"loss_type": "hinge"},
+            {"loss_type": "ipo"},
+            {"rpo_alpha": 0.01},
+            {"ld_alpha": 0.95},
+            {"f_divergence_type": "js_divergence"},
+        ],
+    )
     def test_a_setting_of_another_job(self, stepped: Any, trl: Any, changes: dict[str, Any]) -> None:
         with pytest.raises(AssertionError):
             self.compare(stepped, trl, **changes)

@@ -33,7 +33,7 @@ TASK = make_task(
     num_train_epochs=1,
     early_exit={"enabled": False},
 )
-ask = references.reference_log_probs
+ask = references.reference_sums
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +52,7 @@ class Base:
         self.num_asked = 0
         self.max_tokens = 10**6
         self.on_ask: Callable[[], None] = lambda: None
-        monkeypatch.setattr(references, "reference_log_probs", self._asked)
+        monkeypatch.setattr(references, "reference_sums", self._asked)
 
     def _asked(self, backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
         self.num_asked += 1

@@ -30,13 +30,12 @@ from alto.objectives import (
 )
 from alto.spec import JobConfig
 from alto.spec.method import find_method
-from alto.spec.objectives import LOSS_TYPES, DpoSettings, OrpoSettings
+from alto.spec.objective_settings import CPO_LOSS_TYPES, LOSS_TYPES, CpoSettings, DpoSettings, OrpoSettings
 
 PAIRS = make_pairs(40, seed=0, vocabulary=97)
-DATA = replace(
-    PAIRS, references=-40 * torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-)
-DPO, ORPO = find_objective("dpo"), find_objective("orpo")
+REFERENCES = -40 * torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DATA = replace(PAIRS, references=REFERENCES, reference_tails=0.3 * REFERENCES.flip(1))
+DPO, ORPO, CPO = find_objective("dpo"), find_objective("orpo"), find_objective("cpo")
 JOBS = [
     JobRows(DATA, 2, (0, 3, 9)),
     JobRows(DATA, 0, (1,)),
@@ -45,11 +44,16 @@ JOBS = [
 ]
 
 
-def config(loss_type: str | None = None, **values: Any) -> JobConfig:
+def config(loss_type: str | list[str] | None = None, **values: Any) -> JobConfig:
     """Of DPO with a form of its loss, of ORPO without."""
     if loss_type is None:
         return JobConfig.of(find_method("orpo"), values)
+    values = {"label_smoothing": 0.01, **values} if loss_type == "exo_pair" else values
     return JobConfig.of(find_method("dpo"), {"loss_type": loss_type, **values})
+
+
+def cpo(loss_type: str, **values: Any) -> JobConfig:
+    return JobConfig.of(find_method("cpo"), {"loss_type": loss_type, **values})
 
 
 class GivenLosses:
@@ -70,33 +74,101 @@ def draw_losses(batch: TokenBatch) -> Tensor:
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    return (1 / (1 + (-x).exp())).log()
+    return x.clamp(max=0) - (1 + (-x.abs()).exp()).log()
 
 
-def expected_dpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: JobConfig) -> Tensor:
-    """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it."""
+def expected_dpo(chosen: Tensor, rejected: Tensor, row: int, job: JobConfig, num_chosen: float) -> Tensor:
+    """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it.
+
+    Args:
+        num_chosen: Tokens of the chosen replies of the job's batch, divided by its pairs.
+    """
     settings = job.objective
     assert isinstance(settings, DpoSettings)
-    beta, noise = settings.beta, settings.label_smoothing
-    scores = chosen.sum() - references[0], rejected.sum() - references[1]
+    beta, noise, tau = settings.beta, settings.label_smoothing, settings.discopop_tau
+    share = 1.0 if settings.ld_alpha is None else settings.ld_alpha
+    shared = min(len(chosen), len(rejected))
+    heads = DATA.references[row] - DATA.reference_tails[row]
+    references = heads + share * DATA.reference_tails[row]
+    ratios = [
+        reply[:shared].sum() + share * reply[shared:].sum() - reference
+        for reply, reference in zip((chosen, rejected), references, strict=True)
+    ]
+    power = settings.f_alpha_divergence_coef - 1
+    scores = {
+        "reverse_kl": lambda ratio: ratio,
+        "forward_kl": lambda ratio: 1 - (-ratio).exp(),
+        "js_divergence": lambda ratio: (2 * ratio.exp() / (1 + ratio.exp())).log(),
+        "alpha_divergence": lambda ratio: ((power * ratio).exp() - 1) / power,
+    }[settings.f_divergence_type]
+    scores = [scores(ratio) for ratio in ratios]
     per_token = scores[0] / len(chosen) - scores[1] / len(rejected)
-    right, wrong = (-log_sigmoid(sign * beta * (scores[0] - scores[1])) for sign in (1, -1))
-    return {
+    logit = beta * (scores[0] - scores[1])
+    right, wrong = (-log_sigmoid(sign * logit) for sign in (1, -1))
+    forms = {
+        "exo_pair": lambda: (
+            torch.sigmoid(logit) * (-right - math.log(1 - noise)) + torch.sigmoid(-logit) * (-wrong - math.log(noise))
+        ),
+        "nca_pair": lambda: (
+            -log_sigmoid(beta * ratios[0]) - (log_sigmoid(-beta * ratios[0]) + log_sigmoid(-beta * ratios[1])) / 2
+        ),
+        "bco_pair": lambda: -log_sigmoid(beta * ratios[0]) - log_sigmoid(-beta * ratios[1]),
+        "sppo_hard": lambda: (ratios[0] - 1 / (2 * beta)) ** 2 + (ratios[1] + 1 / (2 * beta)) ** 2,
+        "discopop": lambda: right * torch.sigmoid(-logit / tau) + (-logit).exp() * torch.sigmoid(logit / tau),
+        "sft": lambda: -chosen.sum() / num_chosen,
         "sigmoid": lambda: (1 - noise) * right + noise * wrong,
         "sigmoid_norm": lambda: -log_sigmoid(beta * per_token),
         "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
         "hinge": lambda: (1 - beta * (scores[0] - scores[1])).clamp(min=0),
         "robust": lambda: ((1 - noise) * right - noise * wrong) / (1 - 2 * noise),
-        "apo_zero": lambda: 1 - torch.sigmoid(beta * scores[0]) + torch.sigmoid(beta * scores[1]),
-        "apo_down": lambda: torch.sigmoid(beta * scores[0]) + 1 - torch.sigmoid(beta * (scores[0] - scores[1])),
+        "apo_zero": lambda: 1 - torch.sigmoid(beta * ratios[0]) + torch.sigmoid(beta * ratios[1]),
+        "apo_down": lambda: torch.sigmoid(beta * ratios[0]) + 1 - torch.sigmoid(beta * (ratios[0] - ratios[1])),
+    }
+    names = settings.loss_type if isinstance(settings.loss_type, tuple) else (settings.loss_type,)
+    weights = settings.loss_weights or [1.0] * len(names)
+    losses = [weight * forms[name]() for name, weight in zip(names, weights, strict=True)]
+    return sum(losses) + (settings.rpo_alpha or 0.0) * forms["sft"]()
+
+
+def expected_cpo(chosen: Tensor, rejected: Tensor, row: int, job: JobConfig, num_chosen: float) -> Tensor:
+    settings = job.objective
+    assert isinstance(settings, CpoSettings)
+    beta, noise, gamma = settings.beta, settings.label_smoothing, settings.simpo_gamma
+    margin, per_token = chosen.sum() - rejected.sum(), chosen.mean() - rejected.mean()
+    smoothed = lambda logit: -(1 - noise) * log_sigmoid(logit) - noise * log_sigmoid(-logit)  # noqa: E731
+    loss = {
+        "sigmoid": lambda: smoothed(beta * margin),
+        "hinge": lambda: (1 - beta * margin).clamp(min=0),
+        "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
+        "simpo": lambda: smoothed(beta * per_token - (0.5 if gamma is None else gamma)),
     }[settings.loss_type]()
+    return loss - settings.cpo_alpha * chosen.sum() / num_chosen
 
 
-def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: JobConfig) -> Tensor:
+def expected_orpo(chosen: Tensor, rejected: Tensor, row: int, job: JobConfig, num_chosen: float) -> Tensor:
     p = [side.mean().exp() for side in (chosen, rejected)]
     odds = [x / (1 - x) for x in p]
     assert isinstance(job.objective, OrpoSettings)
     return -p[0].log() - job.objective.beta * log_sigmoid((odds[0] / odds[1]).log())
+
+
+MANY_FORMS = [
+    config(["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
+    config(["sft", "sigmoid", "bco_pair"], loss_weights=[1.0, 0.8, 0.2], beta=0.5),
+    config(["ipo", "nca_pair"]),
+    config(["hinge"], loss_weights=[3.0], ld_alpha=0.5, rpo_alpha=0.1),
+]
+DIVERGENCES = {
+    name: [config(form, f_divergence_type=name, beta=0.01) for form in ("sigmoid", "ipo", "hinge", "sft")]
+    for name in ("forward_kl", "js_divergence", "alpha_divergence")
+} | {
+    "mixed-divergences": [
+        config("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=2.0, beta=1e-6),
+        config("sigmoid"),
+        config("sigmoid", f_divergence_type="js_divergence"),
+        config("sigmoid", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.3, beta=0.05),
+    ]
+}
 
 
 @pytest.mark.parametrize(
@@ -105,10 +177,29 @@ def expected_orpo(chosen: Tensor, rejected: Tensor, references: Tensor, job: Job
         *((DPO, expected_dpo, [config(name, beta=beta) for beta in (0.01, 0.1, 0.5, 2.0)]) for name in LOSS_TYPES),
         (DPO, expected_dpo, [config("sigmoid", label_smoothing=noise) for noise in (0.0, 0.1, 0.3, 0.49)]),
         (DPO, expected_dpo, [config("robust", label_smoothing=noise) for noise in (0.0, 0.1, 0.3, 0.4)]),
+        (DPO, expected_dpo, [config("exo_pair", label_smoothing=noise) for noise in (0.001, 0.1, 0.3, 0.49)]),
+        (DPO, expected_dpo, [config("discopop", discopop_tau=tau) for tau in (0.02, 0.05, 1.0, 3.0)]),
         (DPO, expected_dpo, [config(name) for name in ("ipo", "sigmoid", "apo_zero", "ipo")]),
+        (DPO, expected_dpo, [config("sigmoid", rpo_alpha=alpha) for alpha in (None, 0.0, 0.3, 2.0)]),
+        (DPO, expected_dpo, [config("sigmoid", ld_alpha=alpha) for alpha in (None, 0.0, 0.4, 1.0)]),
+        (DPO, expected_dpo, MANY_FORMS),
+        *((DPO, expected_dpo, DIVERGENCES[name]) for name in DIVERGENCES),
+        *(
+            (CPO, expected_cpo, [cpo(name, cpo_alpha=alpha) for alpha in (1.0, 0.0, 0.5, 3.0)])
+            for name in CPO_LOSS_TYPES
+        ),
+        (CPO, expected_cpo, [cpo("simpo", beta=2.0, simpo_gamma=gamma) for gamma in (0.0, 0.5, 1.0, 2.0)]),
+        (CPO, expected_cpo, [cpo(name, beta=0.5, label_smoothing=0.1) for name in ("simpo", "sigmoid") * 2]),
+        (CPO, expected_cpo, [cpo(name) for name in CPO_LOSS_TYPES]),
         (ORPO, expected_orpo, [config(beta=beta) for beta in (0.05, 0.1, 0.5, 2.0)]),
     ],
-    ids=[*LOSS_TYPES, "smoothed-sigmoid", "smoothed-robust", "mixed", "orpo"],
+    ids=[
+        *LOSS_TYPES,
+        *("smoothed-sigmoid", "smoothed-robust", "smoothed-exo", "discopop-tau", "mixed", "rpo", "ld", "many"),
+        *DIVERGENCES,
+        *(f"cpo-{name}" for name in CPO_LOSS_TYPES),
+        *("simpo-gamma", "cpo-smoothed", "cpo-mixed", "orpo"),
+    ],
 )
 def test_losses_and_gradients_are_those_of_the_papers(
     objective: Objective, expected: Callable[..., Tensor], configs: list[JobConfig]
@@ -119,7 +210,11 @@ def test_losses_and_gradients_are_those_of_the_papers(
     log_probs_S = (-losses_S.double()).requires_grad_()
     replies = iter(log_probs_S.split(batch.sequence_targets))
     means = [
-        sum(expected(next(replies), next(replies), DATA.references[row], settings) for row in job.rows) / len(job.rows)
+        sum(
+            expected(next(replies), next(replies), row, settings, job.totals.num_chosen / len(job.rows))
+            for row in job.rows
+        )
+        / len(job.rows)
         for job, settings in zip(JOBS, configs, strict=True)
     ]
     (wanted_S,) = torch.autograd.grad(sum(means), log_probs_S)
@@ -146,6 +241,13 @@ COMPANY = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))
 """Small jobs: whose pairs fill no vector alone, and all do together."""
 
 MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
+OVERFLOWING = [
+    config("discopop", beta=1e6),
+    config("sigmoid", f_divergence_type="forward_kl", beta=1e-3),
+    config(["sft", "bco_pair", "sigmoid"], loss_weights=[0.3, 0.7, 1.1], ld_alpha=0.5),
+    config("exo_pair", beta=0.5),
+]
+"""With powers that are infinite for pairs of other jobs."""
 
 
 @pytest.mark.parametrize(
@@ -153,9 +255,13 @@ MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
     [
         *((DPO, [config(name, beta=beta) for beta in (0.3, 0.1, 0.5, 0.05)]) for name in LOSS_TYPES),
         (DPO, [config(name, beta=beta) for name, beta in zip(MIXED, (0.3, 0.1, 0.5, 0.05), strict=True)]),
+        (DPO, MANY_FORMS),
+        (DPO, OVERFLOWING),
+        *((DPO, DIVERGENCES[name]) for name in DIVERGENCES),
+        (CPO, [cpo(name) for name in CPO_LOSS_TYPES]),
         (ORPO, [config(beta=beta) for beta in (0.05, 0.1, 0.5, 2.0)]),
     ],
-    ids=[*LOSS_TYPES, "mixed", "orpo"],
+    ids=[*LOSS_TYPES, "mixed", "many", "overflowing", *DIVERGENCES, "cpo", "orpo"],
 )
 def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
     batch, configs = collate(COMPANY), configs * (len(COMPANY) // 4)

@@ -113,10 +113,10 @@ def test_it_refuses_conversations(task: Task) -> None:
 
 def test_a_method_that_nobody_brings_is_unknown() -> None:
     for ask in (lambda: make_task(CONFIGS, method="simpo"), lambda: find_objective("simpo")):
-        with pytest.raises(
-            SpecError, match=r"method should be one of sft, dpo, orpo, found 'simpo'\..* or install the"
-        ):
+        with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'simpo'\. Write method: cpo"):
             ask()
+    with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'mine'\..* or install the"):
+        find_objective("mine")
 
 
 def test_its_settings_are_checked_where_the_task_is_read(task: Task) -> None:
@@ -133,7 +133,7 @@ def test_its_settings_are_checked_where_the_task_is_read(task: Task) -> None:
         SpecError, match=r"^In search_space.target_margin\[1\]: target_margin \(lead .* <= 100, found 200"
     ):
         task.replace(search_space={"target_margin": [1.0, 200.0]})
-    with pytest.raises(UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, found with method 'simpo'"):
+    with pytest.raises(UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, cpo and kto, found with"):
         task.replace(loss_type="ipo")
     with pytest.raises(
         SpecError, match=r"metric should be loss or reward_accuracy or reward_margin with method 'simpo'"

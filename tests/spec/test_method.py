@@ -9,17 +9,19 @@ from alto.spec.method import OWN_METHODS, find_method, learns_from_pairs
 from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
 
 
-def test_alto_has_three_methods() -> None:
-    assert OWN_METHODS == ("sft", "dpo", "orpo")
-    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False]
-    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True]
+def test_methods_of_alto() -> None:
+    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto")
+    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False, False, True]
+    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True, True, False]
 
 
 def test_a_form_of_a_loss_is_no_method() -> None:
     with pytest.raises(
-        SpecError, match=r"^method should be one of sft, dpo, orpo, found 'ipo'\. Write method: dpo and"
+        SpecError, match=r"^method should be one of sft, dpo, orpo, .*, found 'ipo'\. Write method: dpo and"
     ):
         find_method("ipo")
+    with pytest.raises(SpecError, match=r"found 'simpo'\. Write method: cpo and loss_type: simpo"):
+        find_method("simpo")
     with pytest.raises(SpecError, match=r"^method should be one of .*found 'dppo'\. .*did you mean 'dpo'\?"):
         find_method("dppo")
 
@@ -27,7 +29,7 @@ def test_a_form_of_a_loss_is_no_method() -> None:
 def test_settings_of_other_methods_may_be_there_if_they_are_null() -> None:
     orpo = find_method("orpo")
     assert orpo.without_others({"beta": 0.2, "loss_type": None, "seed": 3}) == {"beta": 0.2, "seed": 3}
-    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, found with method 'orpo'"):
+    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, cpo and kto"):
         orpo.without_others({"loss_type": "ipo"})
 
 

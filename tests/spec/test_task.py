@@ -132,17 +132,51 @@ def test_unsafe_names(name):
         ),
         ({"dtype": "bf16"}, SpecError, r"^dtype .*'bfloat16'"),
         ({"bf16": True}, UnsupportedError, r"Write 'dtype: bfloat16'"),
-        ({"method": "ppo"}, SpecError, r"^method should be one of sft, dpo, orpo, found 'ppo'\. Correct the name"),
+        ({"method": "ppo"}, SpecError, r"^method should be one of sft, dpo, orpo, .*, found 'ppo'\. Correct the name"),
         ({"method": "ipo"}, SpecError, r"found 'ipo'\. Write method: dpo and loss_type: ipo"),
         ({"method": ""}, SpecError, r"^method should be one of"),
         ({"method": 3}, SpecError, r"^method .*found 3"),
-        ({"beta": 0.1}, UnknownKeyError, r"^'beta' is a setting of method dpo and orpo, found with method 'sft'"),
-        ({"method": "orpo", "loss_type": "ipo"}, UnknownKeyError, r"^'loss_type' is a setting of method dpo, found"),
-        ({"search_space": {"beta": [0.1, 0.2]}}, UnknownKeyError, r"^'beta' is a setting of method dpo and orpo"),
+        (
+            {"beta": 0.1},
+            UnknownKeyError,
+            r"^'beta' is a setting of method dpo, orpo, cpo and kto, found with",
+        ),
+        (
+            {"method": "orpo", "loss_type": "ipo"},
+            UnknownKeyError,
+            r"^'loss_type' is a setting of method dpo, cpo and kto",
+        ),
+        (
+            {"search_space": {"beta": [0.1, 0.2]}},
+            UnknownKeyError,
+            r"^'beta' is a setting of method dpo, orpo, cpo and kto",
+        ),
         ({"method": "dpo", "beta": "0.1"}, SpecError, r"^beta .*Write 0\.1 without quotes"),
         ({"method": "dpo", "loss_type": "kto"}, SpecError, r"^loss_type should be one of sigmoid, .*, found 'kto'"),
         ({"method": "dpo", "loss_type": "orpo"}, SpecError, r"found 'orpo'\. Write method: orpo"),
-        ({"method": "dpo", "loss_type": ["ipo"]}, SpecError, r"^loss_type .*belongs under 'search_space'"),
+        ({"method": "dpo", "loss_type": "simpo"}, SpecError, r"found 'simpo'\. Write method: cpo and loss_type: simpo"),
+        ({"method": "dpo", "loss_type": "aot"}, SpecError, r"found 'aot', which sorts the log-ratios of the whole"),
+        ({"method": "dpo", "loss_type": []}, SpecError, r"^loss_type should name one or more forms"),
+        ({"method": "dpo", "loss_type": ["ipo", "ipo"]}, SpecError, r"^loss_type should name one or more forms, each"),
+        (
+            {"method": "dpo", "loss_type": ["ipo", "sft"], "loss_weights": [1.0]},
+            SpecError,
+            r"^loss_weights should be 2 numbers, one for each form of loss_type, found 1\.",
+        ),
+        ({"method": "dpo", "loss_weights": [-1.0]}, SpecError, r"^loss_weights should be numbers > 0, found"),
+        ({"method": "dpo", "loss_type": "sft", "rpo_alpha": 1.0}, SpecError, r"^rpo_alpha is the weight of the form"),
+        ({"method": "dpo", "loss_type": "exo_pair"}, SpecError, r"^label_smoothing should be above 0 with loss_type"),
+        (
+            {"method": "dpo", "loss_type": "nca_pair", "f_divergence_type": "forward_kl"},
+            SpecError,
+            r"^f_divergence_type should be 'reverse_kl' with loss_type 'nca_pair', found 'forward_kl'",
+        ),
+        ({"method": "dpo", "f_alpha_divergence_coef": 0.2}, SpecError, r"^f_alpha_divergence_coef should be 0\.5 with"),
+        ({"method": "dpo", "discopop_tau": 0.2}, SpecError, r"^discopop_tau should be 0\.05 with loss_type 'sigmoid'"),
+        ({"method": "dpo", "ld_alpha": 1.5}, SpecError, r"^ld_alpha \("),
+        ({"method": "dpo", "use_weighting": True}, UnsupportedError, r"the probabilities of all tokens"),
+        ({"method": "cpo", "simpo_gamma": 0.5}, SpecError, r"^simpo_gamma belongs to loss_type 'simpo', found 0\.5"),
+        ({"method": "cpo", "loss_type": "hinge", "label_smoothing": 0.1}, SpecError, r"^label_smoothing should be 0"),
         (
             {"method": "dpo", "loss_type": "ipo", "label_smoothing": 0.1},
             SpecError,
@@ -288,7 +322,7 @@ def preferring(**changes):
 
 
 def settings_of(tuned):
-    return [tuple(job.config.objective.to_dict().values()) for job in tuned.jobs]
+    return [tuple(job.config.objective.to_dict().values())[:3] for job in tuned.jobs]
 
 
 def test_a_method_fills_in_its_own_settings_and_no_others():
@@ -330,7 +364,22 @@ def test_configurations_as_version_0_1_wrote_them_are_read():
     assert orpo.job_config({**written, "beta": 0.3}) == orpo.jobs[0].config
     dpo = preferring(loss_type="ipo", lr=1e-3)
     assert dpo.job_config({**dpo.jobs[0].config.to_dict()}) == dpo.jobs[0].config
-    assert list(dpo.jobs[0].config.to_dict())[-3:] == ["beta", "loss_type", "label_smoothing"]
+    settings = list(dpo.jobs[0].config.to_dict())
+    assert settings[settings.index("seed") + 1 :][:3] == ["beta", "loss_type", "label_smoothing"]
+
+
+def test_a_loss_of_several_forms_is_one_configuration():
+    several = ["sigmoid", "bco_pair", "sft"]
+    (job,) = preferring(loss_type=several, loss_weights=[0.8, 0.2, 1]).jobs
+    assert job.config.objective.forms == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+    assert job.config.replace(beta=0.2).objective.loss_type == tuple(several)
+    assert preferring(loss_type=["ipo"]).jobs[0].config.objective.loss_type == "ipo"
+    tuned = preferring(search_space={"loss_type": [several, "ipo", ["hinge"]], "beta": [0.1]})
+    assert [job.config.objective.loss_type for job in tuned.jobs] == [tuple(several), "ipo", "hinge"]
+    assert Task(**yaml.safe_load(yaml.safe_dump(tuned.to_dict(), sort_keys=False))) == tuned
+    found = preferring(search_space={"rpo_alpha": {"min": 0.1, "max": 1.0, "num": 3}, "ld_alpha": [0.5, None]})
+    assert {job.config.objective.ld_alpha for job in found.jobs} == {0.5, None}
+    assert all(job.config.objective.forms["sft"] == job.config.objective.rpo_alpha for job in found.jobs)
 
 
 def test_own_methods_ask_no_packages(monkeypatch):

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, get_scheduler
 from alto.data import DataOrder, EncodedDataset, MixtureOrder
 from alto.lora import AdapterWeights, OptimizerState
 from alto.spec import JobConfig
-from alto.spec.objectives import DpoSettings
+from alto.spec.objective_settings import CpoSettings, DpoSettings
 
 PREFIX = "base_model.model."
 
@@ -197,9 +197,69 @@ class SoloPairs(SoloJob):
         trl, settings = self._trl, self.config.objective
         assert isinstance(settings, DpoSettings)
         trl.ref_model, trl.beta, trl.label_smoothing = self._reference, settings.beta, settings.label_smoothing
-        trl.loss_types, trl.loss_weights = [settings.loss_type], [1.0]
+        trl.loss_types, trl.loss_weights = list(settings.forms), list(settings.forms.values())
+        trl.ld_alpha, trl.f_divergence_type = settings.ld_alpha, settings.f_divergence_type
+        trl.f_alpha_divergence_coef, trl.args.discopop_tau = settings.f_alpha_divergence_coef, settings.discopop_tau
         loss: Tensor = trl._compute_loss(self.model, as_trl_has_it(batch), return_outputs=False)
         return loss
+
+
+class SoloCpo(SoloJob):
+    """One job on preference pairs, whose loss TRL's ``CPOTrainer`` computes.
+
+    Args:
+        trl: From :func:`make_cpo_trainer`; many jobs may share it.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, dataset: EncodedDataset, config: JobConfig, *, trl: Any, **settings: Any
+    ) -> None:
+        super().__init__(base, dataset, config, **settings)
+        self._trl = trl
+
+    @torch.no_grad()
+    def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
+        """TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
+        loss, metrics = self._loss_and_metrics(padded_batch(dataset, range(len(dataset))))
+        return {"loss": float(loss), **metrics}
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self._loss_and_metrics(batch)[0]
+
+    def _loss_and_metrics(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        trl, settings = self._trl, self.config.objective
+        assert isinstance(settings, CpoSettings)
+        trl.beta, trl.label_smoothing, trl.loss_type = settings.beta, settings.label_smoothing, settings.loss_type
+        trl.cpo_alpha, trl.simpo_gamma = settings.cpo_alpha, settings.target_margin
+        sides = {name: tensor.chunk(2) for name, tensor in batch.items()}
+        given = {
+            f"{side}_{name}": halves[index]
+            for index, side in enumerate(("chosen", "rejected"))
+            for name, halves in sides.items()
+        }
+        found: tuple[Tensor, dict[str, float]] = trl.get_batch_loss_metrics(self.model, given)
+        return found
+
+
+def make_cpo_trainer(folder: Path) -> Any:
+    """TRL's trainer, of which the loss is used; its own model and data are never looked at."""
+    from datasets import Dataset
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
+    settings = CPOConfig(**_quietly(folder))
+    return CPOTrainer(build_tiny("llama"), args=settings, train_dataset=rows, processing_class=load_tokenizer())
+
+
+def _quietly(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def make_dpo_trainer(folder: Path) -> Any:
@@ -208,14 +268,7 @@ def make_dpo_trainer(folder: Path) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     model, tokenizer = build_tiny("llama"), load_tokenizer()
-    settings = DPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings = DPOConfig(**_quietly(folder))
     rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
     trainer = DPOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
     trainer.model.eval()  # its metrics are those of an evaluation

@@ -31,7 +31,7 @@ from alto.executor import (
 )
 from alto.executor.memory_errors import MemoryEvent
 from alto.executor.micro_batches import OnMemoryEvent
-from alto.objectives import reference_log_probs
+from alto.objectives import reference_sums
 from alto.spec import Task
 
 VOCABULARY = 160
@@ -121,7 +121,8 @@ def with_references(backbone: Backbone, data: TaskData) -> TaskData:
 
     def answered(pairs: EncodedDataset) -> EncodedDataset:
         batch = collate([JobRows(pairs, 0, tuple(range(len(pairs))))], backbone.device)
-        return replace(pairs, references=reference_log_probs(backbone, batch).cpu())
+        sums, tails = reference_sums(backbone, batch)
+        return replace(pairs, references=sums.cpu(), reference_tails=tails.cpu())
 
     return replace(data, train=answered(data.train), validation=answered(data.validation))
 

@@ -1,9 +1,19 @@
 """Reads datasets and makes padding-free batches."""
 
-from alto.data.batch import JobRows, PassSize, TokenBatch, collate, dummy_batch, share_rows, split_into_micro_batches
-from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
+from alto.data.batch import (
+    BatchTotals,
+    JobRows,
+    PassSize,
+    TokenBatch,
+    collate,
+    dummy_batch,
+    share_rows,
+    split_into_micro_batches,
+)
+from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
 from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.mismatched import mismatched_rows
 from alto.data.mixture import MixtureOrder
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
@@ -20,6 +30,7 @@ from alto.data.task_data import (
 
 __all__ = [
     "IGNORED",
+    "BatchTotals",
     "Conversation",
     "ConversationWithTools",
     "DataOrder",
@@ -28,6 +39,7 @@ __all__ = [
     "EvaluationSplit",
     "HeldoutRows",
     "JobRows",
+    "LabelledConversation",
     "Message",
     "MixtureOrder",
     "Pair",
@@ -45,6 +57,7 @@ __all__ = [
     "encode_pairs",
     "encode_prompt",
     "encode_rows",
+    "mismatched_rows",
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from alto.data.dataset import EncodedDataset
 
-__all__ = ["JobRows", "PassSize", "TokenBatch", "collate", "dummy_batch", "share_rows", "split_into_micro_batches"]
+__all__ = [
+    "BatchTotals",
+    "JobRows",
+    "PassSize",
+    "TokenBatch",
+    "collate",
+    "dummy_batch",
+    "share_rows",
+    "split_into_micro_batches",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,21 @@ class PassSize:
         return self.num_sequences * self.longest if is_padded else self.num_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTotals:
+    """Sums over the whole batch of a job, which may be split over micro-batches and ranks.
+
+    Attributes:
+        weight: Total weight of its rows.
+        num_chosen: Trained tokens of the chosen replies; of rows that are no pairs, of all.
+        num_desirable: Rows that are labelled as desirable.
+    """
+
+    weight: int
+    num_chosen: int
+    num_desirable: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class JobRows:
     """Rows of one job: of its batch, of a rank's share of it, or of one micro-batch.
@@ -51,14 +75,14 @@ class JobRows:
         slot: Slot of the job's adapter.
         rows: Indices into ``dataset``.
         first_token: Tokens of the job's batch before these rows: in other micro-batches, or on other ranks.
-        weight: Total weight of the job's whole batch; None where ``rows`` are all of it.
+        whole: Sums over the job's whole batch; None where ``rows`` are all of it.
     """
 
     dataset: EncodedDataset = field(compare=False, repr=False)
     slot: int
     rows: tuple[int, ...]
     first_token: int = 0
-    weight: int | None = None
+    whole: BatchTotals | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,15 +99,29 @@ class JobRows:
         )
 
     @property
-    def batch_weight(self) -> int:
-        """Total weight of the job's whole batch."""
-        return sum(self.dataset.weights[row] for row in self.rows) if self.weight is None else self.weight
+    def totals(self) -> BatchTotals:
+        """Sums over the job's whole batch."""
+        if self.whole is not None:
+            return self.whole
+        return BatchTotals(
+            weight=sum(self.dataset.weights[row] for row in self.rows),
+            num_chosen=sum(self.dataset.num_chosen[row] for row in self.rows),
+            num_desirable=sum(map(self._is_desirable, self.rows)),
+        )
+
+    @property
+    def labels(self) -> tuple[bool, ...]:
+        """Whether each of these rows is labelled as desirable; false where there are no labels."""
+        return tuple(map(self._is_desirable, self.rows))
+
+    def _is_desirable(self, row: int) -> bool:
+        return self.dataset.labels is not None and self.dataset.labels[row]
 
     def single_rows(self) -> Iterator[JobRows]:
         """Each row by itself."""
-        first_token = self.first_token
+        first_token, totals = self.first_token, self.totals
         for row in self.rows:
-            one = replace(self, rows=(row,), first_token=first_token, weight=self.batch_weight)
+            one = replace(self, rows=(row,), first_token=first_token, whole=totals)
             yield one
             first_token += one.num_tokens
 
@@ -106,10 +144,16 @@ class TokenBatch:
         job_sequences: Sequences of every job.
         job_weights: Total weight of each job's whole batch, which may be split over micro-batches: its trained tokens,
             or its pairs.
+        job_chosen: Trained tokens of the chosen replies of each job's whole batch.
+        job_desirable: Rows of each job's whole batch that are labelled as desirable.
+        row_labels: Whether each row is labelled as desirable.
         job_first_tokens: Tokens of each job's batch before these rows.
         job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
         references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
             job of the batch has them.
+        reference_tails_Q2: The part of them that is of tokens beyond the length of the pair's shorter reply.
+        kl_J: For each job the estimated divergence of its adapter from the base over its whole batch, float64 nats; 0
+            for jobs that do not need it, None where no job does.
     """
 
     slots: tuple[int, ...]
@@ -125,9 +169,14 @@ class TokenBatch:
     job_rows: tuple[int, ...]
     job_sequences: tuple[int, ...]
     job_weights: tuple[int, ...]
+    job_chosen: tuple[int, ...]
     job_first_tokens: tuple[int, ...]
+    job_desirable: tuple[int, ...] = ()
+    row_labels: tuple[bool, ...] = ()
     job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
+    reference_tails_Q2: Tensor | None = None
+    kl_J: Tensor | None = None
 
     def part(self, first: int, last: int) -> TokenBatch:
         """Jobs ``first`` to ``last - 1`` as a batch of their own; tensors are views, except ``loss_positions_S``."""
@@ -147,9 +196,14 @@ class TokenBatch:
             job_rows=self.job_rows[first:last],
             job_sequences=self.job_sequences[first:last],
             job_weights=self.job_weights[first:last],
+            job_chosen=self.job_chosen[first:last],
             job_first_tokens=self.job_first_tokens[first:last],
+            job_desirable=self.job_desirable[first:last],
+            row_labels=self.row_labels[_range(self.job_rows, first, last)],
             job_references=self.job_references[first:last],
             references_Q2=_rows(self.references_Q2, references),
+            reference_tails_Q2=_rows(self.reference_tails_Q2, references),
+            kl_J=None if self.kl_J is None else self.kl_J[first:last],
         )
 
 
@@ -166,7 +220,8 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
     lengths = [span.length for span in spans]
     targets_T = torch.cat([dataset.targets[row] for dataset, row in rows])
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
-    references = [job.dataset.references[list(job.rows)] for job in jobs if job.dataset.references is not None]
+    referring = [job for job in jobs if job.dataset.references is not None]
+    totals = [job.totals for job in jobs]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
         input_ids_T=_send(torch.cat([dataset.input_ids[row] for dataset, row in rows]), device),
@@ -182,10 +237,14 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         job_targets=tuple(sum(job.dataset.num_trained[row] for row in job.rows) for job in jobs),
         job_rows=tuple(len(job.rows) for job in jobs),
         job_sequences=tuple(len(of_job) for of_job in spans_J),
-        job_weights=tuple(job.batch_weight for job in jobs),
+        job_weights=tuple(total.weight for total in totals),
+        job_chosen=tuple(total.num_chosen for total in totals),
+        job_desirable=tuple(total.num_desirable for total in totals),
+        row_labels=tuple(label for job in jobs for label in job.labels),
         job_first_tokens=tuple(job.first_token for job in jobs),
         job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
-        references_Q2=_send(torch.cat(references), device) if references else None,
+        references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),
+        reference_tails_Q2=_gathered(referring, [job.dataset.reference_tails for job in referring], device),
     )
 
 
@@ -207,6 +266,7 @@ def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
         job_rows=(1,),
         job_sequences=(1,),
         job_weights=(1,),
+        job_chosen=(1,),
         job_first_tokens=(),
     )
 
@@ -273,6 +333,22 @@ def _range(counts: Sequence[int], first: int, last: int) -> slice:
 
 def _rows(references_Q2: Tensor | None, rows: slice) -> Tensor | None:
     return None if references_Q2 is None or rows.start == rows.stop else references_Q2[rows]
+
+
+def _gathered(jobs: Sequence[JobRows], values: Sequence[Tensor | None], device: torch.device | str) -> Tensor | None:
+    """The rows of every job among ``values`` of its dataset, ``[Q, 2]``; zeros for jobs without, None where none has
+    any."""
+    if all(of_dataset is None for of_dataset in values):
+        return None
+    return _send(
+        torch.cat(
+            [
+                torch.zeros(len(job.rows), 2, dtype=torch.float64) if of_dataset is None else of_dataset[list(job.rows)]
+                for job, of_dataset in zip(jobs, values, strict=True)
+            ]
+        ),
+        device,
+    )
 
 
 def _send(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias, overload
 
-__all__ = ["REASONING_KEYS", "Conversation", "ConversationWithTools", "Message", "Pair", "Row"]
+__all__ = [
+    "REASONING_KEYS",
+    "Conversation",
+    "ConversationWithTools",
+    "LabelledConversation",
+    "Message",
+    "Pair",
+    "Row",
+]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which its reasoning is given; transformers gives each to the template under the first name
@@ -88,6 +96,40 @@ class ConversationWithTools(Conversation):
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.template_arguments))
+
+
+class LabelledConversation(ConversationWithTools):
+    """A conversation whose last reply is labelled.
+
+    Attributes:
+        is_desirable: Whether the reply is one that the model is to give.
+    """
+
+    is_desirable: bool
+
+    def __new__(cls, turns: Conversation, is_desirable: bool) -> LabelledConversation:
+        made = super().__new__(cls, turns, getattr(turns, "template_arguments", ""))
+        assert isinstance(made, LabelledConversation)
+        made.is_desirable = is_desirable
+        return made
+
+    def __getnewargs__(self) -> tuple[Conversation, bool]:  # type: ignore[override]
+        return self.unlabelled, self.is_desirable
+
+    @property
+    def unlabelled(self) -> Conversation:
+        """The conversation alone."""
+        arguments = self.template_arguments
+        return ConversationWithTools(tuple(self), arguments) if arguments else tuple(self)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.is_desirable == getattr(other, "is_desirable", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.is_desirable))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import Conversation, ConversationWithTools, Message, Pair
+from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
 from alto.data.formats import Layout
 from alto.data.messages import read_message, read_template_options, read_tools
 from alto.data.rows import FaultKind, RawRow, RowError, RowFault, quoted
 
-__all__ = ["to_conversation", "to_pair"]
+__all__ = ["to_conversation", "to_labelled", "to_pair"]
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
@@ -27,6 +27,19 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     if any(turn.is_trained and turn.is_empty for turn in conversation):
         raise fields.wrong("replies with a text", [turn.content for turn in conversation], FaultKind.EMPTY_REPLY)
     return conversation
+
+
+def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
+    """The turns of one row with the label of its reply.
+
+    Raises:
+        DataFormatError: As :func:`to_conversation`; or the label is neither true nor false.
+    """
+    fields = _Fields(row, layout)
+    label = fields.get("label")
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise fields.wrong(f"{fields.column('label')} to be true (a desirable reply) or false", label)
+    return LabelledConversation(to_conversation(row, layout), bool(label))
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
@@ -199,6 +212,7 @@ _CONVERTERS: Mapping[str, Callable[[_Fields], list[Message]]] = {
     "raw_prompt_completion": _raw_prompt_completion,
     "alpaca": _alpaca,
     "text": _text,
+    "unpaired_preference": _prompt_completion,
 }
 
 _Conversations = tuple[list[Message], list[Message]]

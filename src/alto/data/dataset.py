@@ -59,10 +59,15 @@ class EncodedDataset:
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
         sources: Of a mixture the name and the rows of every source, in the order in which they lie here.
+        labels: Whether the reply of each row is desirable; None where rows have no labels.
+        max_length: Tokens at which rows were cut; None where it is not known.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
-            None until they are computed.
+            of other rows, that of the trained tokens, and 0. None until they are computed.
+        reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that is of tokens beyond the length of
+            the pair's shorter reply; None where it is not known.
         num_trained: Trained tokens of every row.
-        weights: Weight of every row in a mean over rows: its trained tokens; for pairs, all equal.
+        num_chosen: Trained tokens of the chosen reply of every pair; of other rows, all.
+        weights: Weight of every row in a mean over rows: its trained tokens; for pairs and labelled rows, all equal.
     """
 
     input_ids: tuple[Tensor, ...]
@@ -77,15 +82,23 @@ class EncodedDataset:
     unread: tuple[Unread, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
+    labels: tuple[bool, ...] | None = None
+    max_length: int | None = None
     references: Tensor | None = None
+    reference_tails: Tensor | None = None
     num_trained: tuple[int, ...] = field(init=False)
+    num_chosen: tuple[int, ...] = field(init=False)
     weights: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_trained", tuple(int((targets != IGNORED).sum()) for targets in self.targets))
         if not self.spans:
             object.__setattr__(self, "spans", tuple((Span(ids.numel()),) for ids in self.input_ids))
-        object.__setattr__(self, "weights", (1,) * len(self) if self.is_paired else self.num_trained)
+        first_targets = (targets[: spans[0].length] for targets, spans in zip(self.targets, self.spans, strict=True))
+        num_chosen = tuple(int((targets != IGNORED).sum()) for targets in first_targets)
+        object.__setattr__(self, "num_chosen", num_chosen if self.is_paired else self.num_trained)
+        is_mean_of_rows = self.is_paired or self.labels is not None
+        object.__setattr__(self, "weights", (1,) * len(self) if is_mean_of_rows else self.num_trained)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -100,6 +113,8 @@ class EncodedDataset:
                 num_truncated=0,
                 num_skipped=0,
                 spans=self.spans[start:stop],
+                labels=None if self.labels is None else self.labels[start:stop],
+                max_length=self.max_length,
             )
 
     @property
@@ -155,11 +170,13 @@ def joined(parts: Sequence[EncodedDataset], names: Sequence[str]) -> EncodedData
         unread=tuple(unread.values()),
         spans=tuple(spans for part in parts for spans in part.spans),
         sources=tuple((name, len(part)) for name, part in zip(names, parts, strict=True)),
+        labels=None if parts[0].labels is None else tuple(label for part in parts for label in part.labels or ()),
+        max_length=parts[0].max_length,
     )
 
 
 def digest_of(*datasets: EncodedDataset) -> str:
-    """A digest of every token and every target, in order, and of how pairs are laid out."""
+    """A digest of every token and every target, in order, of how pairs are laid out, and of labels."""
     digest = hashlib.sha256()
     for dataset in datasets:
         for rows in (dataset.input_ids, dataset.targets):
@@ -168,4 +185,6 @@ def digest_of(*datasets: EncodedDataset) -> str:
                 digest.update(row.numpy().tobytes())
         if dataset.is_paired:
             digest.update(repr([[(span.length, span.prefix) for span in spans] for spans in dataset.spans]).encode())
+        if dataset.labels is not None:
+            digest.update(repr(dataset.labels).encode())
     return digest.hexdigest()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.data.conversation import Conversation, ConversationWithTools, Message
+from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message
 from alto.data.dataset import IGNORED, EncodedDataset, Unread
 from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
@@ -55,7 +55,7 @@ def encode_dataset(
     """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
 
     Args:
-        conversations: The rows.
+        conversations: The rows, all with a label or none.
         tokenizer: Tokenizer of the base model.
         max_length: Tokens at which a row is cut.
         what: Name of the split for messages, e.g. ``"training"``.
@@ -72,7 +72,7 @@ def encode_dataset(
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
     encoder = Encoder(tokenizer, train_on)
-    input_ids, targets = [], []
+    input_ids, targets, labels = [], [], []
     num_rows = num_truncated = num_masked = num_unrolled = 0
     faults = FaultList(f"the {what} data")
     for number, conversation in enumerate(conversations, start=1):
@@ -91,6 +91,7 @@ def encode_dataset(
             if (sought != IGNORED).any():
                 input_ids.append(ids)
                 targets.append(sought)
+                labels.append(getattr(conversation, "is_desirable", True))
     refused = faults.settle(len(conversations), on_bad_row)
     if not input_ids:
         raise DataError(
@@ -112,6 +113,8 @@ def encode_dataset(
         num_shortened=encoder.num_shortened,
         refused=() if refused is None else (refused,),
         unread=encoder.unread,
+        labels=tuple(labels) if isinstance(conversations[0], LabelledConversation) else None,
+        max_length=limit.num_tokens,
     )
 
 

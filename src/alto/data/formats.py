@@ -15,6 +15,8 @@ form                          columns (optional ones in brackets)
                               text or messages, and a prompt in one of the columns of :data:`_PROMPTS`, which lists of
                               messages may begin with themselves; [``system``]
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
+``unpaired_preference``       the columns of ``prompt_completion``, and ``label``: whether the reply is desirable; only
+                              where a method learns from labels
 ============================  ================================================================================
 
 All but ``text``, ``raw_prompt_completion`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have
@@ -38,6 +40,7 @@ _NAMED_FORMS = ("raw_prompt_completion",)
 """Forms that are never recognised: their columns are those of another one."""
 
 _PAIR_FORMS = ("preference", "openai_preference")
+_LABELLED_FORM = "unpaired_preference"
 
 _Columns = tuple[tuple[str, str], ...]
 
@@ -62,6 +65,10 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
             ("non_preferred_output", "non_preferred_output"),
         ),
     ),
+    *(
+        ("unpaired_preference", (("prompt", prompt), ("completion", completion), ("label", "label")))
+        for prompt, completion in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+    ),
 )
 """Every layout of a form: its roles, and their default columns."""
 
@@ -75,6 +82,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
     "openai_preference": (),
+    "unpaired_preference": ("system", *_BESIDE_TURNS),
 }
 
 _PROMPTS: tuple[Mapping[str, str], ...] = (
@@ -118,9 +126,19 @@ class Layout:
         )
         return RowFault(FaultKind.NO_COLUMNS, reason)
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether a row is a reply with a label."""
+        return self.form == _LABELLED_FORM
+
 
 def find_layout(
-    rows: Sequence[RawRow], form: str, columns: Mapping[str, str], *, is_paired: bool | None = None
+    rows: Sequence[RawRow],
+    form: str,
+    columns: Mapping[str, str],
+    *,
+    is_paired: bool | None = None,
+    is_labelled: bool = False,
 ) -> Layout:
     """The layout that fits most rows; the others have a fault (:meth:`Layout.misfit`).
 
@@ -129,12 +147,17 @@ def find_layout(
         form: Its name, or ``auto``.
         columns: Roles to columns, where they differ from the defaults.
         is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
+        is_labelled: Whether only labelled replies and pairs will do, the former where a dataset has both.
 
     Raises:
         DataFormatError: No layout fits any row, or several fit equally many and the first of these rows.
     """
     rows = [row for row in rows if row.fault is None]
-    candidates = _candidates(form, columns)
+    candidates = [
+        layout
+        for layout in _candidates(form, columns)
+        if (layout.is_labelled or layout.is_paired if is_labelled else form != "auto" or not layout.is_labelled)
+    ]
     if not candidates:
         raise DataFormatError(
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
@@ -158,6 +181,8 @@ def find_layout(
     if wanted and all(layout.is_paired != is_paired for layout in common) and 2 * max(wanted.values()) >= len(rows):
         common = _fitting_most(wanted)
     common = _of_kind(common, is_paired)
+    if is_labelled:
+        common = [layout for layout in common if layout.is_labelled] or common
     if len(common) > 1:
         common = [layout for layout in common if layout.form != "text"]
     first = next(row for row in rows if any(layout.misfit(row) is None for layout in common))

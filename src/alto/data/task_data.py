@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from alto.data.conversation import Conversation, Pair, Row
-from alto.data.convert import to_conversation, to_pair
+from alto.data.conversation import Conversation, LabelledConversation, Pair, Row
+from alto.data.convert import to_conversation, to_labelled, to_pair
 from alto.data.dataset import EncodedDataset, joined
 from alto.data.encode import encode_dataset
 from alto.data.faults import BadRows, FaultList
@@ -24,7 +24,7 @@ from alto.errors import DataFormatError
 from alto.records import ModelLimits
 from alto.spec import OnBadRow, Task, TrainOn
 from alto.spec.data_keys import DataKeys
-from alto.spec.method import learns_from_pairs
+from alto.spec.method import find_method, learns_from_pairs
 
 __all__ = [
     "DEFAULT_VALIDATION_SHARE",
@@ -289,6 +289,9 @@ def _read_rows(keys: DataKeys, method: str, key: str) -> TaskRows:
     else:
         share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
         train, validation = split_rows(train, share, keys.data_seed)
+    if find_method(method).entry.is_labelled:  # after the split: both replies to a prompt are on one side of it
+        train, validation = _unpaired(train), _unpaired(validation)
+        test = None if test is None else _unpaired(test)
     return TaskRows(
         train=train,
         validation=validation,
@@ -322,17 +325,31 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
         return _own_heldout_rows(task)
     else:
         found = _converted(source.train, source.form, task, task.method)
+    rows = found.rows
+    if find_method(task.method).entry.is_labelled:
+        # An adapter is measured on the replies that it is to give.
+        labelled = [row for row in _unpaired(rows) if isinstance(row, LabelledConversation)]
+        rows = [row.unlabelled for row in labelled if row.is_desirable]
     if found.bad is not None:
         name += f" ({found.bad.num_bad:,} bad rows left out)"
-    return HeldoutRows(
-        name=name, rows=found.rows, max_length=task.max_length or source.max_length, train_on=task.train_on
-    )
+    return HeldoutRows(name=name, rows=rows, max_length=task.max_length or source.max_length, train_on=task.train_on)
 
 
 def _own_heldout_rows(task: Task) -> HeldoutRows:
     own = read_task_rows(task)
     name = f"{task.dataset_name} (validation rows)"
     return HeldoutRows(name=name, rows=own.validation, max_length=own.max_length, train_on=task.train_on)
+
+
+def _unpaired(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
+    unpaired: list[Row] = []
+    for row in rows:
+        if isinstance(row, Pair):
+            unpaired += [LabelledConversation(row.chosen, True), LabelledConversation(row.rejected, False)]
+        else:
+            unpaired.append(row)
+    return unpaired
 
 
 def _other_rows(name: str, key: str, keys: DataKeys, method: str, layout: Layout) -> _Converted:
@@ -368,11 +385,12 @@ def _converted(
             assert row.fault is not None
             faults.add(row.where, row.fault)
         faults.settle(len(raw), keys.on_bad_row)
+    is_labelled = find_method(method).entry.is_labelled
     meant = learns_from_pairs(method) if is_paired is None else is_paired
-    layout = find_layout(raw, form, keys.columns, is_paired=meant)
-    if is_paired is not None and layout.is_paired != is_paired:
+    layout = find_layout(raw, form, keys.columns, is_paired=None if is_labelled else meant, is_labelled=is_labelled)
+    if not is_labelled and is_paired is not None and layout.is_paired != is_paired:
         raise _wrong_kind(layout, method, key)
-    convert = to_pair if layout.is_paired else to_conversation
+    convert = to_pair if layout.is_paired else to_labelled if is_labelled else to_conversation
     converted = []
     for row in raw:
         try:

@@ -17,8 +17,12 @@ from alto.executor import cache
 from alto.executor.context import TaskContext
 from alto.executor.memory_errors import RowTooLargeError, watching
 from alto.executor.micro_batches import MicroBatches
-from alto.objectives import reference_log_probs
+from alto.objectives import reference_sums
 from alto.spec.base_model import LOAD_IN_4BIT
+
+COLUMNS = 4
+"""Numbers for every pair: the log-probs of both replies, and the part of each that is of tokens beyond the length of
+the shorter reply."""
 
 __all__ = ["References", "find_references"]
 
@@ -66,14 +70,15 @@ def find_references(
         for part in split.parts(PART_ROWS):
             key = _key(context, part)
             known = _known(key, len(part)) if ranks.is_first else None
-            references = ranks.broadcast_tensor(known, (len(part), 2), torch.float64)
+            references = ranks.broadcast_tensor(known, (len(part), COLUMNS), torch.float64)
             if references is None:
                 is_cached = False
                 references = _computed(context, part, micro_batches, on_turn)
                 if ranks.is_first:
                     cache.save("references", key, references.tolist())
             found.append(references)
-        splits.append(replace(split, references=torch.cat(found)))
+        sums, tails = torch.cat(found).split(2, dim=1)
+        splits.append(replace(split, references=sums.contiguous(), reference_tails=tails.contiguous()))
     return References(
         data=data.with_splits(splits),
         is_cached=is_cached,
@@ -87,8 +92,8 @@ def _known(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
         return None
     try:
         known = torch.tensor(found, dtype=torch.float64)
-        if known.shape != (num_rows, 2) or not bool(known.isfinite().all()):
-            raise ValueError(f"not two finite numbers for each of {num_rows} pairs")
+        if known.shape != (num_rows, COLUMNS) or not bool(known.isfinite().all()):
+            raise ValueError(f"not {COLUMNS} finite numbers for each of {num_rows} pairs")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         cache.discard("references", key, error)
         return None
@@ -110,7 +115,7 @@ def _computed(
         on_turn()
         with watching("evaluation"):
             batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
-            log_probs = reference_log_probs(backbone, batch).tolist()
+            log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
         found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
 
     try:
@@ -122,8 +127,8 @@ def _computed(
             f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
             f"{backbone.device}; lower max_length, or {LOAD_IN_4BIT}"
         ) from error
-    numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0, 0.0))]
-    references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, 2)
+    numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0,) * COLUMNS)]
+    references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)
     num_broken = int((~references.isfinite()).any(1).sum())
     if num_broken:
         raise ModelError(
@@ -144,5 +149,6 @@ def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
         "weights": cache.weights_of(context.base.id),
         "versions": cache.versions(),
         "device": backbone.device.type,
+        "columns": COLUMNS,
         "data": digest_of(dataset),
     }

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alto.backbone import Backbone, release_memory
-from alto.data import EncodedDataset, EvaluationSplit, JobRows, TokenBatch, collate, dummy_batch, share_rows
+from alto.data import (
+    EncodedDataset,
+    EvaluationSplit,
+    JobRows,
+    TokenBatch,
+    collate,
+    dummy_batch,
+    mismatched_rows,
+    share_rows,
+)
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
 from alto.executor.job_state import JobState
@@ -23,11 +34,14 @@ from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
 from alto.kernels import DropoutKey, TokenSchedule, upload
 from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
-from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
+from alto.objectives import Learners, job_losses, micro_batch_terms, run_sums, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import JobConfig
 
 __all__ = ["Trainer"]
+
+_JobBatch: TypeAlias = tuple[JobState, EncodedDataset, tuple[int, ...]]
+"""A job, and the rows of one of its batches."""
 
 
 class Trainer:
@@ -135,9 +149,11 @@ class Trainer:
         index_of = {
             local_slot: index for index, job in enumerate(jobs) if (local_slot := self.local_slot(job)) is not None
         }
-        work, num_micro_batches = self._work(
-            [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs]
-        )
+        batches: list[_JobBatch] = [
+            (job, job.context.data.train, tuple(job.order.rows_of_step(job.step))) for job in jobs
+        ]
+        kl = self._divergences(batches)
+        work, num_micro_batches = self._work(batches)
         losses: Tensor | None = None
 
         def train(parts: Sequence[JobRows]) -> None:
@@ -148,6 +164,7 @@ class Trainer:
                 learners = _learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
+                batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
             with self._forward_context.use(schedule):
                 with watching("forward"):
                     losses_J = job_losses(self._backbone, batch, learners)
@@ -225,16 +242,21 @@ class Trainer:
         """
         here = self._here(jobs)
         datasets = [job.context.data.held_out(split) for job in jobs]
-        work, num_micro_batches = self._work(
-            [(job, dataset, tuple(range(len(dataset)))) for job, dataset in zip(jobs, datasets, strict=True)],
-            split_jobs=True,
-        )
+        batches: list[_JobBatch] = [
+            (job, dataset, tuple(range(len(dataset)))) for job, dataset in zip(jobs, datasets, strict=True)
+        ]
+        kl = self._divergences(batches)
+        index_of = {self.local_slot(job): index for index, job in enumerate(jobs)}
+        work, num_micro_batches = self._work(batches, split_jobs=True)
         tallies = {local_slot: _new_tally(job.context, split) for local_slot, job in here.items()}
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(parts)
                 learners = _learners([here[local_slot] for local_slot in batch.slots])
+                if kl is not None:
+                    indices = [index_of[local_slot] for local_slot in batch.slots]
+                    batch = replace(batch, kl_J=kl.index_select(0, upload(indices, torch.int64, kl.device)))
                 with self._forward_context.use(_schedule(batch, here, training=False)):
                     found = micro_batch_terms(self._backbone, batch, learners)
                 left = iter(parts)
@@ -270,6 +292,9 @@ class Trainer:
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(parts)
+                # The base does not differ from itself.
+                kl_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=self._backbone.device)
+                batch = replace(batch, kl_J=kl_J)
                 losses_S = token_losses(self._backbone, batch)
                 for config, tally in zip(configs, tallies, strict=True) if parts else ():
                     terms = terms_of(context.objective, losses_S, batch, [config])
@@ -303,13 +328,53 @@ class Trainer:
             for tally, of_one in zip(tallies, values, strict=True)
         ]
 
+    @torch.no_grad()
+    def _divergences(self, batches: Sequence[_JobBatch]) -> Tensor | None:
+        """The estimated divergence of each job's adapter from the base over its whole batch, ``[len(batches)]`` float64
+        nats, at least 0: the mean log-ratio of prompts with replies of other rows. It is found before the first
+        micro-batch, so that it does not depend on how a batch is split. 0 for jobs that do not need it, None where no
+        job does.
+
+        Raises:
+            RowTooLargeError, DeviceMemoryError: As :meth:`evaluate`.
+        """
+        asked = [(index, *batch) for index, batch in enumerate(batches) if batch[0].config.objective.needs_kl]
+        if not asked:
+            return None
+        made = {(id(dataset), rows): mismatched_rows(dataset, rows) for _, _, dataset, rows in asked}
+        of_asked: list[_JobBatch] = [
+            (job, made[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in asked
+        ]
+        here = self._here([job for job, _, _ in of_asked])
+        index_of = {self.local_slot(job): index for index, job, _, _ in asked}
+        work, num_micro_batches = self._work(of_asked, split_jobs=True)
+        means = torch.zeros(len(batches), dtype=torch.float64, device=self._backbone.device)
+
+        def estimate(parts: Sequence[JobRows]) -> None:
+            with watching("evaluation"):
+                batch = self._collate(parts)
+                with self._forward_context.use(_schedule(batch, here, training=False)):
+                    losses_S = token_losses(self._backbone, batch)
+                log_ratios_S = token_losses(self._backbone, batch).double() - losses_S.double()
+                if parts:
+                    sums_J = run_sums(log_ratios_S, batch.job_targets)
+                    sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
+                    indices = [index_of[local_slot] for local_slot in batch.slots]
+                    means.index_add_(0, upload(indices, torch.int64, means.device), sums_J)
+
+        def forget() -> None:
+            means.zero_()
+
+        self.micro_batches.run(work, estimate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
+        if not self._ranks.is_alone:
+            means = torch.tensor(self._ranks.sum(means.tolist()), dtype=torch.float64, device=means.device)
+        return means.clamp(min=0)
+
     def _here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
         """Those of ``jobs`` that lie in this rank's bank, by local slot."""
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
 
-    def _work(
-        self, batches: Sequence[tuple[JobState, EncodedDataset, tuple[int, ...]]], *, split_jobs: bool = False
-    ) -> tuple[list[JobRows], int]:
+    def _work(self, batches: Sequence[_JobBatch], *, split_jobs: bool = False) -> tuple[list[JobRows], int]:
         """This rank's share of ``batches``, and the largest number of micro-batches of any rank."""
         of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
         for job, dataset, rows in batches:

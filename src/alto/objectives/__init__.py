@@ -6,6 +6,7 @@ from alto.objectives.micro_batch import (
     job_losses,
     micro_batch_terms,
     reference_log_probs,
+    reference_sums,
     terms_of,
     token_losses,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "micro_batch_terms",
     "preference_metrics",
     "reference_log_probs",
+    "reference_sums",
     "run_sums",
     "terms_of",
     "token_losses",

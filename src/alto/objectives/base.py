@@ -112,7 +112,12 @@ class Objective:
             SpecError: A setting is out of its domain.
             UnsupportedError: The implementation is a package's, and raises an error that is none of ALTO's.
         """
-        expects_pairs = self.method.entry.is_paired or (self.needs_reference and not dataset.is_paired)
+        if self.method.entry.is_labelled and dataset.labels is None:
+            raise DataError(
+                f"method {self.method.name}: expected replies with labels (columns prompt, completion and label) or "
+                "preference pairs, found rows without labels; write method: sft"
+            )
+        expects_pairs = self.method.entry.is_paired or (self.needs_reference and not self.method.entry.is_labelled)
         if expects_pairs and not dataset.is_paired:
             raise DataError(
                 f"method {self.method.name}: expected preference pairs (columns prompt, chosen and rejected), found "

@@ -1,15 +1,19 @@
 """Direct preference optimisation: of two replies to a prompt, the chosen one's log-ratio to the frozen base is to
 exceed that of the rejected one.
 
-The losses are those of TRL's ``DPOTrainer`` under the same names, per pair. But ``label_smoothing`` of ``sigmoid`` is
-that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow. Sources: sigmoid arXiv:2305.18290, ipo
-2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409, apo 2408.06266.
+The losses are those of TRL's ``DPOTrainer`` under the same names, per pair; several are added with weights. But
+``label_smoothing`` of ``sigmoid`` is that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow.
+Sources: sigmoid arXiv:2305.18290, ipo 2310.12036 (per token, as TRL), hinge 2309.06657, robust 2403.00409, exo_pair
+2402.00856, nca_pair 2402.05369, bco_pair 2404.04656 (without its running mean of rewards, as TRL), sppo_hard
+2405.00675, apo 2408.06266, discopop 2406.08414; ``ld_alpha`` 2409.06411, ``f_divergence_type`` 2309.16240,
+``rpo_alpha`` 2404.19733.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import assert_never
 
 import torch
@@ -19,53 +23,105 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objectives import DpoSettings, LossType
+from alto.spec.objective_settings import LOSS_TYPES, Divergence, DpoSettings, LossType
 
 __all__ = ["Dpo"]
 
+_MAX_EXPONENT = 80.0
+"""Where TRL cuts the exponent of the alpha divergence."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LogRatios:
-    """Of all pairs of a micro-batch: the replies' log-ratios to the base, and the settings of their jobs; all ``[Q]``
-    float64."""
+class _Scores:
+    """Of all pairs of a micro-batch: the replies' log-ratios to the base, their scores (the derivative of the
+    divergence at that ratio), and the settings of their jobs; all ``[Q]`` float64."""
 
-    chosen_Q: Tensor
-    rejected_Q: Tensor
+    chosen_ratio_Q: Tensor
+    rejected_ratio_Q: Tensor
+    chosen_score_Q: Tensor
+    rejected_score_Q: Tensor
     chosen_length_Q: Tensor
     rejected_length_Q: Tensor
+    chosen_loss_Q: Tensor
     beta_Q: Tensor
     smoothing_Q: Tensor
+    tau_Q: Tensor
 
     def margin(self) -> Tensor:
-        """The chosen reply's log-ratio less the rejected one's."""
-        return self.chosen_Q - self.rejected_Q
+        """The chosen reply's score less the rejected one's."""
+        return self.chosen_score_Q - self.rejected_score_Q
 
     def margin_per_token(self) -> Tensor:
-        return self.chosen_Q / self.chosen_length_Q - self.rejected_Q / self.rejected_length_Q
+        return self.chosen_score_Q / self.chosen_length_Q - self.rejected_score_Q / self.rejected_length_Q
+
+    def where(self, is_asked_Q: Tensor) -> _Scores:
+        """These of the pairs that are asked for, and a harmless number for others: what a form makes of the numbers of
+        other jobs, such as an infinite power, must not reach their gradients."""
+        harmless = torch.full_like(self.beta_Q, 0.5)
+        return _Scores(
+            **{field.name: torch.where(is_asked_Q, getattr(self, field.name), harmless) for field in fields(self)}
+        )
 
 
-def _pair_losses(form: LossType, log_ratios: _LogRatios) -> Tensor:
+def _pair_losses(form: LossType, of: _Scores) -> Tensor:
     """Loss of every pair in one form, ``[Q]`` float64."""
-    beta_Q, smoothing_Q = log_ratios.beta_Q, log_ratios.smoothing_Q
+    beta_Q, smoothing_Q = of.beta_Q, of.smoothing_Q
     match form:
         case "sigmoid":
-            logit_Q = beta_Q * log_ratios.margin()
+            logit_Q = beta_Q * of.margin()
             return -F.logsigmoid(logit_Q) * (1 - smoothing_Q) - F.logsigmoid(-logit_Q) * smoothing_Q
         case "sigmoid_norm":
-            return -F.logsigmoid(beta_Q * log_ratios.margin_per_token())
+            return -F.logsigmoid(beta_Q * of.margin_per_token())
         case "ipo":
-            return (log_ratios.margin_per_token() - 1 / (2 * beta_Q)) ** 2
+            return (of.margin_per_token() - 1 / (2 * beta_Q)) ** 2
         case "hinge":
-            return torch.relu(1 - beta_Q * log_ratios.margin())
+            return torch.relu(1 - beta_Q * of.margin())
         case "robust":
-            logit_Q = beta_Q * log_ratios.margin()
+            logit_Q = beta_Q * of.margin()
             right_Q, wrong_Q = -F.logsigmoid(logit_Q), -F.logsigmoid(-logit_Q)
             return (right_Q * (1 - smoothing_Q) - wrong_Q * smoothing_Q) / (1 - 2 * smoothing_Q)
+        case "exo_pair":
+            logit_Q = beta_Q * of.margin()
+            right_Q = torch.sigmoid(logit_Q) * (F.logsigmoid(logit_Q) - torch.log1p(-smoothing_Q))
+            return right_Q + torch.sigmoid(-logit_Q) * (F.logsigmoid(-logit_Q) - torch.log(smoothing_Q))
+        case "nca_pair":
+            chosen_Q, rejected_Q = beta_Q * of.chosen_ratio_Q, beta_Q * of.rejected_ratio_Q
+            return -F.logsigmoid(chosen_Q) - 0.5 * F.logsigmoid(-chosen_Q) - 0.5 * F.logsigmoid(-rejected_Q)
+        case "bco_pair":
+            return -F.logsigmoid(beta_Q * of.chosen_ratio_Q) - F.logsigmoid(-beta_Q * of.rejected_ratio_Q)
+        case "sppo_hard":
+            return (of.chosen_ratio_Q - 0.5 / beta_Q) ** 2 + (of.rejected_ratio_Q + 0.5 / beta_Q) ** 2
         case "apo_zero":
-            return 1 - torch.sigmoid(beta_Q * log_ratios.chosen_Q) + torch.sigmoid(beta_Q * log_ratios.rejected_Q)
+            return 1 - torch.sigmoid(beta_Q * of.chosen_ratio_Q) + torch.sigmoid(beta_Q * of.rejected_ratio_Q)
         case "apo_down":
-            return torch.sigmoid(beta_Q * log_ratios.chosen_Q) + 1 - torch.sigmoid(beta_Q * log_ratios.margin())
+            margin_Q = beta_Q * (of.chosen_ratio_Q - of.rejected_ratio_Q)
+            return torch.sigmoid(beta_Q * of.chosen_ratio_Q) + 1 - torch.sigmoid(margin_Q)
+        case "discopop":
+            logit_Q = beta_Q * of.margin()
+            log_share_Q = F.logsigmoid(logit_Q / of.tau_Q)
+            # One exponent: a power and its share may be infinite and 0.
+            return -F.logsigmoid(logit_Q) * (1 - torch.exp(log_share_Q)) + torch.exp(log_share_Q - logit_Q)
+        case "sft":
+            return of.chosen_loss_Q
     assert_never(form)
+
+
+def _score(divergence: Divergence, log_ratios_Q2: Tensor, coefficient_Q: Tensor) -> Tensor:
+    """The derivative of a divergence at the ratio of adapter to base, up to a constant: ``[Q, 2]`` float64."""
+    match divergence:
+        case "reverse_kl":
+            return log_ratios_Q2
+        case "forward_kl":
+            return 1 - torch.exp(-log_ratios_Q2)
+        case "js_divergence":
+            return math.log(2) + F.logsigmoid(log_ratios_Q2)
+        case "alpha_divergence":
+            power_Q1 = (coefficient_Q - 1)[:, None]
+            is_limit_Q1 = power_Q1.abs() < 1e-6  # there it is reverse_kl
+            power_Q1 = torch.where(is_limit_Q1, 1.0, power_Q1)
+            scores_Q2 = torch.expm1((power_Q1 * log_ratios_Q2).clamp(max=_MAX_EXPONENT)) / power_Q1
+            return torch.where(is_limit_Q1, log_ratios_Q2, scores_Q2)
+    assert_never(divergence)
 
 
 class Dpo:
@@ -82,29 +138,61 @@ class Dpo:
         assert batch.references_Q2 is not None, "reference log-probs have been computed"
         pairs = Pairs.of(losses_S, batch)
         log_ratios_Q2 = pairs.log_ratios(batch.references_Q2)
-        log_ratios = _LogRatios(
-            chosen_Q=log_ratios_Q2[:, 0],
-            rejected_Q=log_ratios_Q2[:, 1],
+        if any(of.ld_alpha is not None for of in settings):
+            log_ratios_Q2 = log_ratios_Q2 - _left_out(losses_S, batch, pairs, settings)
+        scores_Q2 = _scores(log_ratios_Q2, pairs, settings)
+        scores = _Scores(
+            chosen_ratio_Q=log_ratios_Q2[:, 0],
+            rejected_ratio_Q=log_ratios_Q2[:, 1],
+            chosen_score_Q=scores_Q2[:, 0],
+            rejected_score_Q=scores_Q2[:, 1],
             chosen_length_Q=pairs.lengths_Q2[:, 0],
             rejected_length_Q=pairs.lengths_Q2[:, 1],
+            chosen_loss_Q=pairs.chosen_losses,
             beta_Q=pairs.of_jobs([of.beta for of in settings]),
             smoothing_Q=pairs.of_jobs([of.label_smoothing for of in settings]),
+            tau_Q=pairs.of_jobs([of.discopop_tau for of in settings]),
         )
-        rewards_Q2 = log_ratios_Q2.detach() * log_ratios.beta_Q[:, None]
+        rewards_Q2 = log_ratios_Q2.detach() * scores.beta_Q[:, None]
         metrics = {**preference_metrics(rewards_Q2), "kl": log_ratios_Q2.detach().mean(1)}
-        return pairs.terms(_losses(log_ratios, pairs, [of.loss_type for of in settings]), metrics)
+        return pairs.terms(_losses(scores, pairs, [of.forms for of in settings]), metrics)
 
 
-def _losses(log_ratios: _LogRatios, pairs: Pairs, forms: Sequence[LossType]) -> Tensor:
-    """Loss of every pair in its job's form. Each form is computed for all pairs, so that a pair keeps its place in the
-    vector.
+def _left_out(losses_S: Tensor, batch: TokenBatch, pairs: Pairs, settings: Sequence[DpoSettings]) -> Tensor:
+    """What ``ld_alpha`` takes off the log-ratios, ``[Q, 2]`` float64: that of the tokens beyond the shorter reply's
+    length, times ``1 - ld_alpha``; 0 for jobs without it."""
+    assert batch.reference_tails_Q2 is not None, "reference log-probs have been computed"
+    tails_Q2 = pairs.tails(losses_S, batch, batch.reference_tails_Q2)
+    share_Q1 = pairs.of_jobs([0.0 if of.ld_alpha is None else 1 - of.ld_alpha for of in settings])[:, None]
+    return torch.where(share_Q1 > 0, share_Q1 * tails_Q2, 0.0)
+
+
+def _scores(log_ratios_Q2: Tensor, pairs: Pairs, settings: Sequence[DpoSettings]) -> Tensor:
+    """The scores of every pair under its job's divergence, ``[Q, 2]`` float64."""
+    names = [of.f_divergence_type for of in settings]
+    coefficient_Q = pairs.of_jobs([of.f_alpha_divergence_coef for of in settings])
+    scores_Q2 = log_ratios_Q2
+    for divergence in sorted(set(names) - {"reverse_kl"}):
+        is_asked_Q1 = pairs.of_jobs([name == divergence for name in names])[:, None] > 0
+        is_asked_Q1 = is_asked_Q1 & pairs.is_real[:, None]
+        own_Q2 = torch.where(is_asked_Q1, log_ratios_Q2, 0.0)
+        scores_Q2 = torch.where(is_asked_Q1, _score(divergence, own_Q2, coefficient_Q), scores_Q2)
+    return scores_Q2
+
+
+def _losses(scores: _Scores, pairs: Pairs, forms: Sequence[Mapping[LossType, float]]) -> Tensor:
+    """Loss of every pair in its job's forms. Each form is computed for all pairs, so that a pair keeps its place in the
+    vector; in one order for all jobs, so that no other job changes the order of a sum.
 
     Args:
         forms: One per job.
     """
-    first, *others = dict.fromkeys(forms)
-    losses_Q = _pair_losses(first, log_ratios)
-    for form in others:
-        is_asked_Q = pairs.of_jobs([name == form for name in forms]) > 0
-        losses_Q = torch.where(is_asked_Q, _pair_losses(form, log_ratios), losses_Q)
+    losses_Q = torch.zeros_like(scores.beta_Q)
+    for form in LOSS_TYPES:
+        if not any(form in of_job for of_job in forms):
+            continue
+        is_asked_Q = (pairs.of_jobs([form in of_job for of_job in forms]) > 0) & pairs.is_real
+        weight_Q = pairs.of_jobs([of_job.get(form, 0.0) for of_job in forms])
+        found_Q = weight_Q * _pair_losses(form, scores.where(is_asked_Q))
+        losses_Q = losses_Q + torch.where(is_asked_Q, found_Q, 0.0)
     return losses_Q

@@ -7,15 +7,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.errors import ShapeError
 from alto.objectives.base import Objective, Terms
+from alto.objectives.pairs import tail_sums
 from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
-__all__ = ["Learners", "job_losses", "micro_batch_terms", "reference_log_probs", "terms_of", "token_losses"]
+__all__ = [
+    "Learners",
+    "job_losses",
+    "micro_batch_terms",
+    "reference_log_probs",
+    "reference_sums",
+    "terms_of",
+    "token_losses",
+]
 
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
@@ -111,7 +121,18 @@ def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learner
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; for a
-    dummy batch, numbers that are not used."""
-    sums = -run_sums(token_losses(backbone, batch), batch.sequence_targets)
-    return sums.view(-1, 2) if batch.slots else sums.expand(2)[None]
+    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; of rows
+    with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
+    return reference_sums(backbone, batch)[0]
+
+
+def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """As :func:`reference_log_probs`, and the part of them that is of tokens beyond the length of the pair's shorter
+    reply, ``[Q, 2]``."""
+    losses_S = token_losses(backbone, batch)
+    sums = -run_sums(losses_S, batch.sequence_targets)
+    if not batch.slots:
+        return sums.expand(2)[None], sums.expand(2)[None]
+    if len(batch.sequence_targets) == sum(batch.job_rows):  # one sequence a row
+        return F.pad(sums[:, None], (0, 1)), torch.zeros_like(sums)[:, None].expand(-1, 2)
+    return sums.view(-1, 2), -tail_sums(losses_S, batch)

@@ -16,7 +16,7 @@ from alto.data import TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.sums import run_sums, to_device
 
-__all__ = ["Pairs", "preference_metrics"]
+__all__ = ["Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
 
 _LANES = 16
 """Width of the float64 vectors in PyTorch's CPU kernels. Remaining elements are computed in another way, which rounds a
@@ -32,46 +32,99 @@ class Pairs:
         log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
         lengths_Q2: Trained tokens of both, float64.
         counts: Pairs of every job.
+        chosen_weights: By job: pairs of its whole batch, divided by the trained tokens of their chosen replies.
     """
 
     log_probs_Q2: Tensor
     lengths_Q2: Tensor
     counts: tuple[int, ...]
+    chosen_weights: tuple[float, ...]
 
     @classmethod
     def of(cls, losses_S: Tensor, batch: TokenBatch) -> Pairs:
         """The pairs of ``batch``, whose trained tokens have ``losses_S``."""
         lengths_Q2 = to_device(batch.sequence_targets, losses_S.device, torch.float64).view(-1, 2)
         return cls(
-            log_probs_Q2=_filled(-run_sums(losses_S, batch.sequence_targets).view(-1, 2)),
-            lengths_Q2=_filled(lengths_Q2),
+            log_probs_Q2=filled(-run_sums(losses_S, batch.sequence_targets).view(-1, 2)),
+            lengths_Q2=filled(lengths_Q2),
             counts=batch.job_rows,
+            chosen_weights=tuple(
+                weight / chosen for weight, chosen in zip(batch.job_weights, batch.job_chosen, strict=True)
+            ),
         )
+
+    @property
+    def is_real(self) -> Tensor:
+        """Whether a pair is one of the micro-batch, and not a dummy: ``[Q]``."""
+        return torch.arange(len(self.log_probs_Q2), device=self.log_probs_Q2.device) < sum(self.counts)
+
+    @property
+    def chosen_losses(self) -> Tensor:
+        """For every pair a number whose mean over the pairs of the job's whole batch is the mean cross-entropy of the
+        trained tokens of all its chosen replies: ``[Q]`` float64 nats. Long replies count more, as in TRL's
+        ``sft``."""
+        return -self.log_probs_Q2[:, 0] * self.of_jobs(self.chosen_weights)
 
     def log_ratios(self, references_Q2: Tensor) -> Tensor:
         """Log-probabilities under the adapter less those under the base, ``references_Q2``, of the batch's pairs:
         ``[Q, 2]`` float64 nats."""
-        return self.log_probs_Q2 - _filled(references_Q2)
+        return self.log_probs_Q2 - filled(references_Q2)
+
+    def tails(self, losses_S: Tensor, batch: TokenBatch, reference_tails_Q2: Tensor) -> Tensor:
+        """The part of the log-ratios that is of tokens beyond the length of the pair's shorter reply: ``[Q, 2]``
+        float64 nats."""
+        return filled(-tail_sums(losses_S, batch) - reference_tails_Q2)
 
     def of_jobs(self, values: Sequence[float]) -> Tensor:
         """One value per job, repeated for each of its pairs: ``[Q]`` float64."""
-        repeated: list[float] = []
-        for value, count in zip(values, self.counts, strict=True):
-            repeated += [value] * count
-        repeated += [1.0] * (len(self.log_probs_Q2) - len(repeated))
-        return to_device(repeated, self.log_probs_Q2.device, torch.float64)
+        return of_jobs(values, self.counts, self.log_probs_Q2)
 
     def terms(self, losses_Q: Tensor, metrics: Mapping[str, Tensor]) -> Terms:
         """The sums of every job's pairs."""
-        rows = {"loss": losses_Q, **metrics}
-        return Terms(
-            sums_J=self._sums(losses_Q),
-            metrics={name: self._sums(values_Q.detach()) for name, values_Q in metrics.items()},
-            rows={name: values_Q.detach()[: sum(self.counts)] for name, values_Q in rows.items()},
-        )
+        return terms_of_rows(losses_Q, metrics, self.counts)
 
-    def _sums(self, values_Q: Tensor) -> Tensor:
-        return run_sums(values_Q[: sum(self.counts)], self.counts)
+
+def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, fill: float = 1.0) -> Tensor:
+    """One value per job, repeated for each of its rows: ``[Q]`` float64.
+
+    Args:
+        values: One per job.
+        counts: Rows of every job.
+        like_Q: Its length and device are those of the result.
+        fill: Value of dummy rows.
+    """
+    repeated: list[float] = []
+    for value, count in zip(values, counts, strict=True):
+        repeated += [value] * count
+    repeated += [fill] * (len(like_Q) - len(repeated))
+    return to_device(repeated, like_Q.device, torch.float64)
+
+
+def terms_of_rows(losses_Q: Tensor, metrics: Mapping[str, Tensor], counts: Sequence[int]) -> Terms:
+    """The sums of every job's rows; dummy rows after them are left out.
+
+    Args:
+        losses_Q: Loss of every row.
+        metrics: By name, what is measured of every row.
+        counts: Rows of every job.
+    """
+    num_rows = sum(counts)
+    rows = {"loss": losses_Q, **metrics}
+    return Terms(
+        sums_J=run_sums(losses_Q[:num_rows], counts),
+        metrics={name: run_sums(values_Q.detach()[:num_rows], counts) for name, values_Q in metrics.items()},
+        rows={name: values_Q.detach()[:num_rows] for name, values_Q in rows.items()},
+    )
+
+
+def tail_sums(losses_S: Tensor, batch: TokenBatch) -> Tensor:
+    """The sums of each reply's losses beyond the length of the pair's shorter reply, ``[Q, 2]`` float64: one of the two
+    is 0."""
+    runs: list[int] = []
+    for chosen, rejected in zip(batch.sequence_targets[::2], batch.sequence_targets[1::2], strict=True):
+        shared = min(chosen, rejected)
+        runs += [shared, chosen - shared, shared, rejected - shared]
+    return run_sums(losses_S, runs)[1::2].view(-1, 2)
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
@@ -86,6 +139,6 @@ def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _filled(values_Q2: Tensor) -> Tensor:
-    """``values_Q2``, followed by ones."""
+def filled(values_Q2: Tensor) -> Tensor:
+    """``values_Q2``, followed by ones up to a whole number of vectors."""
     return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % _LANES), value=1.0)

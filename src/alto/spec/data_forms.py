@@ -19,11 +19,12 @@ RowFormName = Literal[
     "text",
     "preference",
     "openai_preference",
+    "unpaired_preference",
 ]
 
 _COLUMN_ROLES = (
     *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
-    *("chosen", "rejected", "preferred_output", "non_preferred_output"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output", "label"),
     *("tools", "functions", "chat_template_kwargs"),
 )
 """Roles of a dataset's columns: the keys of ``columns``."""

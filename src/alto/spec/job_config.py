@@ -277,6 +277,15 @@ class JobConfig(SpecModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_batch_of_others(self) -> JobConfig:
+        if self.objective.needs_kl and self.per_device_train_batch_size < 2:
+            raise ValueError(
+                "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
+                "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
+            )
+        return self
+
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one epoch over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"

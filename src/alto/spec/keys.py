@@ -52,7 +52,10 @@ TASK_ALIASES: Mapping[str, str] = {
 _ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
-_ONLY_LOSS_TYPES = "The loss of dpo is one of 'loss_type' alone; remove the key."
+_WHOLE_DISTRIBUTION = (
+    "It needs the probabilities of all tokens at every position, and only that of the trained token is computed; "
+    "remove the key."
+)
 _CUT_AT_THE_END = "A conversation is cut after its first 'max_length' tokens, the prompt's included; remove the key."
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -119,18 +122,8 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         ),
         _FROZEN_BASE,
     ),
-    **dict.fromkeys(
-        (
-            "dpo_use_weighting",
-            "f_divergence_type",
-            "ld_alpha",
-            "loss_weights",
-            "pref_ftx",
-            "rpo_alpha",
-            "use_weighting",
-        ),
-        _ONLY_LOSS_TYPES,
-    ),
+    **dict.fromkeys(("dpo_use_weighting", "use_weighting"), _WHOLE_DISTRIBUTION),
+    "pref_ftx": "Write 'rpo_alpha', which adds the cross-entropy per token of all chosen replies of a batch.",
     **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
 }
 """Well-known keys that this version does not support, with the remedy; they are not treated as misspelt keys."""
@@ -143,7 +136,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "fp16": (False,),
     "gradient_accumulation_steps": (1,),
     "label_smoothing_factor": (0,),
-    "f_divergence_type": ("reverse_kl",),
     "packing": (False,),
     "peft_type": ("LORA",),
     "precompute_ref_log_probs": (False, True),

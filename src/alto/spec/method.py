@@ -9,13 +9,17 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.objectives import LOSS_TYPES, OBJECTIVES, ObjectiveEntry, ObjectiveSettings
+from alto.spec.objective_settings import CPO_LOSS_TYPES, KTO_LOSS_TYPES, LOSS_TYPES
+from alto.spec.objectives import OBJECTIVES, ObjectiveEntry, ObjectiveSettings
 from alto.spec.quoting import quoted
 
 __all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
 
 OWN_METHODS = tuple(OBJECTIVES.own)
 """Names of ALTO's own methods."""
+
+_FORMS: Mapping[str, tuple[str, ...]] = {"dpo": LOSS_TYPES, "cpo": CPO_LOSS_TYPES, "kto": KTO_LOSS_TYPES}
+"""By method: the forms of its loss, which users take for methods."""
 
 
 _OWN_SETTINGS: Mapping[str, type[ObjectiveSettings]] = {
@@ -74,8 +78,9 @@ class Method:
             if key in self.fields or not having:
                 kept[key] = value
             elif value is not None and value != [None]:
+                listed = " and ".join(part for part in (", ".join(having[:-1]), having[-1]) if part)
                 raise UnknownKeyError(
-                    f"{key!r} is a setting of method {' and '.join(having)}, found with method {self.name!r}. Remove "
+                    f"{key!r} is a setting of method {listed}, found with method {self.name!r}. Remove "
                     "the key, or change the method."
                 )
         return kept
@@ -106,10 +111,11 @@ def find_method(name: str) -> Method:
         SpecError: There is no such method.
         UnsupportedError: The entry of a package cannot be used.
     """
-    if name in LOSS_TYPES and name not in OBJECTIVES.names():
+    method = None if name in OBJECTIVES.own else next((of for of, forms in _FORMS.items() if name in forms), None)
+    if method is not None and name not in OBJECTIVES.names():
         raise SpecError(
-            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: dpo and "
-            f"loss_type: {name}."
+            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: {method} "
+            f"and loss_type: {name}."
         )
     return Method(name=name, entry=OBJECTIVES.find(name))
 

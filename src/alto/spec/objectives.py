@@ -1,25 +1,31 @@
-"""Objectives without torch: their settings, their metrics, and the names of their implementations."""
+"""Objectives without torch: their metrics, and the names of their implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
-
-from pydantic import Field, field_validator, model_validator
 
 from alto.errors import SpecError
-from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
+from alto.spec.objective_settings import (
+    LOSS_TYPES,
+    CpoSettings,
+    DpoSettings,
+    KtoSettings,
+    LossType,
+    ObjectiveSettings,
+    OrpoSettings,
+)
 from alto.spec.registry import Registry
-from alto.spec.validation import SpecModel, check_defaults, plain
+from alto.spec.validation import check_defaults
 
 __all__ = [
     "LOSS_TYPES",
     "OBJECTIVES",
     "PREFERENCE_METRICS",
     "PREFERENCE_SCORES",
+    "CpoSettings",
     "DpoSettings",
+    "KtoSettings",
     "LossType",
     "ObjectiveEntry",
     "ObjectiveSettings",
@@ -29,74 +35,6 @@ __all__ = [
 PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
 """The metrics of :func:`alto.objectives.preference_metrics`; the scores are better when higher."""
-
-LossType: TypeAlias = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "apo_down"]
-"""Forms of the loss of ``dpo``."""
-
-LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
-
-_SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust")
-"""The forms that have ``label_smoothing``."""
-
-
-class ObjectiveSettings(SpecModel):
-    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
-
-    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
-    other settings: at its top level, or under ``search_space``. Null is the default.
-
-    Raises:
-        SpecError: A value is out of its domain.
-        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Other spellings of the settings."""
-
-    def __init__(self, /, **values: Any) -> None:
-        kind = type(self)
-        given = canonical_keys(values, fields=kind.model_fields, aliases=kind.aliases, where=kind.__name__)
-        super().__init__(**{key: plain(value) for key, value in given.items() if value is not None})
-
-
-class OrpoSettings(ObjectiveSettings):
-    """Settings of ``orpo``."""
-
-    aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
-
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
-
-
-class DpoSettings(ObjectiveSettings):
-    """Settings of ``dpo``."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "pref_beta": "beta",
-        "rl_beta": "beta",
-        "pref_loss": "loss_type",
-        "dpo_label_smoothing": "label_smoothing",
-    }
-
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
-    loss_type: LossType = Field(default="sigmoid", description="form of the loss")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
-
-    @field_validator("loss_type", mode="before")
-    @classmethod
-    def _name_the_forms(cls, value: Any) -> Any:
-        if isinstance(value, str) and value not in LOSS_TYPES:
-            remedy = f"Write method: {value}." if value in OBJECTIVES.own else "Write one of those."
-            raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(value)}. {remedy}")
-        return value
-
-    @model_validator(mode="after")
-    def _check_smoothing(self) -> DpoSettings:
-        if self.label_smoothing and self.loss_type not in _SMOOTHED:
-            raise ValueError(
-                f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
-                f"it, or write one of the forms that have it: {' or '.join(_SMOOTHED)}."
-            )
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +49,8 @@ class ObjectiveEntry:
             for training and evaluation.
         settings: Its settings beside those of every job.
         is_paired: Whether it learns from preference pairs; None where it accepts either kind of rows.
+        is_labelled: Whether it learns from replies that are labelled as desirable or not, which pairs are made into;
+            ``is_paired`` is false then.
         needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
         metrics: Names of its metrics beside the loss.
         scores: The metrics that are better when higher; a task may select by one of them (``metric``).
@@ -124,6 +64,7 @@ class ObjectiveEntry:
     implementation: str
     settings: type[ObjectiveSettings] = ObjectiveSettings
     is_paired: bool | None = None
+    is_labelled: bool = False
     needs_reference: bool = False
     metrics: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
@@ -139,6 +80,11 @@ class ObjectiveEntry:
             raise SpecError(
                 f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
                 "it so; the class is imported when something is trained."
+            )
+        if self.is_labelled and self.is_paired is not False:
+            raise SpecError(
+                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are no "
+                "pairs."
             )
         for name, given in (("metrics", self.metrics), ("scores", self.scores), *self.scaled_by.items()):
             if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
@@ -176,7 +122,7 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             needs_reference=True,
             metrics=(*PREFERENCE_METRICS, "kl"),
             scores=PREFERENCE_SCORES,
-            scaled_by={"reward_margin": ("beta",)},
+            scaled_by={"reward_margin": ("beta", "ld_alpha")},
         ),
         "orpo": ObjectiveEntry(
             implementation="alto.objectives.orpo:Orpo",
@@ -184,6 +130,24 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             is_paired=True,
             metrics=(*PREFERENCE_METRICS, "chosen_loss"),
             scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta",)},
+        ),
+        "cpo": ObjectiveEntry(
+            implementation="alto.objectives.cpo:Cpo",
+            settings=CpoSettings,
+            is_paired=True,
+            metrics=(*PREFERENCE_METRICS, "chosen_loss"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta", "loss_type")},
+        ),
+        "kto": ObjectiveEntry(
+            implementation="alto.objectives.kto:Kto",
+            settings=KtoSettings,
+            is_paired=False,
+            is_labelled=True,
+            needs_reference=True,
+            metrics=("reward_margin", "chosen_reward", "rejected_reward", "kl"),
+            scores=("reward_margin",),
             scaled_by={"reward_margin": ("beta",)},
         ),
     },

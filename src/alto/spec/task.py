@@ -68,8 +68,9 @@ class Task(DataKeys):
     keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
 
     Attributes:
-        method: ``sft`` learns replies; ``dpo`` and ``orpo`` learn from pairs which of two is preferred; packages may
-            register others (:class:`alto.spec.ObjectiveEntry`).
+        method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
+            ``kto`` from labels which replies are desirable; packages may register others
+            (:class:`alto.spec.ObjectiveEntry`).
         metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
             loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
             overfitting are judged by losses in any case.

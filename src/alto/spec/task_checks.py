@@ -67,8 +67,13 @@ def check_splits(validation_split: float | None, test_split: float | None) -> No
 
 
 def check_selection(select_by: str | Scoring, method: Method) -> None:
+    found = select_by if isinstance(select_by, str) else select_by.scorer
+    if select_by != "metric" and method.entry.is_labelled:
+        raise SpecError(
+            f"select_by should be 'metric' with method {method.name!r}, whose validation rows have replies that the "
+            f"model is not to give, found {found!r}. Remove the key."
+        )
     if select_by != "metric" and method.entry.is_paired:
-        found = select_by if isinstance(select_by, str) else select_by.scorer
         why = "a final answer" if found == "eval_accuracy" else "one reply to score"
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "

@@ -33,6 +33,7 @@ from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import Task
 from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec.method import find_method
 
 __all__ = ["MARGIN", "Measured", "Packing", "measure", "packings", "slot_bytes"]
 
@@ -154,7 +155,9 @@ def measure(
     num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
     bank = slot_bytes(task, shapes, num_jobs)
     todo = packings(num_jobs, largest_batch)
-    rows = synthetic_rows(lengths, backbone.model.get_input_embeddings().num_embeddings, num_jobs * largest_batch)
+    vocabulary = backbone.model.get_input_embeddings().num_embeddings
+    is_labelled = find_method(task.method).entry.is_labelled
+    rows = synthetic_rows(lengths, vocabulary, num_jobs * largest_batch, is_labelled=is_labelled)
     refused: list[MemoryEvent] = []
     context = _context(task, backbone, rows, jobs, ranks)
     trainer = _trainer(context, num_jobs, refused)

@@ -169,6 +169,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
                     job.config.optim,
                     job.config.lora_dropout > 0,
                     job.config.per_device_train_batch_size,
+                    *([True] if job.config.objective.needs_kl else []),
                 )
                 for job in task.jobs
             }

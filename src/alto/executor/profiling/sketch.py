@@ -55,8 +55,9 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
     return tuple(lengths[int((index + 0.5) * len(lengths) / count)] for index in range(count))
 
 
-def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) -> TaskData:
-    """``count`` rows of random tokens to train on, and a few to evaluate; reference log-probs of pairs are 0.
+def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int, *, is_labelled: bool = False) -> TaskData:
+    """``count`` rows of random tokens to train on, and a few to evaluate; reference log-probs are 0. Every second row
+    is desirable where they are labelled.
 
     Token ids are below ``vocabulary``. Their lengths are taken from ``lengths`` in strides, so that short and long ones
     mix.
@@ -64,11 +65,13 @@ def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int) ->
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
     rows = [lengths[index * stride % len(lengths)] for index in range(count)]
-    train = _dataset(rows, vocabulary, generator)
-    return TaskData(train=train, validation=_dataset(rows[:_EVALUATED], vocabulary, generator))
+    train, validation = (_dataset(part, vocabulary, generator, is_labelled) for part in (rows, rows[:_EVALUATED]))
+    return TaskData(train=train, validation=validation)
 
 
-def _dataset(rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator) -> EncodedDataset:
+def _dataset(
+    rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator, is_labelled: bool
+) -> EncodedDataset:
     input_ids, targets = [], []
     for row in rows:
         ids = torch.randint(0, vocabulary, (row.num_tokens,), generator=generator)
@@ -89,7 +92,10 @@ def _dataset(rows: Sequence[RowLength], vocabulary: int, generator: torch.Genera
         num_truncated=0,
         num_skipped=0,
         spans=spans,
-        references=torch.zeros(len(rows), 2, dtype=torch.float64) if len(spans[0]) == 2 else None,
+        references=torch.zeros(len(rows), 2, dtype=torch.float64) if is_labelled or len(spans[0]) == 2 else None,
+        reference_tails=torch.zeros(len(rows), 2, dtype=torch.float64) if len(spans[0]) == 2 else None,
+        labels=tuple(index % 2 == 0 for index in range(len(rows))) if is_labelled else None,
+        max_length=max(row.num_tokens for row in rows) if is_labelled else None,
     )
 
 

@@ -1,0 +1,298 @@
+"""Settings of objectives: the base class, and those of ALTO's own objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from alto.spec.keys import canonical_keys
+from alto.spec.quoting import quoted
+from alto.spec.validation import SpecModel, plain
+
+__all__ = [
+    "CPO_LOSS_TYPES",
+    "KTO_LOSS_TYPES",
+    "LOSS_TYPES",
+    "CpoLossType",
+    "CpoSettings",
+    "Divergence",
+    "DpoSettings",
+    "KtoLossType",
+    "KtoSettings",
+    "LossType",
+    "ObjectiveSettings",
+    "OrpoSettings",
+]
+
+LossType: TypeAlias = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+]
+"""Forms of the loss of ``dpo``."""
+
+LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+
+_SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust", "exo_pair")
+"""The forms that have ``label_smoothing``."""
+
+_DIVERGING: tuple[LossType, ...] = (
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "discopop",
+    "sft",
+)
+"""The forms that have ``f_divergence_type``: those of the difference of two scores."""
+
+Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+"""Divergences between the adapter and the base that DPO can limit (f-DPO, arXiv:2309.16240)."""
+
+CpoLossType: TypeAlias = Literal["sigmoid", "hinge", "ipo", "simpo"]
+"""Forms of the loss of ``cpo``."""
+
+CPO_LOSS_TYPES: tuple[CpoLossType, ...] = get_args(CpoLossType)
+
+KtoLossType: TypeAlias = Literal["kto", "apo_zero_unpaired"]
+"""Forms of the loss of ``kto``."""
+
+KTO_LOSS_TYPES: tuple[KtoLossType, ...] = get_args(KtoLossType)
+
+_SMOOTHED_CPO: tuple[CpoLossType, ...] = ("sigmoid", "simpo")
+
+_METHODS_BY_FORM: Mapping[str, str] = {
+    "orpo": "method: orpo",
+    "cpo": "method: cpo",
+    "kto": "method: kto",
+    "simpo": "method: cpo and loss_type: simpo",
+}
+"""Names that other programs have among the forms of DPO's loss, and what to write here."""
+
+_SORTED = "sorts the log-ratios of the whole batch, which may be split over micro-batches here"
+_REFUSED_FORMS: Mapping[str, str] = {"aot": _SORTED, "aot_unpaired": _SORTED}
+"""Forms of TRL's that are not supported, and why."""
+
+_DISCOPOP_TAU = 0.05
+_ALPHA_COEF = 0.5
+
+
+class ObjectiveSettings(SpecModel):
+    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
+
+    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
+    other settings: at its top level, or under ``search_space``. Null is the default.
+
+    Raises:
+        SpecError: A value is out of its domain.
+        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of the settings."""
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base over the job's
+        whole batch, which takes two more forward passes."""
+        return False
+
+    def __init__(self, /, **values: Any) -> None:
+        kind = type(self)
+        given = canonical_keys(values, fields=kind.model_fields, aliases=kind.aliases, where=kind.__name__)
+        super().__init__(**{key: plain(value) for key, value in given.items() if value is not None})
+
+
+class OrpoSettings(ObjectiveSettings):
+    """Settings of ``orpo``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
+
+
+class DpoSettings(ObjectiveSettings):
+    """Settings of ``dpo``.
+
+    ``loss_type`` may be a list of forms whose losses are added, each times its number in ``loss_weights`` (1 where
+    there are none); a list of one is stored as that form.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "pref_beta": "beta",
+        "rl_beta": "beta",
+        "pref_loss": "loss_type",
+        "dpo_label_smoothing": "label_smoothing",
+    }
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    loss_type: LossType | tuple[LossType, ...] = Field(
+        default="sigmoid", description="form of the loss, or several that are added"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
+    loss_weights: tuple[float, ...] | None = Field(
+        default=None, description="weight of each form of loss_type, where there are several"
+    )
+    rpo_alpha: float | None = Field(
+        default=None, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+    )
+    ld_alpha: float | None = Field(
+        default=None, ge=0, le=1, description="weight of a reply's tokens beyond the length of the shorter reply"
+    )
+    f_divergence_type: Divergence = Field(
+        default="reverse_kl", description="divergence from the base that the loss limits"
+    )
+    f_alpha_divergence_coef: float = Field(
+        default=_ALPHA_COEF, ge=-1e3, le=1e3, description="alpha of f_divergence_type alpha_divergence"
+    )
+    discopop_tau: float = Field(default=_DISCOPOP_TAU, gt=0, le=1e6, description="temperature of loss_type discopop")
+
+    @property
+    def forms(self) -> Mapping[LossType, float]:
+        """The weight of each form of the loss, ``rpo_alpha`` as that of ``sft``."""
+        names: tuple[LossType, ...] = self.loss_type if isinstance(self.loss_type, tuple) else (self.loss_type,)
+        found = dict(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
+        return found if self.rpo_alpha is None else {**found, "sft": self.rpo_alpha}
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _name_the_forms(cls, value: Any) -> Any:
+        names = value if isinstance(value, list | tuple) else [value]
+        for name in names:
+            if isinstance(name, str) and name not in LOSS_TYPES:
+                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of those."
+                reason = f", which {_REFUSED_FORMS[name]}" if name in _REFUSED_FORMS else ""
+                raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(name)}{reason}. {remedy}")
+        if not isinstance(value, list | tuple):
+            return value
+        if not names or len(set(map(str, names))) < len(names):
+            raise ValueError(
+                f"should name one or more forms, each once, found {quoted(list(names))}. Correct the list."
+            )
+        return names[0] if len(names) == 1 else tuple(names)
+
+    @field_validator("loss_weights", mode="before")
+    @classmethod
+    def _take_lists(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        if not all(isinstance(weight, int | float) and not isinstance(weight, bool) and weight > 0 for weight in value):
+            raise ValueError(f"should be numbers > 0, found {quoted(list(value))}. Leave out a form without weight.")
+        return tuple(float(weight) for weight in value)
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> DpoSettings:
+        names = self.loss_type if isinstance(self.loss_type, tuple) else (self.loss_type,)
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            raise ValueError(
+                f"loss_weights should be {len(names)} numbers, one for each form of loss_type, found "
+                f"{len(self.loss_weights)}. Give every form its weight, or remove the key."
+            )
+        if self.rpo_alpha is not None and "sft" in names:
+            raise ValueError(
+                "rpo_alpha is the weight of the form 'sft', expected one of the two, found both. Remove rpo_alpha, or "
+                "'sft' from loss_type."
+            )
+        if self.label_smoothing and not set(names) & set(_SMOOTHED):
+            raise ValueError(
+                f"label_smoothing should be 0 with loss_type {', '.join(map(repr, names))}, found "
+                f"{self.label_smoothing}. Remove it, or write one of the forms that have it: {' or '.join(_SMOOTHED)}."
+            )
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ValueError(
+                "label_smoothing should be above 0 with loss_type 'exo_pair', found 0. Write label_smoothing: 1.0e-3, "
+                "as its paper has it."
+            )
+        others = [name for name in names if name not in _DIVERGING]
+        if self.f_divergence_type != "reverse_kl" and others:
+            raise ValueError(
+                f"f_divergence_type should be 'reverse_kl' with loss_type {others[0]!r}, found "
+                f"{self.f_divergence_type!r}. Remove it, or write forms that have it: {', '.join(_DIVERGING)}."
+            )
+        if self.f_alpha_divergence_coef != _ALPHA_COEF and self.f_divergence_type != "alpha_divergence":
+            raise ValueError(
+                f"f_alpha_divergence_coef should be {_ALPHA_COEF} with f_divergence_type {self.f_divergence_type!r}, "
+                f"found {self.f_alpha_divergence_coef}. Remove it, or write f_divergence_type: alpha_divergence."
+            )
+        if self.discopop_tau != _DISCOPOP_TAU and "discopop" not in names:
+            raise ValueError(
+                f"discopop_tau should be {_DISCOPOP_TAU} with loss_type {', '.join(map(repr, names))}, found "
+                f"{self.discopop_tau}. Remove it, or write loss_type: discopop."
+            )
+        return self
+
+
+class CpoSettings(ObjectiveSettings):
+    """Settings of ``cpo``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta", "pref_loss": "loss_type"}
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of a reward")
+    loss_type: CpoLossType = Field(default="sigmoid", description="form of the loss")
+    cpo_alpha: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+    )
+    simpo_gamma: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="lead that the chosen reply's reward is to have; only of loss_type simpo",
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
+
+    @property
+    def target_margin(self) -> float:
+        """The lead that the reward of the chosen reply is to have: TRL's default where it is not set."""
+        return 0.5 if self.simpo_gamma is None else self.simpo_gamma
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> CpoSettings:
+        if self.label_smoothing and self.loss_type not in _SMOOTHED_CPO:
+            raise ValueError(
+                f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
+                f"it, or write one of the forms that have it: {' or '.join(_SMOOTHED_CPO)}."
+            )
+        if self.simpo_gamma is not None and self.loss_type != "simpo":
+            raise ValueError(
+                f"simpo_gamma belongs to loss_type 'simpo', found {self.simpo_gamma} with {self.loss_type!r}. Remove "
+                "it, or write loss_type: simpo."
+            )
+        return self
+
+
+class KtoSettings(ObjectiveSettings):
+    """Settings of ``kto``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "pref_beta": "beta",
+        "rl_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+        "kto_desirable_weight": "desirable_weight",
+        "kto_undesirable_weight": "undesirable_weight",
+    }
+
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    loss_type: KtoLossType = Field(default="kto", description="form of the loss")
+    desirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="weight of the losses of desirable replies")
+    undesirable_weight: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight of the losses of undesirable replies"
+    )
+
+    @property
+    def needs_kl(self) -> bool:
+        return self.loss_type == "kto"
