@@ -127,7 +127,7 @@ def _is_same(adapter: SavedAdapter, name: str, layer: Any) -> bool:
     return (
         torch.equal(a_RK, a_KR.T.cpu())
         and torch.equal(b_NR, b_RN.T.cpu())
-        and math.isclose(layer.scaling[active], adapter.scale)
+        and math.isclose(layer.scaling[active], adapter.scales[name])
     )
 
 

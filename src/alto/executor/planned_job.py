@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from alto.data import DataOrder
 from alto.early_exit import evaluation_steps, policy_from
-from alto.lora import AdapterShape, check_optimizer, find_targets
+from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
 from alto.spec.rungs import rung_step
@@ -23,7 +23,7 @@ class PlannedJob:
 
     Attributes:
         job: The job of the task.
-        shape: Rank and targets of its adapter.
+        shape: Ranks and targets of its adapter.
         order: The rows that each step trains.
         total_steps: Number of steps without early exit.
         evaluation_steps: Counts of steps done after which it is evaluated.
@@ -56,7 +56,7 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
         num_rows: Rows of the training split.
 
     Raises:
-        TargetModuleError: Its targets or rank do not fit the base model.
+        TargetModuleError: Its targets do not fit the base model.
         UnsupportedError: Its optimizer is not installed or does not support the model's device.
     """
     check_optimizer(job.config.optim, model.device)
@@ -64,8 +64,8 @@ def plan_job(job: Job, task: Task, model: PreTrainedModel, num_rows: int) -> Pla
     rungs = policy_from(task.early_exit).rungs
     return PlannedJob(
         job=job,
-        shape=AdapterShape(rank=config.r, targets=find_targets(model, config.target_modules, config.r)),
-        order=DataOrder(num_rows, config.per_device_train_batch_size, config.seed),
+        shape=adapter_shape(model, config),
+        order=DataOrder(num_rows, config.rows_per_step, config.seed),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
         ranking_steps=frozenset((total_steps, *(rung_step(rung, total_steps) for rung in rungs))),

@@ -11,6 +11,7 @@ from alto.lora.peft_format import adapter_scale, module_of, read_adapter, write_
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
+from alto.lora.shape import adapter_shape, rank_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
@@ -32,6 +33,7 @@ __all__ = [
     "TargetModule",
     "adapter_base_model",
     "adapter_scale",
+    "adapter_shape",
     "bank_bytes",
     "check_optimizer",
     "eject",
@@ -41,6 +43,7 @@ __all__ = [
     "is_adapter",
     "linear_modules",
     "module_of",
+    "rank_notes",
     "read_adapter",
     "read_saved_adapter",
     "serving",

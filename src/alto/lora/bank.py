@@ -155,7 +155,7 @@ class AdapterBank:
 
     def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
         place = self.places(slot).groups[group_index]
-        operands.assign(slot, place.ranks, place.a_start, place.b_starts)
+        operands.assign(slot, place.ranks, place.a_start, place.b_starts, place.ratios)
 
 
 def _copy(matrix: Tensor) -> Tensor:

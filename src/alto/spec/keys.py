@@ -60,7 +60,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         (
             "additional_target",
             "alora_invocation_tokens",
-            "alpha_pattern",
             "arrow_config",
             "bias",
             "corda_config",
@@ -69,7 +68,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "fan_in_fan_out",
             "kasa_config",
             "layer_replication",
-            "layers_pattern",
             "loftq_config",
             "lora_bias",
             "lora_ga_config",
@@ -79,7 +77,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "monteclora_config",
             "peft_use_dora",
             "pissa_init",
-            "rank_pattern",
             "target_parameters",
             "trainable_token_indices",
             "use_bdlora",
@@ -96,12 +93,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "base_model_name_or_path": "Name the base model in the task's 'model'.",
     "revision": "A hub model is loaded in its latest revision; download the revision and give its folder in 'model'.",
     "task_type": "Every job trains a causal language model; remove the key.",
-    "exclude_modules": "Name the modules to train in 'target_modules' instead.",
-    "layers_to_transform": "Adapters are trained in every layer; remove the key.",
-    "lr_scheduler_kwargs": "Schedules have no further settings; remove the key.",
-    "gradient_accumulation_steps": (
-        "'per_device_train_batch_size' is the whole batch of one step, also where it is split; multiply the two."
-    ),
     "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
@@ -142,7 +133,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "finetuning_type": ("lora",),
     "fp16": (False,),
-    "gradient_accumulation_steps": (1,),
     "label_smoothing_factor": (0,),
     "f_divergence_type": ("reverse_kl",),
     "packing": (False,),
@@ -151,7 +141,7 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "pref_ftx": (0,),
     "task_type": ("CAUSAL_LM",),
     "truncation_mode": ("keep_start",),
-    **dict.fromkeys(("alpha_pattern", "loftq_config", "lr_scheduler_kwargs", "rank_pattern"), ({},)),
+    "loftq_config": ({},),
     **dict.fromkeys(
         (
             "ensure_weight_tying",
