@@ -78,7 +78,14 @@ SHAPED = [
         "seed": 43,
     },
     {"lr": 1e-3, "r": 8, "exclude_modules": ["k_proj", "1.mlp.up_proj"], "batch_size": 2, "seed": 44},
-    {"lr": 1e-3, "r": 8, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1], "batch_size": 4, "seed": 45},
+    {
+        "lr": 1e-3,
+        "r": 8,
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [1],
+        "batch_size": 4,
+        "seed": 45,
+    },
     {"lr": 1e-3, "r": 70, "batch_size": 2, "target_modules": ["k_proj", "down_proj"], "seed": 46},
     {"lr": 5e-4, "r": 16, "batch_size": 2, "seed": 47},
 ]

@@ -109,7 +109,10 @@ def test_what_means_no_module_is_refused(tiny_model: ModelFactory, settings: dic
         ({"layers_to_transform": [-1]}, "^layers_to_transform should be the index of a layer"),
         ({"layers_to_transform": [1, 1]}, "^layers_to_transform should name each layer once"),
         ({"layers_to_transform": True}, "^layers_to_transform should be the index of a layer"),
-        ({"rank_pattern": {"q_proj": 0}}, "^rank_pattern should give 'q_proj' a whole number >= 1 and <= 1024, found 0"),
+        (
+            {"rank_pattern": {"q_proj": 0}},
+            "^rank_pattern should give 'q_proj' a whole number >= 1 and <= 1024, found 0",
+        ),
         ({"rank_pattern": {"q_proj": 2.0}}, "^rank_pattern should give 'q_proj' a whole number"),
         ({"rank_pattern": ["q_proj"]}, "^rank_pattern should map names of modules to numbers"),
         ({"rank_pattern": {"(q_proj": 2}}, "^rank_pattern should be a name, a list of names or a regular expression"),
