@@ -87,7 +87,7 @@ SHAPED = [
         "seed": 45,
     },
     {"lr": 1e-3, "r": 70, "batch_size": 2, "target_modules": ["k_proj", "down_proj"], "seed": 46},
-    {"lr": 5e-4, "r": 16, "batch_size": 2, "seed": 47},
+    {"lr": 5e-4, "r": 16, "batch_size": 2, "init_lora_weights": "orthogonal", "seed": 47},
 ]
 """Ranks and scales that differ between the modules of one adapter, modules left out, a rank above a smaller side."""
 

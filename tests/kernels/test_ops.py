@@ -193,8 +193,8 @@ def many_slots() -> Case:
 
 
 def mixed_case() -> Case:
-    """Ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members, and with ranks and
-    scales that differ between members."""
+    """Ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members; ranks and scales
+    differ between members."""
     return make_case(
         [[3, 5, 3], [16, 0, 16], [128, 128, 0], [0, 0, 0], [1, 1, 1]],
         [2, 0, 3, 4, 1],

@@ -153,9 +153,9 @@ def test_an_export_loads_in_peft_and_here_with_the_same_logits(
     ids = torch.arange(12)[None]
     assert find_shared_inputs(model, lambda: model(input_ids=ids))
     with torch.no_grad():
-        with serving(model, [(saved.weights, saved.scales)], lambda: model(input_ids=ids)) as served:
-            with served.use(served.schedule([12])):
-                found = model(input_ids=ids).logits
+        adapters = [(saved.weights, saved.scales)]
+        with serving(model, adapters, lambda: model(input_ids=ids)) as served, served.use(served.schedule([12])):
+            found = model(input_ids=ids).logits
         expected = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))(input_ids=ids).logits
         plain = tiny_model("llama")(input_ids=ids).logits
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -52,8 +52,9 @@ __all__ = [
     "OptimizerName",
 ]
 
-InitLoraWeights: TypeAlias = Literal["default", "gaussian"]
-"""How ``A`` starts; ``default`` is PEFT's ``True``: Kaiming-uniform."""
+InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
+"""How the adapter starts; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal``
+both are random, and their product is zero."""
 
 OptimizerName: TypeAlias = Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"]
 """AdamW with its state in 32 bits, or in 8 bits as bitsandbytes keeps it, or that in memory that can be paged out."""
@@ -70,7 +71,21 @@ SHAPE_FIELDS = (
 _MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
-_OTHER_INITS = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
+_CHANGES_THE_BASE = (
+    "it takes the adapter's first product out of the base model's weights, which all jobs share and nobody may change"
+)
+_NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
+_OTHER_INITS = {
+    "corda": _CHANGES_THE_BASE,
+    "loftq": _CHANGES_THE_BASE,
+    "mica": "it is a variant of LoRA, in which B is not trained",
+    "olora": _CHANGES_THE_BASE,
+    "pissa": _CHANGES_THE_BASE,
+    "eva": _NEEDS_DATA,
+    "lora_ga": _NEEDS_DATA,
+}
+"""PEFT's other ways to start, by the beginning of their names, and why they are refused."""
+
 _OTHER_SPELLINGS_OF_OPTIM = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
 
@@ -121,7 +136,7 @@ class JobConfig(SpecModel):
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
-    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter's A starts")
+    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
     exclude_modules: str | tuple[str, ...] | None = Field(default=None, description="which of them get none")
@@ -258,15 +273,16 @@ class JobConfig(SpecModel):
             return "default"
         if value is False:
             raise UnsupportedError(
-                "init_lora_weights: expected 'default' or 'gaussian', found false: with A and B both random, training "
-                "would not start from the base model. Remove the key."
+                "init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found false: with A and B both "
+                "random, training would not start from the base model. Remove the key."
             )
         if isinstance(value, str):
             value = value.lower()
-            if value.startswith(_OTHER_INITS):
+            why = next((why for start, why in _OTHER_INITS.items() if value.startswith(start)), None)
+            if why is not None:
                 raise UnsupportedError(
-                    f"init_lora_weights: expected 'default' or 'gaussian', found {quoted(value)}, which is not "
-                    f"supported. Write one of the two."
+                    f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
+                    "Write one of the three."
                 )
         return value
 
@@ -304,6 +320,16 @@ class JobConfig(SpecModel):
     @model_validator(mode="after")
     def _check_schedule(self) -> JobConfig:
         check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks_are_even(self) -> JobConfig:
+        odd = next((rank for rank in (self.r, *(rank for _, rank in self.rank_pattern)) if rank % 2), None)
+        if self.init_lora_weights == "orthogonal" and odd is not None:
+            raise ValueError(
+                f"init_lora_weights 'orthogonal' should come with even ranks, of which it gives half to A and half to "
+                f"B, found rank {odd}. Write an even r and rank_pattern, or another start."
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,15 @@ from alto.errors import UnsupportedError
 from alto.spec.module_names import Pairs, pairs_of
 from alto.spec.quoting import quoted
 
-__all__ = ["LrSchedulerType", "check_schedule", "schedule_factor", "scheduler_kwargs", "supported_scheduler"]
+__all__ = [
+    "DOMAINS",
+    "KWARGS_OF_SCHEDULES",
+    "LrSchedulerType",
+    "check_schedule",
+    "schedule_factor",
+    "scheduler_kwargs",
+    "supported_scheduler",
+]
 
 LrSchedulerType: TypeAlias = Literal[
     "linear",
@@ -36,7 +44,7 @@ _REFUSED = {
 _SHAPES = ("linear", "cosine", "1-sqrt")
 _CYCLES = ("num_cycles",)
 _MIN = ("min_lr", "min_lr_rate")
-_KEYS: Mapping[str, tuple[str, ...]] = {
+KWARGS_OF_SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": _CYCLES,
     "cosine_with_restarts": _CYCLES,
@@ -53,7 +61,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """The ``lr_scheduler_kwargs`` of every schedule."""
 
-_DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "num_cycles": ("a number > 0", lambda value: _is_number(value) and value > 0),
     "lr_end": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
     "power": ("a number > 0", lambda value: _is_number(value) and value > 0),
@@ -67,6 +75,7 @@ _DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "decay_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
     "min_lr_ratio": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
 }
+"""The values of every setting: in words, and as a test."""
 
 
 def supported_scheduler(value: object) -> object:
@@ -97,12 +106,12 @@ def scheduler_kwargs(value: object) -> Pairs:
             "{min_lr_rate: 0.1}."
         )
     for key, item in pairs:
-        if key not in _DOMAINS:
+        if key not in DOMAINS:
             raise ValueError(
-                f"should have settings of schedules for keys ({', '.join(_DOMAINS)}), found {quoted(key)}. Correct it, "
+                f"should have settings of schedules for keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
                 "or remove it."
             )
-        domain, is_allowed = _DOMAINS[key]
+        domain, is_allowed = DOMAINS[key]
         if item is not None and not is_allowed(item):
             raise ValueError(f"should have for {key} {domain}, found {quoted(item)}. Write such a value.")
     return tuple(sorted((key, item) for key, item in pairs if item is not None))
@@ -114,14 +123,14 @@ def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_ra
     Raises:
         ValueError: One is of another schedule or missing, or two contradict each other.
     """
-    foreign = [key for key in kwargs if key not in _KEYS[name]]
+    foreign = [key for key in kwargs if key not in KWARGS_OF_SCHEDULES[name]]
     if foreign:
-        known = ", ".join(_KEYS[name]) or "none"
+        known = ", ".join(KWARGS_OF_SCHEDULES[name]) or "none"
         raise ValueError(
             f"lr_scheduler_kwargs should have settings of lr_scheduler_type {name!r} ({known}), found {foreign[0]!r}. "
             "Remove it, or name the schedule it belongs to."
         )
-    if "min_lr" in _KEYS[name] and len([key for key in _MIN if key in kwargs]) != 1:
+    if "min_lr" in KWARGS_OF_SCHEDULES[name] and len([key for key in _MIN if key in kwargs]) != 1:
         found = " and ".join(key for key in _MIN if key in kwargs) or "neither"
         raise ValueError(
             f"lr_scheduler_type {name!r} should have one of min_lr and min_lr_rate in lr_scheduler_kwargs, found "
