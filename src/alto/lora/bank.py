@@ -117,7 +117,7 @@ class AdapterBank:
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
             if init == "orthogonal":
-                for matrix, drawn in zip((a, b), _orthogonal(*a.shape, b.shape[1], generator), strict=True):
+                for matrix, drawn in zip((a, b), _orthogonal(a.shape[0], a.shape[1], b.shape[1], generator), strict=True):
                     matrix.copy_(drawn)
                 continue
             drawn = torch.empty(a.shape)
