@@ -183,6 +183,10 @@ over all its trained tokens, as in transformers' `Trainer` with `num_items_in_ba
 time is chosen by the memory and changes nothing, so only the product of the two keys matters. With methods on pairs,
 TRL averages over micro-batches instead, and `gradient_accumulation_steps` above 1 is refused.
 
+`neftune_noise_alpha` adds noise from the uniform distribution over ± alpha / √(length × hidden size) to the token
+embeddings in training, with draws of the job's own; 5 is usual, 0 or null is none. The length is that of a row itself:
+transformers takes that of the padded batch, so that its noise depends on the rows beside it. It is refused for pairs.
+
 Learning rates are those of transformers' `get_scheduler` at every step. `lr_scheduler_kwargs` of each schedule:
 
 {_schedules()}

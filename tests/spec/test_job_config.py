@@ -36,6 +36,7 @@ def test_defaults():
         "layers_pattern": None,
         "rank_pattern": {},
         "alpha_pattern": {},
+        "neftune_noise_alpha": None,
         "loraplus_lr_ratio": 1.0,
         "num_train_epochs": 3,
         "max_steps": None,
@@ -130,13 +131,14 @@ OUTSIDE = {
     "warmup_ratio": [-0.1, 1.0],
     "weight_decay": [-0.1],
     "max_grad_norm": [-1.0],
+    "neftune_noise_alpha": [-0.1],
     "adam_beta1": [-0.1, 1.0],
     "adam_beta2": [-0.1, 1.0],
     "adam_epsilon": [0.0],
     "seed": [-1, 2**32],
 }
 NUMBERS = [field for field in OUTSIDE if field != "lr_scheduler_type"]
-NULLABLE = ("max_steps", "max_grad_norm")
+NULLABLE = ("max_steps", "max_grad_norm", "neftune_noise_alpha")
 
 
 def test_every_field_is_covered_by_a_table():
@@ -313,6 +315,13 @@ def test_whole_epochs_may_be_written_as_floats():
 def test_zero_norm_means_no_clipping():
     assert JobConfig(max_grad_norm=0) == JobConfig(max_grad_norm=None)
     assert JobConfig(max_grad_norm=0).max_grad_norm is None
+
+
+def test_zero_noise_means_none_and_pairs_have_none():
+    assert JobConfig(neftune_noise_alpha=0) == JobConfig()
+    for name in ("dpo", "orpo"):
+        with pytest.raises(UnsupportedError, match=f"neftune_noise_alpha: expected none with method '{name}'"):
+            JobConfig.of(find_method(name), {"neftune_noise_alpha": 5.0})
 
 
 def test_frozen_equal_hashable_and_copied_with_checks():

@@ -4,6 +4,7 @@ from alto.kernels.backend import choose_backend
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
 from alto.kernels.function import grouped_lora_linear
+from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
 from alto.kernels.schedule import Segment, TokenSchedule
 
@@ -11,7 +12,9 @@ __all__ = [
     "VECTOR_SIZE",
     "DropoutKey",
     "LoraOperands",
+    "NoiseKey",
     "Segment",
+    "TokenNoise",
     "TokenSchedule",
     "choose_backend",
     "grouped_lora_linear",

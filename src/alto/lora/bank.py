@@ -117,8 +117,9 @@ class AdapterBank:
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
             if init == "orthogonal":
-                for matrix, drawn in zip((a, b), _orthogonal(a.shape[0], a.shape[1], b.shape[1], generator), strict=True):
-                    matrix.copy_(drawn)
+                drawn_a, drawn_b = _orthogonal(a.shape[0], a.shape[1], b.shape[1], generator)
+                a.copy_(drawn_a)
+                b.copy_(drawn_b)
                 continue
             drawn = torch.empty(a.shape)
             if init == "gaussian":

@@ -148,6 +148,9 @@ class JobConfig(SpecModel):
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
     alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
+    neftune_noise_alpha: float | None = Field(
+        default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
+    )
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
     num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
@@ -197,6 +200,12 @@ class JobConfig(SpecModel):
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
                 f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an epoch "
                 "may be smaller, and not over the pairs of a step. Multiply per_device_train_batch_size by it."
+            )
+        if config.neftune_noise_alpha and method.entry.is_paired:
+            raise UnsupportedError(
+                f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
+                "the two sides of a pair share the tokens of their prompt, and noise of each would differ. Remove the "
+                "key."
             )
         return config
 
@@ -297,9 +306,9 @@ class JobConfig(SpecModel):
         # Hugging Face types this field as a float, so existing files have 3.0.
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    @field_validator("max_grad_norm", mode="after")
+    @field_validator("max_grad_norm", "neftune_noise_alpha", mode="after")
     @classmethod
-    def _zero_is_no_clipping(cls, value: float | None) -> float | None:
+    def _zero_is_off(cls, value: float | None) -> float | None:
         return value or None
 
     @model_validator(mode="after")

@@ -99,7 +99,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "fp16": _USE_DTYPE,
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
     "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
-    "neftune_noise_alpha": "No noise is added to embeddings; remove the key.",
     **dict.fromkeys(
         (
             "precompute_ref_batch_size",

@@ -171,6 +171,7 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
                     json.dumps([getattr(job.config, key) for key in _SHAPE_KEYS]),
                     job.config.optim,
                     job.config.lora_dropout > 0,
+                    job.config.neftune_noise_alpha is not None,
                     job.config.rows_per_step,
                 )
                 for job in task.jobs
