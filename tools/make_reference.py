@@ -31,7 +31,9 @@ from alto.runs import queue_dir, run_dir
 from alto.scheduler import AdmitReason, ParkReason
 from alto.scheduler.ranks import TOLERANCE
 from alto.spec import MAX_JOBS, Budget, EarlyExit, JobConfig, Scoring, Search, SearchSpace, Task
+from alto.spec.job_config import MAPPING_FIELDS
 from alto.spec.keys import JOB_ALIASES, OFF_VALUES, TASK_ALIASES, UNSUPPORTED_KEYS
+from alto.spec.lr_schedules import DOMAINS, KWARGS_OF_SCHEDULES
 from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.validation import SpecModel, _expected
 
@@ -66,8 +68,17 @@ TYPES: Mapping[Any, str] = {
 }
 """What the user writes for types that have no word in ``alto.spec.validation``."""
 
-ONE_OR_MORE = ("target_modules", "report_to")
+ONE_OR_MORE = ("target_modules", "exclude_modules", "layers_pattern", "report_to")
 """Fields that take one name or a list of them."""
+
+OTHER_KINDS = {
+    "layers_to_transform": "a whole number ≥ 0 or a list of them",
+    "rank_pattern": "a mapping of names to whole numbers",
+    "alpha_pattern": "a mapping of names to numbers",
+    "lr_scheduler_kwargs": "a mapping",
+    "warmup_steps": "a whole number ≥ 0, or a share below 1",
+}
+"""What the user writes for fields whose types do not say it."""
 
 SPACES = (
     ("a scalar is fixed", "{r: 16, lora_alpha: 32}"),
@@ -86,6 +97,10 @@ SPACES = (
         "{mixture_weights: [{maths: 0.5, chat: 0.5}, {maths: 0.8, chat: 0.2}]}",
     ),
     ("`target_modules`: lists in the list", "{target_modules: [all-linear, [q_proj, v_proj]]}"),
+    (
+        "`rank_pattern`, `alpha_pattern`, `lr_scheduler_kwargs`: mappings in the list",
+        "{rank_pattern: [{}, {q_proj: 8}]}",
+    ),
 )
 """Ways to write a search space; the page says how many jobs each makes."""
 
@@ -154,12 +169,37 @@ with AdamW.
 {_keys(JobConfig, JOB_ALIASES)}
 
 `lora_alpha` is a number, `r`, or a multiple such as `2*r`. `target_modules` is `all-linear` (every linear layer but the
-output head), a module's name, a list of names, or a regular expression over full names. `max_grad_norm` 0 or null clips
-nothing. `warmup_steps` and `warmup_ratio` exclude each other and are about the learning rate; early exit has a
-`warmup_ratio` of its own. `optim` may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and
-`adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and need `pip install "alto-lora[bnb]"`, the paged
-one also a GPU. They train as bitsandbytes does alone. The bank holds 32-bit state for all slots or, where no job of the
-task is trained with `adamw_torch`, for none.
+output head), a module's name, a list of names, or a regular expression over full names; `exclude_modules` is written
+in the same way. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and `warmup_ratio` exclude each other and are
+about the learning rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `adamw` or
+`adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and
+need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds
+32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for none.
+
+`rank_pattern` and `alpha_pattern` map names of modules (full names, their ends from a dot on, or regular expressions)
+to their own `r` and `lora_alpha`; the first key that matches counts. A module's output is scaled by its own two
+numbers. `layers_to_transform` keeps the adapter to some layers (0 is the first); with a pattern in `target_modules`,
+which can name layers itself, it is refused, as in PEFT. vLLM reads one rank and one scale of an adapter: serve adapters
+with patterns with PEFT, or merge them.
+
+A step is one optimizer step on `per_device_train_batch_size` × `gradient_accumulation_steps` rows. Its loss is the mean
+over all its trained tokens, as in transformers' `Trainer` with `num_items_in_batch`. How many rows are computed at a
+time is chosen by the memory and changes nothing, so only the product of the two keys matters. With methods on pairs,
+TRL averages over micro-batches instead, and `gradient_accumulation_steps` above 1 is refused.
+
+`neftune_noise_alpha` adds noise from the uniform distribution over ± alpha / √(length × hidden size) to the token
+embeddings in training, with draws of the job's own; 5 is usual, 0 or null is none. The length is that of a row itself:
+transformers takes that of the padded batch, so that its noise depends on the rows beside it. It is refused for pairs.
+
+Learning rates are those of transformers' `get_scheduler` at every step. `lr_scheduler_kwargs` of each schedule:
+
+{_schedules()}
+
+`reduce_lr_on_plateau` and `greedy` are refused: their rates depend on losses.
+
+`init_lora_weights` of PEFT that are refused: `pissa`, `olora`, `corda` and `loftq` change the base model's weights,
+which all jobs share; `eva` and `lora_ga` need passes over the training rows before the start; `mica` is a variant of
+LoRA.
 
 ### Settings of a method
 
@@ -168,6 +208,14 @@ Keys of a job as well, but only for that `method`. Null is the default. A method
 
 {_method_settings()}
 """
+
+
+def _schedules() -> str:
+    rows = [
+        [_code(name), ", ".join(f"`{key}` ({DOMAINS[key][0]})" for key in keys) or "none"]
+        for name, keys in KWARGS_OF_SCHEDULES.items()
+    ]
+    return _table(("schedule", "settings"), rows)
 
 
 def _method_settings() -> str:
@@ -332,9 +380,9 @@ listed with counts before training. Which tokens are trained under well-known te
 [chat-templates.md](chat-templates.md).
 
 **Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
-(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair; the
-others are for `sft`; where a dataset has columns of several, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` is in
-the first of {", ".join(prompts)} that the dataset
+(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair;
+the others are for `sft`; where a dataset has columns of several, the method takes its own. A reply is a text, a message
+or a list of messages. The prompt of `preference` is in the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
 reply of the assistant. A pair is left out, and counted, where `max_length` leaves no part in which they differ.
@@ -498,6 +546,8 @@ def _kind(name: str, field: FieldInfo) -> str:
         return "text, or a list of [sources](data.md#mixtures)"
     if name == "mixture_weights":
         return "a mapping of names to numbers, or null"
+    if name in OTHER_KINDS:
+        return OTHER_KINDS[name]
     if name == "rules":
         return "a mapping of names to settings"
     if name == "at":
@@ -531,6 +581,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return "no limit"
     if isinstance(field.default, SearchSpace):
         return "none: one job"
+    if name in MAPPING_FIELDS:
+        return "`{}`"
     return "–" if field.default is None else f"`{_yaml(field.default)}`"
 
 

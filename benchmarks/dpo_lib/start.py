@@ -24,7 +24,7 @@ def first_adapter(backbone: Backbone, config: JobConfig) -> AdapterWeights:
         max_rank=config.r,
         shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
     )
-    targets = find_targets(backbone.model, config.target_modules, config.r)
+    targets = find_targets(backbone.model, config.target_modules)
     bank = AdapterBank(layout, 1)
     bank.occupy(0, AdapterShape(rank=config.r, targets=targets))
     bank.initialise(0, config.seed, config.init_lora_weights)

@@ -93,7 +93,7 @@ def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> N
     }
     write_adapter(tmp_path, weights, JobConfig(r=3, lora_alpha=6), "some/base", ModuleNames.of(model))
     adapter = read_saved_adapter(tmp_path)
-    assert (adapter.base_model, adapter.scale) == ("some/base", 2.0)
+    assert (adapter.base_model, set(adapter.scales.values())) == ("some/base", {2.0})
     assert adapter.weights.keys() == weights.keys()
     assert all(torch.equal(adapter.weights[name][half], weights[name][half]) for name in weights for half in (0, 1))
 
@@ -144,8 +144,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
         ("lora_bias", True),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
         ("init_lora_weights", "pissa_niter_4"),
         ("trainable_token_indices", [3]),
         ("an_option_of_the_future", True),
@@ -166,6 +164,30 @@ def test_what_peft_itself_writes_of_them_is_refused(
         read_saved_adapter(folder)
     edit_config(folder, **dict.fromkeys(changes))  # nor is it taken for plain LoRA where the settings hide it
     with pytest.raises(UnsupportedError, match=r"found base_model\.model"):
+        read_saved_adapter(folder)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_ranks_and_scales_of_single_modules_are_read_as_peft_writes_them(
+    tiny_model: ModelFactory, tmp_path: Path, use_rslora: bool
+) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\..*": 3}, "alpha_pattern": {"0.self_attn.v_proj": 24}}
+    folder = save_with_peft(tiny_model("llama-bias"), tmp_path, use_rslora=use_rslora, **patterns)
+    saved, model = read_saved_adapter(folder), PeftModel.from_pretrained(tiny_model("llama-bias"), folder)
+    layers = {
+        name.removeprefix("base_model.model."): layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A")
+    }
+    assert saved.has_patterns
+    assert saved.scales == pytest.approx({name: layer.scaling["default"] for name, layer in layers.items()})
+    assert len(set(saved.scales.values())) > 2
+    assert saved.rank == max(layer.r["default"] for layer in layers.values())
+    edit_config(folder, rank_pattern={"q_proj": 4})
+    with pytest.raises(RunError, match=r"expected matrices of rank .* found rank"):
+        read_saved_adapter(folder)
+    edit_config(folder, rank_pattern={"q_proj": "4"})
+    with pytest.raises(RunError, match=r"adapter_config\.json: rank_pattern should give 'q_proj'"):
         read_saved_adapter(folder)
 
 

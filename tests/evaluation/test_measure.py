@@ -214,7 +214,7 @@ def test_settings_out_of_their_domain_are_refused(settings: dict[str, Any]) -> N
 
 
 def test_several_adapters_are_measured_as_each_alone(adapter: SavedAdapter, rows: HeldoutRows) -> None:
-    halved = dataclasses.replace(adapter, scale=adapter.scale / 2)
+    halved = dataclasses.replace(adapter, scales={name: scale / 2 for name, scale in adapter.scales.items()})
     together = run({"whole": adapter, "half": halved}, rows, baseline=True, limit=4)
     alone = {"whole": run(adapter, rows, limit=4), "half": run(halved, rows, limit=4)}
     assert [found.name for found in together.adapters] == ["whole", "half"]

@@ -32,7 +32,7 @@ def make(model: PreTrainedModel, folder: Path) -> Backbone:
             torch.randn(target.in_features, 3, generator=generator) / 6,
             torch.randn(3, target.out_features, generator=generator) / 6,
         )
-        for target in find_targets(model, config.target_modules, config.r)
+        for target in find_targets(model, config.target_modules)
     }
     write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
     return Backbone(model, None, "tiny")

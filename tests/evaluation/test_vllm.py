@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ MAX_MODEL_LENGTH = 64
 
 def adapter(name: str, rank: int = 4) -> SavedAdapter:
     weights = {"x": (torch.zeros(4, rank), torch.zeros(rank, 4))}
-    return SavedAdapter(folder=Path("/adapters") / name, base_model="", scale=1.0, rank=rank, weights=weights)
+    return SavedAdapter(folder=Path("/adapters") / name, base_model="", scales={"x": 1.0}, rank=rank, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,17 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
             "max_lora_rank": 32,
         }
     ]
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("differs", ["rank", "scale"])
+def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
+    """vLLM reads one rank and one scale, and would give other answers without a word."""
+    rank = 2 if differs == "rank" else 4
+    weights = adapter("a").weights | {"y": (torch.zeros(4, rank), torch.zeros(rank, 4))}
+    scales = {"x": 1.0, "y": 1.0 if differs == "rank" else 0.5}
+    with pytest.raises(UnsupportedError, match=r"one rank and one scale .*adapter_config\.json"):
+        complete([adapter("b"), dataclasses.replace(adapter("a"), weights=weights, scales=scales)], [[5]])
 
 
 @pytest.mark.usefixtures("vllm")

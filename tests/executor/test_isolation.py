@@ -62,6 +62,35 @@ OPTIONS = [
     },
     {"lr": 5e-4, "r": 16, "batch_size": 5, "seed": 26},
 ]
+SHAPED = [
+    {"lr": 1e-3, "r": 8, "rank_pattern": {"q_proj": 3, "v_proj": 12, "mlp.down_proj": 1}, "batch_size": 2, "seed": 41},
+    {"lr": 1e-3, "r": 4, "alpha_pattern": {"k_proj": 1.5, "up_proj": 24.0}, "batch_size": 1, "seed": 42},
+    {
+        "lr": 5e-4,
+        "r": 8,
+        "rank_pattern": {r".*\.0\..*": 6, "o_proj": 16},
+        "alpha_pattern": {"q_proj": 4.0, r"1\.mlp\..*": 40.0},
+        "use_rslora": True,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.05,
+        "loraplus_lr_ratio": 4.0,
+        "batch_size": 3,
+        "seed": 43,
+    },
+    {"lr": 1e-3, "r": 8, "exclude_modules": ["k_proj", "1.mlp.up_proj"], "batch_size": 2, "seed": 44},
+    {
+        "lr": 1e-3,
+        "r": 8,
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [1],
+        "batch_size": 4,
+        "seed": 45,
+    },
+    {"lr": 1e-3, "r": 70, "batch_size": 2, "target_modules": ["k_proj", "down_proj"], "seed": 46},
+    {"lr": 5e-4, "r": 16, "batch_size": 2, "init_lora_weights": "orthogonal", "seed": 47},
+]
+"""Ranks and scales that differ between the modules of one adapter, modules left out, a rank above a smaller side."""
+
 MIXED_OPTIMIZERS = [
     {"lr": 1e-3, "r": 64, "batch_size": 2, "optim": "adamw_8bit", "weight_decay": 0.1, "seed": 31},
     {"lr": 1e-3, "r": 64, "batch_size": 2, "seed": 32},
@@ -176,6 +205,20 @@ def test_jobs_with_different_options_equal_peft_alone_on_every_architecture(
         states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
         found = bank.step()
         for job, solo, state in zip(bank.jobs, solos, states, strict=True):
+            solo.load(*state)
+            assert_same_step(found[job.id], solo.train_step())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_jobs_whose_modules_differ_in_rank_and_scale_equal_peft_alone(name: str) -> None:
+    bank = Bank(make_model(name), make_task(SHAPED), slots=[4, 1, 0, 5, 2, 6, 3])
+    for step in range(4):
+        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
+        found = bank.step()
+        if step == 2:
+            continue
+        for job, state in zip(bank.jobs, states, strict=True):
+            solo = SoloJob(make_model(name), DATA.train, job.config)
             solo.load(*state)
             assert_same_step(found[job.id], solo.train_step())
 

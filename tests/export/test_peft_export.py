@@ -65,7 +65,7 @@ def test_the_best_adapter_of_a_task_has_the_same_logits_in_peft(name: str, tmp_p
     before = logits(expected)
     with torch.no_grad():
         for module, (a_KR, b_RN) in adapter.weights.items():
-            expected.get_submodule(module).weight += adapter.scale * (a_KR @ b_RN).T
+            expected.get_submodule(module).weight += adapter.scales[module] * (a_KR @ b_RN).T
     after = logits(expected)
     assert (after - before).norm() / before.norm() > 1e-2  # it was trained
     found = logits(PeftModel.from_pretrained(base(name, len(load_tokenizer())), best))

@@ -107,8 +107,9 @@ class Case:
         a_ZMKR, bs = self.group.dense(self.operands.params_ZP)
         da_ZMKR, dbs = self.group.dense(self.operands.grads_ZP)
         dropped_TK = self.x_TK * self.mask()
-        s_TMR = torch.einsum("tk,tmkr->tmr", dropped_TK, a_ZMKR[slots_T])
-        ds_TMR = torch.stack(
+        ratios_TM1 = torch.tensor(self.group.ratios_ZM, dtype=torch.float64)[slots_T][..., None]
+        s_TMR = ratios_TM1 * torch.einsum("tk,tmkr->tmr", dropped_TK, a_ZMKR[slots_T])
+        ds_TMR = ratios_TM1 * torch.stack(
             [torch.einsum("tn,trn->tr", dy, b[slots_T]) for dy, b in zip(self.dys, bs, strict=True)], 1
         )
         ys = [
@@ -134,6 +135,7 @@ def make_case(
     ns: Sequence[int],
     seed: int = 0,
     strides: Strides = "contiguous",
+    ratios_ZM: Sequence[Sequence[float]] | None = None,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     schedule = TokenSchedule.build(slots, counts, scales, keys)
@@ -142,7 +144,7 @@ def make_case(
         return torch.randint(-8, 9, (schedule.num_tokens, width), generator=generator).double() / 8
 
     return Case(
-        group=Group(ranks_ZM, in_features=k, out_features=ns, seed=seed),
+        group=Group(ranks_ZM, in_features=k, out_features=ns, seed=seed, ratios_ZM=ratios_ZM),
         schedule=schedule,
         x_TK=draw(k),
         dys=[draw(n) for n in ns],
@@ -159,8 +161,9 @@ def cases(draw: st.DrawFn) -> Case:
     def each(of: Sequence[object], number: int) -> list[object]:
         return draw(st.lists(st.sampled_from(of), min_size=number, max_size=number))
 
-    ranks = each([0, 1, 3, 16, 128], num_slots)
-    ranks_ZM = [[rank * targeted for targeted in each([True, True, False], num_members)] for rank in ranks]
+    usual = each([0, 1, 3, 16, 128], num_slots)
+    ranks_ZM = [[draw(st.sampled_from([rank, rank, rank, 0, 5])) for _ in range(num_members)] for rank in usual]
+    ratios_ZM = [each([1.0, 1.0, 1.75, 0.5], num_members) for _ in range(num_slots)]
     slots = draw(st.permutations(range(num_slots)))[: draw(st.integers(1, num_slots))]
     counts = each([0, 1, 2, 3, 7, 13], len(slots))
     if not any(counts):
@@ -176,6 +179,7 @@ def cases(draw: st.DrawFn) -> Case:
         ns=each([1, 5, 8, 17], num_members),
         seed=draw(st.integers(0, 99)),
         strides=draw(st.sampled_from(["contiguous", "sliced", "transposed"])),
+        ratios_ZM=ratios_ZM,
     )
 
 
@@ -189,15 +193,17 @@ def many_slots() -> Case:
 
 
 def mixed_case() -> Case:
-    """Ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members."""
+    """Ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members; ranks and scales
+    differ between members."""
     return make_case(
-        [[3, 3, 3], [16, 0, 16], [128, 128, 0], [0, 0, 0], [1, 1, 1]],
+        [[3, 5, 3], [16, 0, 16], [128, 128, 0], [0, 0, 0], [1, 1, 1]],
         [2, 0, 3, 4, 1],
         [5, 1, 3, 9, 7],
         [1.0, 2.0, 0.5, 3.5, 0.25],
         keys=[DropoutKey(0.3, 1, 2), None, None, DropoutKey(0.5, 3, 4), None],
         k=9,
         ns=[6, 6, 6],
+        ratios_ZM=[[1.0, 1.0, 1.0], [1.5, 1.0, 0.25], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0], [0.75, 1.0, 3.0]],
     )
 
 

@@ -43,9 +43,10 @@ class Pass:
         ns: Sequence[int],
         keys: Sequence[DropoutKey | None] | None = None,
         seed: int = 0,
+        ratios_ZM: Sequence[Sequence[float]] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.group = Group(ranks_ZM, in_features=k, out_features=ns, seed=seed)
+        self.group = Group(ranks_ZM, in_features=k, out_features=ns, seed=seed, ratios_ZM=ratios_ZM)
         slots = torch.randperm(len(ranks_ZM), generator=generator).tolist()
         self.schedule = TokenSchedule.build(slots, counts, [0.25 * (1 + slot % 5) for slot in slots], keys)
 
@@ -113,9 +114,10 @@ def micro_batches(draw: st.DrawFn) -> Pass:
     if not any(counts):
         counts[0] = 1
     ranks_ZM = [
-        [rank * targeted for targeted in each([True, True, False], num_members)]
+        [draw(st.sampled_from([rank, rank, rank, 0, 5])) for _ in range(num_members)]
         for rank in each([1, 3, 16, 33, 128], num_slots)
     ]
+    ratios_ZM = [each([1.0, 1.0, 1.75, 0.5], num_members) for _ in range(num_slots)]
     widths = [1, 32, 70]
     return Pass(
         counts,
@@ -124,6 +126,7 @@ def micro_batches(draw: st.DrawFn) -> Pass:
         ns=each(widths, num_members),
         keys=each([None, MASKED], num_slots),
         seed=draw(st.integers(0, 99)),
+        ratios_ZM=ratios_ZM,
     )
 
 

@@ -78,6 +78,28 @@ def test_initial_weights_are_pefts_in_distribution(init: str, peft_init: bool | 
     assert not layer.lora_B["default"].weight.any()
 
 
+def test_orthogonal_starts_are_pefts_draw_for_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = (
+        TargetModule(name="big", in_features=40, out_features=20),
+        TargetModule(name="small", in_features=9, out_features=30),
+    )
+    bank = make_bank(16, 1, modules)
+    bank.occupy(0, AdapterShape(rank=8, targets=modules, own_ranks=(8, 2)))
+    bank.initialise(0, 3, "orthogonal")
+    generator, draw = torch.Generator().manual_seed(3), torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *sizes: draw(*sizes, generator=generator))
+    base = torch.nn.Sequential(OrderedDict(big=torch.nn.Linear(40, 20), small=torch.nn.Linear(9, 30)))
+    config = LoraConfig(r=8, rank_pattern={"small": 2}, target_modules=["big", "small"], init_lora_weights="orthogonal")
+    peft = get_peft_model(base, config)
+    for name, (a_KR, b_RN) in bank.read(0).items():
+        layer = peft.get_submodule(f"base_model.model.{name}")
+        assert torch.equal(a_KR.T, layer.lora_A["default"].weight)
+        assert torch.equal(b_RN.T, layer.lora_B["default"].weight)
+        assert a_KR.any()
+        assert b_RN.any()
+        assert float((a_KR @ b_RN).norm()) < 1e-6 * float(a_KR.norm() * b_RN.norm())
+
+
 def test_initialising_leaves_the_global_generator_and_other_slots_alone() -> None:
     bank = make_bank()
     initialised(bank, 0, 1, shape())

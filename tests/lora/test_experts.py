@@ -81,7 +81,7 @@ def config_of(model: PreTrainedModel, rank: int, scale: float) -> JobConfig:
 def occupied(model: PreTrainedModel) -> AdapterBank:
     """A bank of three slots, two of them with random adapters."""
     config = config_of(model, 1, 1.0)
-    targets = find_targets(model, config.target_modules, 3, config.target_parameters)
+    targets = find_targets(model, config.target_modules, target_parameters=config.target_parameters)
     bank = AdapterBank(BankLayout(modules=targets, max_rank=4, rank_step=1), 3)
     for slot, (rank, _, _) in SLOTS.items():
         bank.occupy(slot, AdapterShape(rank=rank, targets=targets))
@@ -193,7 +193,7 @@ def test_injection_is_undone() -> None:
 class TestTargets:
     def test_endings_select_parameters_of_all_layers(self) -> None:
         model = build_mixture("mixtral")
-        found = find_targets(model, [], 2, ["experts.down_proj"])
+        found = find_targets(model, [], target_parameters=["experts.down_proj"])
         assert [target.name for target in found] == [f"model.layers.{n}.mlp.experts.down_proj" for n in range(2)]
         assert {target.num_experts for target in found} == {4}
 
@@ -201,11 +201,11 @@ class TestTargets:
         with pytest.raises(
             TargetModuleError, match=r"found none under 'experts\.up'; the model has .*experts\.down_proj"
         ):
-            find_targets(build_mixture("mixtral"), "all-linear", 2, ["experts.up"])
+            find_targets(build_mixture("mixtral"), "all-linear", target_parameters=["experts.up"])
 
     def test_a_model_without_experts_has_none(self, tiny_model: Any) -> None:
         with pytest.raises(TargetModuleError, match="the model has none that ALTO can adapt"):
-            find_targets(tiny_model("llama"), "all-linear", 2, ["experts.gate_up_proj"])
+            find_targets(tiny_model("llama"), "all-linear", target_parameters=["experts.gate_up_proj"])
 
     @pytest.mark.parametrize(
         ("changes", "said"),

@@ -44,7 +44,7 @@ def with_adapters(
 
 
 def targets_of(model: PreTrainedModel, names: str | list[str]) -> tuple[TargetModule, ...]:
-    return find_targets(model, names, 1)
+    return find_targets(model, names)
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def random_weights(targets: tuple[TargetModule, ...], rank: int = 3) -> AdapterW
 
 
 def written(model: PreTrainedModel, folder: Path, names: str | list[str]) -> AdapterWeights:
-    weights = random_weights(find_targets(model, names, 3))
+    weights = random_weights(find_targets(model, names))
     write_adapter(folder, weights, CONFIG, "some/base", ModuleNames.of(model))
     return weights
 
@@ -108,7 +108,7 @@ def test_options_go_through_peft(
     tiny_model: ModelFactory, tmp_path: Path, architecture: str, config: JobConfig
 ) -> None:
     model = tiny_model(architecture)
-    weights = random_weights(find_targets(model, config.target_modules, config.r))
+    weights = random_weights(find_targets(model, config.target_modules))
     write_adapter(tmp_path, weights, config, "some/base", ModuleNames.of(model))
     expected = tiny_model(architecture)
     for name, (a, b) in weights.items():

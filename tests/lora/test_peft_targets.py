@@ -36,7 +36,7 @@ def written(model: PreTrainedModel, folder: Path, config: JobConfig) -> AdapterW
             torch.randn(target.in_features, config.r, generator=generator) / 6,
             torch.randn(config.r, target.out_features, generator=generator) / 6,
         )
-        for target in find_targets(model, config.target_modules, config.r)
+        for target in find_targets(model, config.target_modules)
     }
     write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
     return weights

@@ -41,7 +41,7 @@ def chosen_by_peft(model: PreTrainedModel, target_modules: str | list[str]) -> l
 
 
 def test_all_linear_is_every_linear_module_but_the_head(llama: PreTrainedModel) -> None:
-    found = find_targets(llama, "all-linear", 4)
+    found = find_targets(llama, "all-linear")
     assert found == linear_modules(llama)
     assert leaves(found) == LEAVES * 2
     sizes = {module.name.rsplit(".", 1)[-1]: (module.in_features, module.out_features) for module in found}
@@ -63,7 +63,7 @@ def test_all_linear_is_every_linear_module_but_the_head(llama: PreTrainedModel) 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "smollm3"])
 def test_the_choice_is_pefts(tiny_model: ModelFactory, architecture: str, target_modules: str | list[str]) -> None:
     meant = JobConfig(target_modules=target_modules).target_modules
-    found = names_of(find_targets(tiny_model(architecture), meant, 2))
+    found = names_of(find_targets(tiny_model(architecture), meant))
     assert found == chosen_by_peft(tiny_model(architecture), target_modules)
 
 
@@ -77,9 +77,9 @@ def test_the_choice_is_pefts_where_modules_have_other_names(
         expected = chosen_by_peft(tiny_model(architecture), target_modules)
     except ValueError:  # PEFT found nothing
         with pytest.raises(TargetModuleError):
-            find_targets(tiny_model(architecture), config.target_modules, 2)
+            find_targets(tiny_model(architecture), config.target_modules)
     else:
-        assert names_of(find_targets(tiny_model(architecture), config.target_modules, 2)) == expected
+        assert names_of(find_targets(tiny_model(architecture), config.target_modules)) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,13 +94,13 @@ def test_the_choice_is_pefts_where_modules_have_other_names(
 def test_names_match_whole_or_from_a_dot_and_patterns_match_whole(
     llama: PreTrainedModel, names: str | list[str], found: list[str]
 ) -> None:
-    assert names_of(find_targets(llama, names, 4)) == found
+    assert names_of(find_targets(llama, names)) == found
 
 
 @pytest.mark.parametrize("name", ["proj", "query", "layers.2.mlp.up_proj", "self_attn", "all_linear"])
 def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTrainedModel, name: str) -> None:
     with pytest.raises(TargetModuleError) as caught:
-        find_targets(llama, ["q_proj", name], 4)
+        find_targets(llama, ["q_proj", name])
     assert repr(name) in str(caught.value)
     assert ", ".join(sorted(LEAVES)) in str(caught.value)
     assert "'model.layers.0.self_attn.q_proj'" in str(caught.value)
@@ -109,13 +109,13 @@ def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTraine
 
 def test_a_misspelt_name_is_told_the_nearest(llama: PreTrainedModel) -> None:
     with pytest.raises(TargetModuleError, match=r"found none under 'qproj'; did you mean 'q_proj'\?"):
-        find_targets(llama, ["qproj"], 4)
+        find_targets(llama, ["qproj"])
 
 
 @pytest.mark.parametrize("pattern", ["_proj", r"model\.layers\.0\.self_attn\.q", r"layers\.0.*_proj", r"(q|v)_proj"])
 def test_a_pattern_has_to_match_the_whole_name(llama: PreTrainedModel, pattern: str) -> None:
     with pytest.raises(TargetModuleError, match="found none under"):
-        find_targets(llama, pattern, 4)
+        find_targets(llama, pattern)
     with pytest.raises(ValueError, match="not found"):
         chosen_by_peft(llama, pattern)
 
@@ -132,14 +132,7 @@ def test_what_is_not_a_linear_module_of_the_body_is_refused(
     llama: PreTrainedModel, meant: str | list[str], also: str
 ) -> None:
     with pytest.raises(TargetModuleError, match=also):
-        find_targets(llama, meant, 4)
-
-
-def test_a_rank_above_the_smaller_side_names_the_module(llama: PreTrainedModel) -> None:
-    assert find_targets(llama, "all-linear", 16)
-    assert find_targets(llama, ["q_proj"], 32)
-    with pytest.raises(TargetModuleError, match=r"at most 16.*layers\.0\.self_attn\.k_proj \(32 × 16\), found 17"):
-        find_targets(llama, "all-linear", 17)
+        find_targets(llama, meant)
 
 
 def test_a_model_without_linear_modules_is_refused(tiny_model: ModelFactory) -> None:
@@ -149,14 +142,14 @@ def test_a_model_without_linear_modules_is_refused(tiny_model: ModelFactory) -> 
         model.set_submodule(name, torch.nn.Identity())
     for names in ("all-linear", ["q_proj"]):
         with pytest.raises(TargetModuleError, match="found none"):
-            find_targets(model, names, 4)
+            find_targets(model, names)
 
 
 def test_injection_changes_no_choice(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama")
     modules = linear_modules(model)
     choices = ("all-linear", ["up_proj"], r".*\.0\..*(q|down)_proj")
-    before = [find_targets(model, choice, 4) for choice in choices]
+    before = [find_targets(model, choice) for choice in choices]
     inject(model, AdapterBank(BankLayout(modules=modules[::2], max_rank=2), 1))
     assert linear_modules(model) == modules
-    assert [find_targets(model, choice, 4) for choice in choices] == before
+    assert [find_targets(model, choice) for choice in choices] == before

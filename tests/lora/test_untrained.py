@@ -30,7 +30,7 @@ def test_as_many_parameters_as_peft_trains(name: str, rank: int) -> None:
 
 def test_experts_and_routers_are_counted_and_peft_is_compared() -> None:
     model = build_mixture("qwen3-moe-dense")
-    ours = sum(4 * (module.in_features + module.out_features) for module in find_targets(model, "all-linear", 4))
+    ours = sum(4 * (module.in_features + module.out_features) for module in find_targets(model, "all-linear"))
     (note,) = untrained_notes(model, [JobConfig(r=2), JobConfig(r=4)])
     # One layer of 4 experts: gate and up 32 → 16 each, down 16 → 32; its router 32 → 4.
     assert note == (

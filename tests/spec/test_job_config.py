@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import JobConfig
 from alto.spec.job_config import JOB_FIELDS
+from alto.spec.method import find_method
 
 
 def test_defaults():
@@ -23,6 +24,7 @@ def test_defaults():
     assert config.to_dict() == {
         "learning_rate": 2e-4,
         "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
         "r": 16,
         "lora_alpha": 32.0,
         "use_rslora": False,
@@ -30,10 +32,17 @@ def test_defaults():
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
         "target_parameters": [],
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "neftune_noise_alpha": None,
         "loraplus_lr_ratio": 1.0,
         "num_train_epochs": 3,
         "max_steps": None,
         "lr_scheduler_type": "linear",
+        "lr_scheduler_kwargs": {},
         "warmup_steps": 0,
         "warmup_ratio": 0.0,
         "optim": "adamw_torch",
@@ -118,22 +127,26 @@ OUTSIDE = {
     "num_train_epochs": [0, 10**9 + 1, 2.5],
     "max_steps": [0, -1, 10**9 + 1, 1.5],
     "lr_scheduler_type": ["step", 1],
-    "warmup_steps": [-1, 10**9 + 1, 0.1],
+    "warmup_steps": [-1, 10**9 + 1],
+    "gradient_accumulation_steps": [0, 4097, 2.5],
     "warmup_ratio": [-0.1, 1.0],
     "weight_decay": [-0.1],
     "max_grad_norm": [-1.0],
+    "neftune_noise_alpha": [-0.1],
     "adam_beta1": [-0.1, 1.0],
     "adam_beta2": [-0.1, 1.0],
     "adam_epsilon": [0.0],
     "seed": [-1, 2**32],
 }
 NUMBERS = [field for field in OUTSIDE if field != "lr_scheduler_type"]
-NULLABLE = ("max_steps", "max_grad_norm")
+NULLABLE = ("max_steps", "max_grad_norm", "neftune_noise_alpha")
 
 
 def test_every_field_is_covered_by_a_table():
-    rest = {"lora_alpha", "target_modules", "target_parameters", "use_rslora", "init_lora_weights", "optim"}
-    rest |= {"mixture_weights"}
+    rest = {"lora_alpha", "use_rslora", "init_lora_weights", "optim", "lr_scheduler_kwargs", "mixture_weights"}
+    # These are in tests/lora/test_shape.py and test_experts.py.
+    rest |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    rest |= {"rank_pattern", "alpha_pattern"}
     assert set(OUTSIDE) | rest == set(JOB_FIELDS)
 
 
@@ -195,25 +208,48 @@ def test_keys_go_through_the_one_table_of_names():
 
 
 @pytest.mark.parametrize(
-    ("given", "stored"), [(True, "default"), ("default", "default"), ("gaussian", "gaussian"), ("Gaussian", "gaussian")]
+    ("given", "stored"),
+    [
+        (True, "default"),
+        ("default", "default"),
+        ("gaussian", "gaussian"),
+        ("Gaussian", "gaussian"),
+        ("orthogonal", "orthogonal"),
+    ],
 )
 def test_initial_weights_have_one_spelling(given, stored):
     assert JobConfig(init_lora_weights=given).init_lora_weights == stored
 
 
 @pytest.mark.parametrize(
-    "given", ["pissa", "pissa_niter_4", "olora", "eva", "loftq", "corda", "orthogonal", "mica", "PiSSA", False]
+    ("given", "why"),
+    [
+        *((name, "the base model's weights, which all jobs share") for name in ("pissa", "pissa_niter_4", "PiSSA")),
+        *((name, "the base model's weights, which all jobs share") for name in ("olora", "loftq", "corda")),
+        *((name, "on the training rows") for name in ("eva", "lora_ga")),
+        ("mica", "a variant of LoRA"),
+        (False, "would not start from the base model"),
+    ],
 )
-def test_other_ways_to_start_are_refused_by_name(given):
+def test_other_ways_to_start_are_refused_by_name_with_a_reason(given, why):
     with pytest.raises(
-        UnsupportedError, match=f"init_lora_weights: .* found {str(given).lower()!r}".replace("'false'", "false")
+        UnsupportedError, match=f"init_lora_weights: .* found {str(given).lower()!r}.*{why}".replace("'false'", "false")
     ):
         JobConfig(init_lora_weights=given)
 
 
+def test_orthogonal_starts_need_even_ranks():
+    assert JobConfig(init_lora_weights="orthogonal", r=6, rank_pattern={"q_proj": 2}).r == 6
+    for wrong in ({"r": 5}, {"r": 6, "rank_pattern": {"q_proj": 3}}):
+        with pytest.raises(SpecError, match=r"'orthogonal' should come with even ranks.* found rank [35]"):
+            JobConfig(init_lora_weights="orthogonal", **wrong)
+
+
 @pytest.mark.parametrize("given", ["kaiming", 1, 0, None, ["gaussian"]])
 def test_what_is_no_way_to_start(given):
-    with pytest.raises(SpecError, match=r"^init_lora_weights .* should be 'default' or 'gaussian', found"):
+    with pytest.raises(
+        SpecError, match=r"^init_lora_weights .* should be 'default' or 'gaussian' or 'orthogonal', found"
+    ):
         JobConfig(init_lora_weights=given)
 
 
@@ -260,7 +296,6 @@ def test_a_pasted_peft_configuration_is_understood():
         "use_dora": True,
         "modules_to_save": ["lm_head"],
         "bias": "all",
-        "rank_pattern": {"q": 2},
     }.items():
         with pytest.raises(UnsupportedError, match=repr(key)):
             JobConfig(**(pasted | {key: value}))
@@ -281,6 +316,13 @@ def test_whole_epochs_may_be_written_as_floats():
 def test_zero_norm_means_no_clipping():
     assert JobConfig(max_grad_norm=0) == JobConfig(max_grad_norm=None)
     assert JobConfig(max_grad_norm=0).max_grad_norm is None
+
+
+def test_zero_noise_means_none_and_pairs_have_none():
+    assert JobConfig(neftune_noise_alpha=0) == JobConfig()
+    for name in ("dpo", "orpo"):
+        with pytest.raises(UnsupportedError, match=f"neftune_noise_alpha: expected none with method '{name}'"):
+            JobConfig.of(find_method(name), {"neftune_noise_alpha": 5.0})
 
 
 def test_frozen_equal_hashable_and_copied_with_checks():
@@ -329,29 +371,136 @@ def test_warmup_ratio_rounds_as_transformers_does(total, ratio):
     assert JobConfig(warmup_ratio=ratio).num_warmup_steps(total) == arguments.get_warmup_steps(total)
 
 
-@pytest.mark.parametrize("total_steps", [1, 7, 50])
-@pytest.mark.parametrize(
-    ("scheduler", "warmup"),
-    [
-        ("constant", {}),
-        *itertools.product(
-            ["linear", "cosine", "constant_with_warmup"],
-            [{}, {"warmup_steps": 5}, {"warmup_ratio": 0.13}, {"warmup_steps": 80}],
-        ),
-    ],
-)
-def test_learning_rates_are_those_of_transformers_to_the_last_bit(scheduler, warmup, total_steps):
-    config = JobConfig(learning_rate=3e-4, lr_scheduler_type=scheduler, **warmup)
+SCHEDULES = [
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.75}),
+    ("cosine_with_restarts", {}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {}),
+    ("polynomial", {"lr_end": 1e-5, "power": 2.5}),
+    ("polynomial", {"lr_end": 0}),
+    ("constant_with_warmup", {}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 13}),
+    ("cosine_with_min_lr", {"min_lr": 1e-5}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 2.0}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 2e-5}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2, "warmup_lr_rate": 0.3}),
+    ("warmup_stable_decay", {"num_decay_steps": 10}),
+    ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 3, "min_lr_ratio": 0.1}),
+    *(
+        ("warmup_stable_decay", {"num_decay_steps": 30, "warmup_type": shape, "decay_type": shape, "min_lr_ratio": 0.2})
+        for shape in ("linear", "cosine", "1-sqrt")
+    ),
+]
+
+
+def rates_of_transformers(config, total_steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=config.learning_rate)
     theirs = transformers.get_scheduler(
-        scheduler,
+        config.lr_scheduler_type,
         optimizer,
         num_warmup_steps=config.num_warmup_steps(total_steps),
         num_training_steps=total_steps,
+        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs),
     )
-    expected = []
-    for _ in range(total_steps):
-        expected.append(optimizer.param_groups[0]["lr"])
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(total_steps - 1):
         optimizer.step()
         theirs.step()
-    assert [config.learning_rate_at(step, total_steps) for step in range(total_steps)] == expected
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize("total_steps", [1, 7, 50])
+@pytest.mark.parametrize(
+    ("scheduler", "kwargs", "warmup"),
+    [
+        ("constant", {}, {}),
+        *(
+            (*schedule, warmup)
+            for schedule, warmup in itertools.product(
+                SCHEDULES,
+                [{}, {"warmup_steps": 5}, {"warmup_steps": 0.3}, {"warmup_ratio": 0.13}, {"warmup_steps": 80}],
+            )
+        ),
+    ],
+)
+def test_learning_rates_are_those_of_transformers_to_the_last_bit(scheduler, kwargs, warmup, total_steps):
+    config = JobConfig(learning_rate=3e-4, lr_scheduler_type=scheduler, lr_scheduler_kwargs=kwargs, **warmup)
+    found = [config.learning_rate_at(step, total_steps) for step in range(total_steps)]
+    assert found == rates_of_transformers(config, total_steps)
+
+
+def test_every_schedule_of_transformers_is_trained_or_refused_with_a_reason():
+    known = {kind.value for kind in transformers.SchedulerType}
+    trained = {"constant", *(scheduler for scheduler, _ in SCHEDULES)}
+    for name in known - trained:
+        for spelling in (name, transformers.SchedulerType(name)):
+            with pytest.raises(UnsupportedError, match=rf"before the job starts, found '{name}': its rate depends"):
+                JobConfig(lr_scheduler_type=spelling)
+    assert known - trained == {"reduce_lr_on_plateau", "greedy"}
+    assert JobConfig(lr_scheduler_type=transformers.SchedulerType.COSINE).lr_scheduler_type == "cosine"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "kwargs", "message"),
+    [
+        ("linear", {"num_cycles": 2}, r"settings of lr_scheduler_type 'linear' \(none\), found 'num_cycles'"),
+        ("cosine", {"min_lr": 1e-5}, r"'cosine' \(num_cycles\), found 'min_lr'"),
+        ("cosine_with_min_lr", {}, "should have one of min_lr and min_lr_rate .* found neither"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0.1}, "found min_lr and min_lr_rate"),
+        ("warmup_stable_decay", {}, "should have num_decay_steps in lr_scheduler_kwargs"),
+        ("polynomial", {"lr_end": 1.0}, "should end at a rate below learning_rate"),
+        ("cosine", {"cycles": 2}, r"^lr_scheduler_kwargs should have settings of schedules for keys .* found 'cycles'"),
+        ("cosine", {"num_cycles": 0}, "^lr_scheduler_kwargs should have for num_cycles a number > 0, found 0"),
+        ("cosine", {"num_cycles": "2"}, "should have for num_cycles a number > 0, found '2'"),
+        ("cosine", {"num_cycles": True}, "should have for num_cycles a number > 0, found True"),
+        ("warmup_stable_decay", {"num_decay_steps": 1.0}, "num_decay_steps a whole number >= 0"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "sqrt"}, "'linear', 'cosine' or '1-sqrt'"),
+        ("cosine", ["num_cycles"], "^lr_scheduler_kwargs should map settings of the schedule to values"),
+    ],
+)
+def test_settings_that_a_schedule_does_not_have(scheduler, kwargs, message):
+    with pytest.raises(SpecError, match=message):
+        JobConfig(lr_scheduler_type=scheduler, lr_scheduler_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(("given", "steps"), [(3, 3), (3.0, 3), (0.05, 5), (0.051, 6), (1.0, 1), (0, 0)])
+def test_warmup_steps_are_a_number_or_a_share(given, steps):
+    arguments = transformers.TrainingArguments.__new__(transformers.TrainingArguments)
+    arguments.warmup_steps = given
+    assert JobConfig(warmup_steps=given).num_warmup_steps(100) == arguments.get_warmup_steps(100) == steps
+    assert JobConfig(warmup_steps=3.0) == JobConfig(warmup_steps=3)
+    assert JobConfig(warmup_steps=3.0).to_dict()["warmup_steps"] == 3
+
+
+def test_a_share_of_several_steps_is_no_number_of_steps():
+    with pytest.raises(
+        SpecError, match=r"warmup_steps should be a whole number of steps, or a share below 1, found 1\.5"
+    ):
+        JobConfig(warmup_steps=1.5)
+
+
+def test_micro_steps_make_a_step():
+    config = JobConfig(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_train_epochs=2)
+    assert config.rows_per_step == 6
+    assert (config.steps_per_epoch(13), config.total_steps(13)) == (3, 6)
+    assert [config.samples_after(step, 13) for step in range(5)] == [0, 6, 12, 13, 19]
+    dpo = find_method("dpo")
+    assert JobConfig.of(dpo, {"gradient_accumulation_steps": 1}).rows_per_step == 8
+    with pytest.raises(UnsupportedError, match=r"gradient_accumulation_steps: expected 1 with method 'dpo'.*Multiply"):
+        JobConfig.of(dpo, {"gradient_accumulation_steps": 2})
+
+
+def test_mappings_are_kept_in_order_and_can_be_hashed_and_written():
+    given = {"rank_pattern": {"q_proj": 4, "a": 2}, "alpha_pattern": {"v_proj": 3}, "lr_scheduler_type": "cosine"}
+    config = JobConfig(**given, lr_scheduler_kwargs={"num_cycles": 1.5})
+    assert config.rank_pattern == (("q_proj", 4), ("a", 2))
+    assert hash(config) == hash(JobConfig(**config.to_dict()))
+    assert JobConfig(**config.to_dict()) == config
+    assert list(config.to_dict()["rank_pattern"].items()) == [("q_proj", 4), ("a", 2)]
+    assert config.to_dict()["alpha_pattern"] == {"v_proj": 3.0}
+    assert config.replace(r=4).rank_pattern == config.rank_pattern

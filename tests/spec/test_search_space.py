@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec import Task
+from alto.spec import JobConfig, Task
 from alto.spec.auto_space import auto_space, usual_learning_rate
 from alto.spec.method import find_method
 from alto.spec.search_space import MAX_JOBS, SearchSpace
@@ -263,3 +263,48 @@ class TestAuto:
         task = Task(model="some/model", dataset="x.jsonl", search_space="auto", r=8, lora_alpha=16)
         assert {(job.config.r, job.config.lora_alpha) for job in task.jobs} == {(8, 16)}
         assert len(task.jobs) == 15
+
+
+def test_mappings_may_vary_and_be_paired():
+    space = SearchSpace.parse(
+        {
+            "rank_pattern": [{}, {"q_proj": 4, "v_proj": 2}],
+            "alpha_pattern": {"k_proj": 3.0},
+            "warmup_steps": [0, 0.1, 5],
+            "paired": {
+                "lr_scheduler_type": ["linear", "cosine_with_min_lr"],
+                "lr_scheduler_kwargs": [{}, {"min_lr_rate": 0.1}],
+            },
+        }
+    )
+    assert len(space) == 12
+    assert SearchSpace.parse(space.to_dict()) == space
+    assert space.to_dict()["rank_pattern"] == [{}, {"q_proj": 4, "v_proj": 2}]
+    configs = [JobConfig(**values) for values in space.expand(0)]
+    assert len(set(configs)) == 12
+    assert {config.rank_pattern for config in configs} == {(), (("q_proj", 4), ("v_proj", 2))}
+    assert {(config.lr_scheduler_type, config.lr_scheduler_kwargs) for config in configs} == {
+        ("linear", ()),
+        ("cosine_with_min_lr", (("min_lr_rate", 0.1),)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"rank_pattern": [{"q_proj": 0}]}, r"search_space\.rank_pattern\[0\]: rank_pattern should give 'q_proj'"),
+        ({"rank_pattern": [{}, {}]}, "different values"),
+        ({"lr_scheduler_kwargs": {"min": 1, "max": 2}}, "should have settings of schedules for keys"),
+    ],
+)
+def test_mappings_are_checked_one_by_one(space, message):
+    with pytest.raises(SpecError, match=message):
+        SearchSpace.parse(space)
+
+
+def test_warmup_is_sampled_in_whole_steps_or_as_a_share():
+    steps = SearchSpace.parse({"warmup_steps": {"min": 0, "max": 50, "num": 4}})
+    assert all(isinstance(values["warmup_steps"], int) for values in steps.expand(0))
+    shares = SearchSpace.parse({"warmup_steps": {"min": 0.0, "max": 0.2, "num": 4}})
+    assert len({values["warmup_steps"] for values in shares.expand(0)}) == 4
+    assert all(0 < values["warmup_steps"] < 0.2 for values in shares.expand(0))

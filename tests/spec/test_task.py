@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec import EarlyExit, Job, JobConfig, Task
+from alto.spec import EarlyExit, Job, JobConfig, Task, load_task
 
 
 def task(**changes):
@@ -385,3 +385,22 @@ def test_a_loss_of_several_forms_is_one_configuration():
 def test_own_methods_ask_no_packages(monkeypatch):
     monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: pytest.fail("looked at every package"))
     assert [preferring().method, task().method] == ["dpo", "sft"]
+
+
+def test_settings_that_are_mappings_are_written_and_read_back(tmp_path):
+    given = {
+        "rank_pattern": {"q_proj": 4, "o_proj": 2},
+        "alpha_pattern": {"v_proj": 3},
+        "layers_to_transform": [0, 1],
+        "exclude_modules": ["k_proj"],
+        "lr_scheduler_type": "cosine",
+    }
+    space = {"lr_scheduler_kwargs": [{}, {"num_cycles": 1.5}], "layers_pattern": [None, "layers"]}
+    task = Task(model="base", dataset="rows.jsonl", **given, search_space=space)
+    assert len(task.jobs) == 4
+    (tmp_path / "task.yaml").write_text(task.to_yaml(), encoding="utf-8")
+    found = load_task(tmp_path / "task.yaml")
+    assert found == task
+    assert [job.config for job in found.jobs] == [job.config for job in task.jobs]
+    assert task.jobs[2].config.lr_scheduler_kwargs == (("num_cycles", 1.5),)
+    assert "rank_pattern:\n  q_proj: 4\n  o_proj: 2\n" in task.to_yaml()

@@ -25,6 +25,7 @@ class Group:
 
     Attributes:
         ranks_ZM: Rank of every slot on every member; 0 where a slot does not target a member.
+        ratios_ZM: Scale of every slot on every member over that of the slot's segment.
         operands: The group with all slots occupied. Parameters and gradients are random, of few bits, so that every
             dtype holds them exactly; parameters between the matrices are NaN.
         own_ZP: True where a number of the bank belongs to a matrix.
@@ -38,8 +39,10 @@ class Group:
         out_features: Sequence[int],
         number: int = 5,
         seed: int = 0,
+        ratios_ZM: Sequence[Sequence[float]] | None = None,
     ) -> None:
         num_slots, num_members = len(ranks_ZM), len(out_features)
+        self.ratios_ZM = ratios_ZM or [[1.0] * num_members for _ in ranks_ZM]
         self.ranks_ZM = ranks_ZM
         self._number, self._in_features, self._out_features = number, in_features, out_features
         self._max_rank = max(1, *(rank for ranks in ranks_ZM for rank in ranks))
@@ -70,7 +73,7 @@ class Group:
             max_rank=self._max_rank,
         )
         for slot, (ranks, (a_start, b_starts)) in enumerate(zip(self.ranks_ZM, self._seats, strict=True)):
-            operands.assign(slot, ranks, a_start, b_starts)
+            operands.assign(slot, ranks, a_start, b_starts, self.ratios_ZM[slot])
         return operands
 
     def dense(self, rows_ZP: Tensor) -> tuple[Tensor, list[Tensor]]:

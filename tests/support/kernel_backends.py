@@ -40,7 +40,7 @@ class OnGpu:
                 if isinstance(value, LoraOperands):
                     operands = copy.copy(value)
                     operands.params_ZP, operands.grads_ZP = send(value.params_ZP), send(value.grads_ZP)
-                    operands._table = None
+                    operands._table = operands._ratios = None
                     return operands
                 if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
                     return [send(item) for item in value]

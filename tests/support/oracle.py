@@ -70,16 +70,8 @@ class SoloJob:
         self._dataset = dataset
         self._padding = padding
         self._first_step = first_step
-        self._order = order or DataOrder(len(dataset), config.per_device_train_batch_size, config.seed)
-        targets = config.target_modules
-        settings = {
-            "r": config.r,
-            "lora_alpha": config.lora_alpha,
-            "target_modules": targets if isinstance(targets, str) else list(targets),
-            "lora_dropout": 0.0,
-            "use_rslora": config.use_rslora,
-            "task_type": "CAUSAL_LM",
-        }
+        self._order = order or DataOrder(len(dataset), config.rows_per_step, config.seed)
+        settings = peft_settings(config)
         self.model = get_peft_model(
             copy.deepcopy(base),
             LoraConfig(**(settings | dict(tamper or {}))),
@@ -105,7 +97,11 @@ class SoloJob:
         )
         total = config.total_steps(len(dataset))
         self._scheduler = get_scheduler(
-            config.lr_scheduler_type, self._optimizer, config.num_warmup_steps(total), num_training_steps=total
+            config.lr_scheduler_type,
+            self._optimizer,
+            config.num_warmup_steps(total),
+            num_training_steps=total,
+            scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs),
         )
 
     def load(self, weights: AdapterWeights, optimizer: OptimizerState | None = None) -> None:
@@ -259,6 +255,27 @@ def _quietly(folder: Path) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "report_to": "none",
         "disable_tqdm": True,
+    }
+
+
+def peft_settings(config: JobConfig) -> dict[str, Any]:
+    """The arguments of PEFT's ``LoraConfig`` for a job, without dropout, whose masks are another's."""
+
+    def listed(value: str | tuple[Any, ...] | None) -> str | list[Any] | None:
+        return list(value) if isinstance(value, tuple) else value
+
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": listed(config.target_modules),
+        "exclude_modules": listed(config.exclude_modules),
+        "layers_to_transform": listed(config.layers_to_transform),
+        "layers_pattern": listed(config.layers_pattern),
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "lora_dropout": 0.0,
+        "use_rslora": config.use_rslora,
+        "task_type": "CAUSAL_LM",
     }
 
 

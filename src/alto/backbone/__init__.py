@@ -1,6 +1,7 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.embeddings import changed_embeddings
 from alto.backbone.fingerprint import base_differences, base_fingerprint, tokenizer_fingerprint
 from alto.backbone.limits import limits_of
 from alto.backbone.load import (
@@ -21,6 +22,7 @@ __all__ = [
     "base_differences",
     "base_fingerprint",
     "build_skeleton",
+    "changed_embeddings",
     "config_notes",
     "device_name",
     "is_out_of_memory",

@@ -206,7 +206,7 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
         job=job,
         config=config,
         total_steps=planned.total_steps,
-        rows_per_step=config["per_device_train_batch_size"],
+        rows_per_step=config["per_device_train_batch_size"] * config.get("gradient_accumulation_steps", 1),
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
         scores=tuple(curves.scores[step] for step in sorted(curves.scores)) if any(curves.scores.values()) else (),
@@ -224,7 +224,8 @@ def _check_budget(planned: JobDescription, num_samples: int) -> None:
         raise RunError(
             f"Journal, job {planned.job}: expected a budget of {planned.samples_budgeted} rows, found {num_samples}"
             f" from its {planned.total_steps} steps, so a recording would misstate savings."
-            " Steps must hold per_device_train_batch_size rows, the last of an epoch what is left."
+            " Steps must hold per_device_train_batch_size × gradient_accumulation_steps rows, the last of an epoch what"
+            " is left."
         )
 
 

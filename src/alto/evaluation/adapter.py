@@ -27,7 +27,7 @@ def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None],
     for adapter in adapters:
         if adapter is not None:
             _check_fit(backbone.model, adapter, base)
-    weights = [None if adapter is None else (adapter.weights, adapter.scale) for adapter in adapters]
+    weights = [None if adapter is None else (adapter.weights, adapter.scales) for adapter in adapters]
     with serving(backbone.model, weights, backbone.run_once, backbone.rows_in_pass) as served:
         yield served
 

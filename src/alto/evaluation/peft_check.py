@@ -112,9 +112,8 @@ def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
     matrices = as_in_peft(adapter.weights)
     absent = [name for name in matrices if name not in layers]
     others = [name for name in layers if name not in matrices]
-    changed = [
-        name for name in matrices if name in layers and not _is_same(matrices[name], adapter.scale, layers[name])
-    ]
+    scales = dict(zip(matrices, (adapter.scales[name] for name in adapter.weights), strict=True))
+    changed = [name for name in matrices if name in layers and not _is_same(matrices[name], scales[name], layers[name])]
     kinds = (
         (absent, "without the adapter it was trained with"),
         (others, "with one that was not trained"),

@@ -49,6 +49,12 @@ def complete_with_vllm(
             "leave --backend out"
         ) from error
     ranks = [adapter.rank for adapter in adapters if adapter is not None]
+    for adapter in adapters:
+        if adapter is not None and adapter.has_patterns:
+            raise UnsupportedError(
+                f"backend: expected one rank and one scale for all modules of an adapter, which is what vLLM reads, "
+                f"found several in {adapter.config_file} (rank_pattern, alpha_pattern); leave --backend out"
+            )
     _check(base, ranks)
     try:
         engine = LLM(

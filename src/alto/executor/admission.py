@@ -63,7 +63,7 @@ class Admission:
         for job in self._state.competing():
             yield JobDemand(
                 job=job.id,
-                batch_size=job.config.per_device_train_batch_size,
+                batch_size=job.config.rows_per_step,
                 num_tokens=job.step_tokens,
                 slot=job.slot,
                 is_data_parallel=job.is_data_parallel,

@@ -71,7 +71,7 @@ class BankSize:
         return cls(
             modules=tuple(module for module in adaptable(backbone.model) if module in targeted),
             max_rank=max(job.shape.rank for job in jobs),
-            rank_step=math.gcd(*(job.shape.rank for job in jobs)),
+            rank_step=math.gcd(*(rank for job in jobs for rank in job.shape.ranks)),
             num_slots=num_slots,
             optims=frozenset(job.config.optim for job in jobs),
             adapter_dtype=adapter_dtype,

@@ -81,7 +81,7 @@ class JobState:
     @property
     def step_tokens(self) -> int:
         """Tokens of one of its steps in expectation, rounded up."""
-        num_rows = min(self.config.per_device_train_batch_size, len(self.context.data.train))
+        num_rows = min(self.config.rows_per_step, len(self.context.data.train))
         return math.ceil(num_rows * self.context.row_tokens)
 
     @property

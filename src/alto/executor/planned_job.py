@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from alto.data import DataOrder, MixtureOrder
 from alto.early_exit import evaluation_steps, policy_from
-from alto.lora import AdapterShape, check_optimizer, find_targets
+from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
 from alto.spec.rungs import rung_step
@@ -24,7 +24,7 @@ class PlannedJob:
 
     Attributes:
         job: The job of the task.
-        shape: Rank and targets of its adapter.
+        shape: Ranks and targets of its adapter.
         order: The rows that each step trains.
         total_steps: Number of steps without early exit.
         evaluation_steps: Counts of steps done after which it is evaluated.
@@ -60,7 +60,7 @@ def plan_job(
         sources: Names and rows of the sources of a mixture; empty where there is one dataset.
 
     Raises:
-        TargetModuleError: Its targets or rank do not fit the base model.
+        TargetModuleError: Its targets do not fit the base model.
         UnsupportedError: Its optimizer is not installed or does not support the model's device.
     """
     check_optimizer(job.config.optim, model.device)
@@ -68,10 +68,7 @@ def plan_job(
     rungs = policy_from(task.early_exit).rungs
     return PlannedJob(
         job=job,
-        shape=AdapterShape(
-            rank=config.r,
-            targets=find_targets(model, config.target_modules, config.r, config.target_parameters),
-        ),
+        shape=adapter_shape(model, config),
         order=_order(config, num_rows, sources),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
@@ -81,10 +78,10 @@ def plan_job(
 
 def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]]) -> DataOrder | MixtureOrder:
     if not sources:
-        return DataOrder(num_rows, config.per_device_train_batch_size, config.seed)
+        return DataOrder(num_rows, config.rows_per_step, config.seed)
     shares = dict(config.mixture_weights or ())
     names, sizes = zip(*sources, strict=True)
-    return MixtureOrder(sizes, [shares[name] for name in names], config.per_device_train_batch_size, config.seed)
+    return MixtureOrder(sizes, [shares[name] for name in names], config.rows_per_step, config.seed)
 
 
 def plan_jobs(

@@ -6,6 +6,7 @@ many micro-batches as the rank that needs most: a micro-batch gathers the base f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from alto.backbone import Backbone, release_memory
+from alto.backbone import Backbone, changed_embeddings, release_memory
 from alto.data import (
     EncodedDataset,
     EvaluationSplit,
@@ -32,7 +33,7 @@ from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
-from alto.kernels import DropoutKey, TokenSchedule, upload
+from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule, upload
 from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
 from alto.objectives import Learners, job_losses, micro_batch_terms, run_sums, terms_of, token_losses
 from alto.scheduler import RankSlots
@@ -165,7 +166,9 @@ class Trainer:
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = _schedule(batch, here, training=True)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
-            with self._forward_context.use(schedule):
+                noise = _noise(batch, here, losses.device)
+            noisy = contextlib.nullcontext() if noise is None else changed_embeddings(self._backbone, noise.add_to)
+            with self._forward_context.use(schedule), noisy:
                 with watching("forward"):
                     losses_J = job_losses(self._backbone, batch, learners)
                 with watching("backward"):
@@ -426,6 +429,21 @@ def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training
         scales=[adapter_scale(job.config) for job in jobs],
         dropout=dropout if training else None,
     )
+
+
+def _noise(batch: TokenBatch, by_local_slot: dict[int, JobState], device: torch.device) -> TokenNoise | None:
+    """The noise on the embeddings of the jobs that train with it."""
+    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
+    if not any(job.config.neftune_noise_alpha for job in jobs):
+        return None
+    keys = [
+        NoiseKey(job.config.neftune_noise_alpha, job.config.seed, job.step, first_token)
+        if job.config.neftune_noise_alpha
+        else None
+        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
+    ]
+    lengths = iter(batch.sequence_lengths)
+    return TokenNoise.build(keys, [list(itertools.islice(lengths, count)) for count in batch.job_sequences], device)
 
 
 def _slot(job: JobState) -> int:

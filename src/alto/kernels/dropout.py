@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DropoutKey", "dropout_factor", "dropped", "kept_factor", "stream_key", "threshold"]
+__all__ = ["DropoutKey", "dropout_factor", "dropped", "hashed", "kept_factor", "stream_key", "threshold"]
 
 # The finaliser with low bias that Chris Wellons found by search (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
@@ -85,6 +85,11 @@ def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: 
     rows_T1 = _hash((tokens_T1 + group_key).bitwise_and_(_MASK))
     keep = _hash((rows_T1 + features_K).bitwise_and_(_MASK)) >= threshold(key)
     return keep.to(torch.float32).mul_(kept_factor(key))
+
+
+def hashed(words: Tensor) -> Tensor:
+    """The hash of the lower 32 bits of ``words``, int64."""
+    return _hash(words.bitwise_and(_MASK))
 
 
 def _hash(x: Tensor) -> Tensor:

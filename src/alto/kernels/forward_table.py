@@ -68,6 +68,19 @@ class ForwardTable:
         self.blocks_B6 = upload(blocks, torch.int32, device)
         self.segments_S6 = upload(whole, torch.int32, device)
         self.factors_Z2 = upload(factors_Z2, torch.float64, device)
+        self._segments = segments
+        self._slots_T: Tensor | None = None
+
+    def token_slots(self) -> Tensor:
+        """Slot of every token, int64; made at the first use, as few forward passes need it."""
+        if self._slots_T is None:
+            device, num_tokens = self.segments_S6.device, sum(end - start for _, start, end in self._segments)
+            self._slots_T = torch.repeat_interleave(
+                upload([slot for slot, _, _ in self._segments], torch.int64, device),
+                upload([end - start for _, start, end in self._segments], torch.int64, device),
+                output_size=num_tokens,
+            )
+        return self._slots_T
 
 
 def _signed(bits: int) -> int:

@@ -32,6 +32,7 @@ class SlotMatrices:
         bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 where it is not targeted.
         a_QK, b_NRs: ``a_KQ`` and ``bs`` transposed, views of the same numbers.
         columns: First column and end of every member's ranks in ``Q``.
+        ratios: Scale of every member's output over the segment's scale; empty where all are 1.
     """
 
     a_KQ: Tensor
@@ -41,6 +42,7 @@ class SlotMatrices:
     a_QK: Tensor
     b_NRs: tuple[Tensor, ...]
     columns: tuple[tuple[int, int], ...]
+    ratios: tuple[float, ...] = ()
 
     @property
     def width(self) -> int:
@@ -78,6 +80,7 @@ class LoraOperands:
     alignment: int = field(init=False)
     _places: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
     _table: Tensor | None = field(default=None, init=False)
+    _ratios: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         assert self.params_ZP.stride(1) == self.grads_ZP.stride(1) == 1
@@ -89,12 +92,20 @@ class LoraOperands:
         """The largest ``Q`` that a slot may have."""
         return len(self.out_features) * self.max_rank
 
-    def assign(self, slot: int, ranks: Sequence[int], a_start: int, b_starts: Sequence[int]) -> None:
+    def assign(
+        self,
+        slot: int,
+        ranks: Sequence[int],
+        a_start: int,
+        b_starts: Sequence[int],
+        ratios: Sequence[float] | None = None,
+    ) -> None:
         """Set the offsets of ``slot``'s adapter in its row.
 
         Args:
-            ranks: Rank of every member; all that are not 0 are equal.
+            ranks: Rank of every member; 0 where it is not targeted.
             a_start, b_starts: Offsets of the ``[K, Q]`` and of every member's ``[r, N]``.
+            ratios: Scale of every member's output over the segment's scale in the token schedule; None where all are 1.
         """
         self.clear(slot)
         width = sum(ranks)
@@ -110,8 +121,16 @@ class LoraOperands:
 
         (a_KQ, bs), (da_KQ, dbs) = views(self.params_ZP[slot]), views(self.grads_ZP[slot])
         columns = tuple((end - rank, end) for end, rank in zip(ends, ranks, strict=True))
+        ratios = tuple(ratios or (1.0,) * len(ranks))
         self.slots[slot] = SlotMatrices(
-            a_KQ=a_KQ, da_KQ=da_KQ, bs=bs, dbs=dbs, a_QK=a_KQ.T, b_NRs=tuple(b_RN.T for b_RN in bs), columns=columns
+            a_KQ=a_KQ,
+            da_KQ=da_KQ,
+            bs=bs,
+            dbs=dbs,
+            a_QK=a_KQ.T,
+            b_NRs=tuple(b_RN.T for b_RN in bs),
+            columns=columns,
+            ratios=() if all(ratio == 1.0 for ratio in ratios) else ratios,
         )
         members = (
             place
@@ -125,7 +144,7 @@ class LoraOperands:
         """Mark ``slot`` as free."""
         self.slots.pop(slot, None)
         self._places.pop(slot, None)
-        self._table = None
+        self._table = self._ratios = None
 
     def table(self) -> Tensor:
         """All offsets, on the bank's device: ``[Z, 2 + 3 M]`` int64.
@@ -138,3 +157,16 @@ class LoraOperands:
             rows = [self._places.get(slot, free) for slot in range(self.params_ZP.shape[0])]
             self._table = upload(rows, torch.int64, self.params_ZP.device)
         return self._table
+
+    def column_ratios(self) -> Tensor | None:
+        """The ratio of every column, on the bank's device, in its dtype: ``[Z, max_width]``, 1 where a slot has no
+        column. None where all are 1. Uploaded again after a slot is assigned or freed."""
+        if not any(own.ratios for own in self.slots.values()):
+            return None
+        if self._ratios is None:
+            rows = [[1.0] * self.max_width for _ in range(self.params_ZP.shape[0])]
+            for slot, own in self.slots.items():
+                for ratio, (first, end) in zip(own.ratios, own.columns, strict=False):
+                    rows[slot][first:end] = [ratio] * (end - first)
+            self._ratios = upload(rows, self.params_ZP.dtype, self.params_ZP.device)
+        return self._ratios

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.dropout import dropped
-from alto.kernels.operands import LoraOperands
+from alto.kernels.operands import LoraOperands, SlotMatrices
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
@@ -28,7 +28,9 @@ __all__ = [
 
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot.
+    """``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot, the columns of every member times its ratio.
+
+    The ratio of a member is its own scale over that of the segment (:meth:`LoraOperands.assign`), mostly 1.
 
     Args:
         x_TK: Input of the group, ``[T, K]``.
@@ -43,6 +45,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
         if matrices := operands.slots.get(slot):
             x = dropped(x_TK[start:end].to(s_TQ.dtype), key, operands.number)
             s_TQ[start:end, : matrices.width] = x @ matrices.a_KQ
+            _scale_members(s_TQ[start:end], matrices)
     return s_TQ
 
 
@@ -66,7 +69,8 @@ def fused_expand_add(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor],
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """``ds[i] = dy[i] @ b_iᵀ``, and in place ``dx[i] += dropout_i(scale_i * ds[i] @ a_iᵀ)``.
+    """``ds[i] = dy[i] @ b_iᵀ``, the columns of every member times its ratio, and in place ``dx[i] +=
+    dropout_i(scale_i * ds[i] @ a_iᵀ)``.
 
     Args:
         dys: Upstream gradient ``[T, N]`` of every member.
@@ -82,6 +86,7 @@ def grouped_backward_input(
         if matrices := operands.slots.get(slot):
             for dy_TN, b_RN, (first, last) in zip(dys, matrices.bs, matrices.columns, strict=True):
                 ds_TQ[start:end, first:last] = dy_TN[start:end].to(ds_TQ.dtype) @ b_RN.T
+            _scale_members(ds_TQ[start:end], matrices)
             if dx_TK is not None:
                 dx = scale * (ds_TQ[start:end, : matrices.width] @ matrices.a_KQ.T)
                 dx_TK[start:end] += dropped(dx, key, operands.number).to(dx_TK.dtype)
@@ -182,6 +187,11 @@ def bank_adamw(
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
         grads.zero_()
+
+
+def _scale_members(narrow_TQ: Tensor, matrices: SlotMatrices) -> None:
+    for ratio, (first, last) in zip(matrices.ratios, matrices.columns, strict=False):
+        narrow_TQ[:, first:last] *= ratio
 
 
 def _exact(tensor: Tensor) -> torch.dtype:

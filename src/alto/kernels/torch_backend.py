@@ -31,6 +31,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
     s_TQ = x_TK.new_empty(x_TK.shape[0], operands.max_width)
     for own, _, key, (x, s) in _occupied(operands, schedule, x_TK, s_TQ):
         torch.mm(dropped(x, key, operands.number), own.a_KQ, out=_columns(s, 0, own.width))
+        _scale_members(s, own)
     return s_TQ
 
 
@@ -50,6 +51,7 @@ def grouped_backward_input(
     for own, _, _, (ds, *of_members) in _occupied(operands, schedule, ds_TQ, *dys):
         for dy, b_NR, (first, end) in zip(of_members, own.b_NRs, own.columns, strict=True):
             torch.mm(dy, b_NR, out=_columns(ds, first, end))
+        _scale_members(ds, own)
     if dx_TK is not None:
         for own, scale, key, (ds, dx) in _occupied(operands, schedule, ds_TQ, dx_TK):
             ds = _columns(ds, 0, own.width)
@@ -149,6 +151,12 @@ def _occupied(
 def _columns(x: Tensor, first: int, end: int) -> Tensor:
     """Columns ``[first, end)``; ``x`` itself where these are all: a view for every slot and op takes time."""
     return x if end - first == x.shape[1] else x.narrow(1, first, end - first)
+
+
+def _scale_members(narrow: Tensor, own: SlotMatrices) -> None:
+    """Multiply the columns of every member by its ratio; nothing to do where all are 1."""
+    for ratio, (first, end) in zip(own.ratios, own.columns, strict=False):
+        _columns(narrow, first, end).mul_(ratio)
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

@@ -76,6 +76,7 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
             ALIGNMENT=operands.alignment,
             **config.arguments,
         )
+        _scale_members(s_TQ, operands, schedule)
     return s_TQ
 
 
@@ -113,6 +114,7 @@ def grouped_backward_input(
     ds_TQ = _narrow(operands, schedule)
     if schedule.table(ds_TQ.device).num_blocks:
         _write_ds(dys, operands, ds_TQ, schedule)
+        _scale_members(ds_TQ, operands, schedule)
         if dx_TK is not None:
             _add_to_dx(ds_TQ, operands, dx_TK, schedule)
     return ds_TQ
@@ -243,6 +245,16 @@ def _narrow(operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
     """An unwritten ``[T, Q]`` as wide as the widest slot, in the dtype of the bank."""
     width = triton.cdiv(operands.max_width, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     return operands.params_ZP.new_empty(schedule.num_tokens, width)[:, : operands.max_width]
+
+
+def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:
+    """Multiply the columns of every slot's members by their ratios, where any is not 1; times 1, bits stay.
+
+    The narrow tensors are small beside those that the kernels read: two launches of PyTorch, however many slots.
+    """
+    ratios_ZQ = operands.column_ratios()
+    if ratios_ZQ is not None:
+        narrow_TQ *= ratios_ZQ.index_select(0, schedule.table(narrow_TQ.device).token_slots())
 
 
 def _write_ds(dys: Sequence[Tensor], operands: LoraOperands, ds_TQ: Tensor, schedule: TokenSchedule) -> None:

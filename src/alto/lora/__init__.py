@@ -11,6 +11,7 @@ from alto.lora.peft_format import adapter_scale, as_in_peft, module_of, read_ada
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
+from alto.lora.shape import adapter_shape, rank_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
@@ -33,6 +34,7 @@ __all__ = [
     "adaptable",
     "adapter_base_model",
     "adapter_scale",
+    "adapter_shape",
     "as_in_peft",
     "bank_bytes",
     "check_optimizer",
@@ -43,6 +45,7 @@ __all__ = [
     "is_adapter",
     "linear_modules",
     "module_of",
+    "rank_notes",
     "read_adapter",
     "read_saved_adapter",
     "serving",

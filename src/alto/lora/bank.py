@@ -114,18 +114,23 @@ class AdapterBank:
         return self._places[slot]
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
-        """Fill ``slot`` as PEFT does: ``B`` zero, ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
-        where ``init`` is ``gaussian``.
+        """Fill ``slot`` as PEFT does: ``B`` zero and ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
+        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
 
         Args:
             slot: An assigned slot.
             seed: Seed of the draw.
-            init: ``default`` or ``gaussian``.
+            init: ``default``, ``gaussian`` or ``orthogonal``; the last with even ranks only.
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
+            if init == "orthogonal":
+                drawn_a, drawn_b = _orthogonal(a.shape[0], a.shape[1], b.shape[1], generator)
+                a.copy_(drawn_a)
+                b.copy_(drawn_b)
+                continue
             drawn = torch.empty(a.shape)
             if init == "gaussian":
                 drawn.normal_(std=1.0 / a.shape[-1], generator=generator)
@@ -174,13 +179,24 @@ class AdapterBank:
     def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
         place, first = self.places(slot).groups[group_index], self.layout.groups[group_index][0]
         if first.num_experts is None:
-            operands.assign(slot, place.ranks, place.a_start, place.b_starts)
+            operands.assign(slot, place.ranks, place.a_start, place.b_starts, place.ratios)
             return
         row_start, (rank,) = slot * self.layout.row_size, place.ranks
         for expert in range(first.num_experts):
             a_start = row_start + place.a_start + expert * first.in_features * rank
             b_start = row_start + place.b_starts[0] + expert * rank * first.out_features
-            operands.assign(expert * self.num_slots + slot, place.ranks, a_start, [b_start])
+            operands.assign(expert * self.num_slots + slot, place.ranks, a_start, [b_start], place.ratios)
+
+
+def _orthogonal(num_in: int, rank: int, num_out: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``A`` in the span of the odd rows of a random orthogonal matrix, and ``B`` in that of the even ones.
+
+    Source: PEFT 0.21, ``LoraLayer.orthogonal_init``.
+    """
+    q_RR, _ = torch.linalg.qr(torch.randn(rank, rank, generator=generator))
+    a_KR = torch.randn(num_in, rank // 2, generator=generator).mm(q_RR[0::2]) / 10.0
+    b_NR = torch.randn(rank // 2, num_out, generator=generator).T.mm(q_RR[1::2]) / 10.0
+    return a_KR, b_NR.T
 
 
 def _copy(matrix: Tensor) -> Tensor:

@@ -39,15 +39,36 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Rank and targets of one adapter."""
+    """Ranks and targets of one adapter.
+
+    Attributes:
+        rank: The largest rank of its modules.
+        targets: Its modules, in the model's order.
+        own_ranks: Rank of every target; empty where all have ``rank``.
+        scale_ratios: Scale of every target's output over the scale of the job, which a token schedule holds; empty
+            where all are 1.
+    """
 
     rank: int
     targets: tuple[TargetModule, ...]
+    own_ranks: tuple[int, ...] = ()
+    scale_ratios: tuple[float, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of every target."""
+        return self.own_ranks or (self.rank,) * len(self.targets)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Scale of every target over that of the job."""
+        return self.scale_ratios or (1.0,) * len(self.targets)
 
     @property
     def num_parameters(self) -> int:
         return sum(
-            self.rank * (module.in_features + module.out_features) * module.num_matrices for module in self.targets
+            rank * (module.in_features + module.out_features) * module.num_matrices
+            for module, rank in zip(self.targets, self.ranks, strict=True)
         )
 
 
@@ -57,11 +78,13 @@ class GroupPlace:
 
     Attributes:
         ranks: Rank of every member; 0 where it is not targeted.
+        ratios: Scale of every member over that of the job.
         a_start: Offset of the members' ``A`` side by side, ``[K, Q]``; of experts, those of all, ``[E, K, r]``.
         b_starts: Offset of every member's ``B``, ``[r, N]``; of experts, ``[E, r, N]``.
     """
 
     ranks: tuple[int, ...]
+    ratios: tuple[float, ...]
     a_start: int
     b_starts: tuple[int, ...]
 
@@ -116,10 +139,12 @@ class BankLayout:
 
     def places(self, shape: AdapterShape) -> RowPlaces:
         """Offsets of an adapter of ``shape`` in its row."""
-        targets = set(shape.targets)
-        assert shape.rank <= self.max_rank
-        assert targets <= set(self.modules)
-        ranks = [tuple(shape.rank if module in targets else 0 for module in group) for group in self.groups]
+        rank_of = dict(zip(shape.targets, shape.ranks, strict=True))
+        ratio_of = dict(zip(shape.targets, shape.ratios, strict=True))
+        assert max(shape.ranks, default=0) <= self.max_rank
+        assert rank_of.keys() <= set(self.modules)
+        ranks = [tuple(rank_of.get(module, 0) for module in group) for group in self.groups]
+        ratios = [tuple(ratio_of.get(module, 1.0) for module in group) for group in self.groups]
         a_starts, start = [], 0
         for group, of_group in zip(self.groups, ranks, strict=True):
             a_starts.append(start)
@@ -132,7 +157,7 @@ class BankLayout:
                 start += module.num_matrices * rank * module.out_features
             b_starts.append(tuple(starts))
         places = tuple(
-            GroupPlace(ranks=of_group, a_start=a_start, b_starts=starts)
-            for of_group, a_start, starts in zip(ranks, a_starts, b_starts, strict=True)
+            GroupPlace(ranks=of_group, ratios=scaled, a_start=a_start, b_starts=starts)
+            for of_group, scaled, a_start, starts in zip(ranks, ratios, a_starts, b_starts, strict=True)
         )
         return RowPlaces(groups=places, a_end=a_end, end=start)

@@ -126,6 +126,9 @@ def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets, *,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "inference_mode": True,
     }
+    for key in ("rank_pattern", "alpha_pattern"):
+        if pattern := getattr(config, key):
+            described[key] = dict(pattern)
     if targets.parameters:
         # PEFT refuses dropout beside target_parameters; it affects only training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}

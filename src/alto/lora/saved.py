@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
 from alto.lora.bank import AdapterWeights
 from alto.lora.peft_format import A_ENDING, B_ENDING, CONFIG_FILE, WEIGHTS_FILE, lora_scale, read_adapter
+from alto.spec.module_names import of_module, per_module
 from alto.spec.outside import read_json
 
 __all__ = ["SavedAdapter", "adapter_base_model", "is_adapter", "read_saved_adapter"]
@@ -20,7 +21,7 @@ __all__ = ["SavedAdapter", "adapter_base_model", "is_adapter", "read_saved_adapt
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("layers_to_transform", "layers_pattern", "ensure_weight_tying", "rank_pattern", "alpha_pattern"),
     "fan_in_fan_out",  # how PEFT adds the product to the weight; the matrices are the same
     "target_parameters",  # compared with the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -43,18 +44,24 @@ class SavedAdapter:
     Attributes:
         folder: Its folder.
         base_model: The base model that its ``adapter_config.json`` names.
-        scale: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``.
-        rank: Of all its matrices.
+        scales: By module ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, of the module's own two
+            numbers (``rank_pattern`` and ``alpha_pattern``).
+        rank: The largest of its modules.
         weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
         target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
     """
 
     folder: Path
     base_model: str
-    scale: float
+    scales: Mapping[str, float]
     rank: int
     weights: AdapterWeights
     target_parameters: tuple[str, ...] = ()
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether its modules differ in rank or scale, which vLLM does not read."""
+        return len({(self.scales[name], a_KR.shape[1]) for name, (a_KR, _) in self.weights.items()}) > 1
 
     @property
     def config_file(self) -> Path:
@@ -81,18 +88,21 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     _check_tensors(folder / WEIGHTS_FILE)
     weights = {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read_adapter(folder).items()}
     _check_parameters(config, weights, folder / CONFIG_FILE)
-    rank = config["r"]
+    ranks, alphas = (_numbers(config, key, folder / CONFIG_FILE) for key in ("rank_pattern", "alpha_pattern"))
+    scales = {}
     for name, (a_KR, _) in weights.items():
+        rank, alpha = of_module(name, ranks, config["r"]), of_module(name, alphas, config["lora_alpha"])
         if a_KR.shape[-1] != rank:
             raise RunError(
                 f"{folder}: expected matrices of rank {rank}, as its {CONFIG_FILE} says, found rank "
                 f"{a_KR.shape[-1]} on {name}; fetch the adapter again"
             )
+        scales[name] = lora_scale(rank, alpha, use_rslora=bool(config.get("use_rslora")))
     return SavedAdapter(
         folder=folder,
         base_model=config.get("base_model_name_or_path") or "",
-        scale=lora_scale(rank, config["lora_alpha"], use_rslora=bool(config.get("use_rslora"))),
-        rank=rank,
+        scales=scales,
+        rank=max(a_KR.shape[1] for a_KR, _ in weights.values()),
         weights=weights,
         target_parameters=tuple(config.get("target_parameters") or ()),
     )
@@ -143,6 +153,16 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
         value = config.get(key)
         if not isinstance(value, kinds) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
             raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; fetch the file again")
+
+
+def _numbers(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[str, Any]]:
+    """The pairs of a pattern."""
+    pattern = config.get(key) or {}
+    try:
+        per_module(pattern, "a number above 0", lambda number: math.isfinite(number) and number > 0)
+    except ValueError as error:
+        raise RunError(f"{path}: {key} {error} Or fetch the file again.") from error
+    return list(pattern.items())
 
 
 def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from transformers import PreTrainedModel
@@ -40,14 +41,15 @@ class ServedAdapters:
 @contextmanager
 def serving(
     model: PreTrainedModel,
-    adapters: Sequence[tuple[AdapterWeights, float] | None],
+    adapters: Sequence[tuple[AdapterWeights, Mapping[str, float]] | None],
     forward: Callable[[], object],
     places: Callable[[], RowPlaces | None] = packed,
 ) -> Iterator[ServedAdapters]:
     """Put ``adapters`` on ``model`` while the context lasts, replacing those of any other bank; afterwards it has none.
 
     Args:
-        adapters: Weights and scale of each, which fit the model; ranks and modules may differ. None is the base alone.
+        adapters: Weights and scale of every module of each, which fit the model; ranks and modules may differ. None is
+            the base alone.
         forward: Runs a forward pass of ``model``.
         places: See :class:`alto.lora.linear.ForwardContext`.
     """
@@ -62,18 +64,28 @@ def serving(
     bank = AdapterBank(layout, len(adapters), device=model.device, has_grads=False)
     for slot, adapter in enumerate(adapters):
         if adapter is not None:
-            weights, _ = adapter
+            weights, scales = adapter
             targets = tuple(module for module in layout.modules if module.name in weights)
-            bank.occupy(slot, AdapterShape(rank=_rank(weights), targets=targets))
+            shape = AdapterShape(
+                rank=_rank(weights),
+                targets=targets,
+                own_ranks=tuple(weights[module.name][0].shape[1] for module in targets),
+                scale_ratios=tuple(scales[module.name] / _scale(scales) for module in targets),
+            )
+            bank.occupy(slot, shape)
             bank.write(slot, weights)
     try:
         yield ServedAdapters(
-            inject(model, bank, places), [1.0 if adapter is None else adapter[1] for adapter in adapters]
+            inject(model, bank, places), [1.0 if adapter is None else _scale(adapter[1]) for adapter in adapters]
         )
     finally:
         eject(model)
 
 
 def _rank(weights: AdapterWeights) -> int:
-    a_KR, _ = next(iter(weights.values()))
-    return a_KR.shape[-1]
+    return max(a_KR.shape[-1] for a_KR, _ in weights.values())
+
+
+def _scale(scales: Mapping[str, float]) -> float:
+    """The scale that most modules have, so that few, mostly none, have another."""
+    return Counter(scales.values()).most_common(1)[0][0]

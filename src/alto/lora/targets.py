@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -123,24 +123,33 @@ def module_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def find_targets(
-    model: PreTrainedModel, target_modules: str | Sequence[str], rank: int, target_parameters: Sequence[str] = ()
+    model: PreTrainedModel,
+    target_modules: str | Sequence[str],
+    *,
+    target_parameters: Sequence[str] = (),
+    exclude_modules: str | Sequence[str] | None = None,
+    layers_to_transform: Sequence[int] | None = None,
+    layers_pattern: Sequence[str] | None = None,
 ) -> tuple[TargetModule, ...]:
-    """The modules that ``target_modules`` selects, in the model's order, and after them those of routers and experts.
+    """The modules that the settings select, in the model's order, and after them those of routers and experts.
 
     Args:
         target_modules: ``"all-linear"``; or names, each a full one or an ending such as ``q_proj``; or, as another
             string, a regular expression that has to match full names as a whole.
-        rank: Rank the adapter is to have.
         target_parameters: Names of parameters of experts and routers, each a full one or an ending such as
             ``experts.gate_up_proj`` or ``gate.weight``.
+        exclude_modules: Names or an expression of modules that are left out.
+        layers_to_transform: Indices of layers; modules of other layers are left out, but not those whose full name is
+            among ``target_modules``. With ``"all-linear"``, which PEFT does not combine with it, all modules of these
+            layers are meant.
+        layers_pattern: Regular expressions for the name that the layer's index follows; None: any name.
 
     Raises:
-        TargetModuleError: The model has no linear modules, a name or the expression matches none of them or other
-            modules too, or the rank exceeds the smaller side of a module; or the model has no such parameters.
+        TargetModuleError: The model has no linear modules; a name or an expression matches none of them, or selects
+            other modules too; a layer has none of the modules; or nothing is left.
     """
     experts = _find_experts(model, target_parameters)
     if target_parameters and not target_modules:
-        _check_rank(experts, rank)
         return experts
     linear = {module.name: module for module in linear_modules(model)}
     if not linear:
@@ -148,15 +157,68 @@ def find_targets(
             "target_modules: expected a base model built of torch.nn.Linear modules, found none besides its output "
             "head; use another base model"
         )
+    excluded = _excluded(model, exclude_modules)
     if target_modules == ALL_LINEAR:
         found = set(linear)
     elif isinstance(target_modules, str):
-        found = _meant(model, linear, target_modules, _fullmatch)
+        found = _meant(model, linear, target_modules, _fullmatch, excluded)
     else:
-        found = set().union(*(_meant(model, linear, name, _is_name_or_ending) for name in target_modules))
-    targets = (*(module for name, module in linear.items() if name in found), *experts)
-    _check_rank(targets, rank)
-    return targets
+        found = set().union(*(_meant(model, linear, name, _is_name_or_ending, excluded) for name in target_modules))
+    found -= excluded
+    if layers_to_transform is not None:
+        named = set() if isinstance(target_modules, str) else found & set(target_modules)
+        found = named | _of_layers(found - named, layers_to_transform, layers_pattern)
+    if not found:
+        raise TargetModuleError(
+            "target_modules: expected modules to train, found that exclude_modules and layers_to_transform leave none; "
+            "change one of them"
+        )
+    return (*(module for name, module in linear.items() if name in found), *experts)
+
+
+def _excluded(model: PreTrainedModel, exclude_modules: str | Sequence[str] | None) -> set[str]:
+    """Names of the modules that are left out.
+
+    Source: PEFT 0.21, ``check_target_module_exists``, which only warns where a name excludes nothing.
+    """
+    if exclude_modules is None:
+        return set()
+    names, excluded = module_names(model), set()
+    is_pattern = isinstance(exclude_modules, str)
+    for text in [exclude_modules] if isinstance(exclude_modules, str) else exclude_modules:
+        matched = {name for name in names if (_fullmatch if is_pattern else _is_name_or_ending)(text, name)}
+        if not matched:
+            leaves = sorted({name.rsplit(".", 1)[-1] for name in linear_bases(model)})
+            raise TargetModuleError(
+                f"exclude_modules: expected to find modules of the model, found none under {text!r}; the model has "
+                f"{', '.join(leaves)}; correct the name, or remove it"
+            )
+        excluded |= matched
+    return excluded
+
+
+def _of_layers(names: Iterable[str], indices: Sequence[int], parents: Sequence[str] | None) -> set[str]:
+    """Those of ``names`` that lie in the layers with these indices; the first number in a name counts.
+
+    Source: PEFT 0.21, ``check_target_module_exists``.
+    """
+    patterns = (
+        [r".*?\.[^.]*\.(?P<idx>\d+)\."] if parents is None else [rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\." for p in parents]
+    )
+    layer_of: dict[str, int] = {}
+    for name in names:
+        match = next(filter(None, (re.match(pattern, name) for pattern in patterns)), None)
+        if match is not None:
+            layer_of[name] = int(match["idx"])
+    absent = sorted(set(indices) - set(layer_of.values()))
+    if absent:
+        known = f"0 to {max(layer_of.values())}" if layer_of else "none"
+        where = "" if parents is None else f" under {', '.join(parents)}"
+        raise TargetModuleError(
+            f"layers_to_transform: expected layers of the model with targeted modules{where} ({known}), found "
+            f"{absent[0]}; correct the index, or layers_pattern"
+        )
+    return {name for name, index in layer_of.items() if index in indices}
 
 
 def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetModule, ...]:
@@ -179,7 +241,11 @@ def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetM
 
 
 def _meant(
-    model: PreTrainedModel, linear: Mapping[str, TargetModule], text: str, matches: Callable[[str, str], bool]
+    model: PreTrainedModel,
+    linear: Mapping[str, TargetModule],
+    text: str,
+    matches: Callable[[str, str], bool],
+    excluded: Set[str],
 ) -> set[str]:
     modules = _modules(model)
     found = {name for name in modules if matches(text, name)}
@@ -192,7 +258,7 @@ def _meant(
             f"target_modules: expected to find linear modules of the model, found none under {text!r}; {hint}"
             f"the model has {', '.join(leaves)}, a full name is {example!r} (or write {ALL_LINEAR!r})"
         )
-    for name in sorted(found - set(linear)):
+    for name in sorted(found - set(linear) - excluded):
         is_head = modules[name] is model.get_output_embeddings()
         kind = "its output head" if is_head else f"a {type(modules[name]).__name__}"
         raise TargetModuleError(
@@ -208,16 +274,6 @@ def _fullmatch(pattern: str, name: str) -> bool:
 
 def _is_name_or_ending(text: str, name: str) -> bool:
     return name == text or name.endswith("." + text)
-
-
-def _check_rank(targets: Sequence[TargetModule], rank: int) -> None:
-    for module in targets:
-        limit = min(module.in_features, module.out_features)
-        if rank > limit:
-            raise TargetModuleError(
-                f"r: expected at most {limit}, the smaller side of {module.name} "
-                f"({module.in_features} × {module.out_features}), found {rank}; lower r or leave the module out"
-            )
 
 
 def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:

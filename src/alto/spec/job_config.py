@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
-import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
+    BeforeValidator,
     Field,
+    PlainSerializer,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -21,31 +21,90 @@ from pydantic import (
 
 from alto.errors import UnsupportedError
 from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.lr_schedules import (
+    LrSchedulerType,
+    check_schedule,
+    schedule_factor,
+    scheduler_kwargs,
+    supported_scheduler,
+)
 from alto.spec.method import Method, find_method
 from alto.spec.mixture import MIXTURE_WEIGHTS, Weights, normalised
+from alto.spec.module_names import (
+    ALL_LINEAR,
+    chosen_modules,
+    layer_indices,
+    layer_parents,
+    parameter_names,
+    per_module,
+    targeted_modules,
+)
 from alto.spec.objectives import ObjectiveSettings
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel
 
-__all__ = ["ALL_LINEAR", "JOB_FIELDS", "InitLoraWeights", "JobConfig", "LrSchedulerType", "OptimizerName"]
+__all__ = [
+    "ALL_LINEAR",
+    "JOB_FIELDS",
+    "MAPPING_FIELDS",
+    "SHAPE_FIELDS",
+    "InitLoraWeights",
+    "JobConfig",
+    "LrSchedulerType",
+    "OptimizerName",
+]
 
-ALL_LINEAR = "all-linear"
-"""As in PEFT: every linear layer of the model except its output head."""
-
-LrSchedulerType: TypeAlias = Literal["linear", "cosine", "constant", "constant_with_warmup"]
-
-InitLoraWeights: TypeAlias = Literal["default", "gaussian"]
-"""How ``A`` starts; ``default`` is PEFT's ``True``: Kaiming-uniform."""
+InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
+"""How the adapter starts; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal``
+both are random, and their product is zero."""
 
 OptimizerName: TypeAlias = Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"]
 """AdamW with its state in 32 bits, or in 8 bits as bitsandbytes keeps it, or that in memory that can be paged out."""
 
+MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "rank_pattern")
+"""Fields of a job that are mappings themselves; they hold their pairs as tuples, in the order of writing."""
+
+SHAPE_FIELDS = (
+    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+)
+"""Fields of a job that decide its adapter's modules, and their ranks and scales."""
+
+_MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
-_MODULE_NAME = r"[A-Za-z0-9_.-]+"
-_OTHER_INITS = ("corda", "eva", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
+_CHANGES_THE_BASE = (
+    "it takes the adapter's first product out of the base model's weights, which all jobs share and nobody may change"
+)
+_NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
+_OTHER_INITS = {
+    "corda": _CHANGES_THE_BASE,
+    "loftq": _CHANGES_THE_BASE,
+    "mica": "it is a variant of LoRA, in which B is not trained",
+    "olora": _CHANGES_THE_BASE,
+    "pissa": _CHANGES_THE_BASE,
+    "eva": _NEEDS_DATA,
+    "lora_ga": _NEEDS_DATA,
+}
+"""PEFT's other ways to start, by the beginning of their names, and why they are refused."""
+
 _OTHER_SPELLINGS_OF_OPTIM = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
+
+
+def _ranks_by_module(value: object) -> object:
+    allowed = f"a whole number >= 1 and <= {_MAX_RANK}"
+    return per_module(value, allowed, lambda rank: isinstance(rank, int) and 1 <= rank <= _MAX_RANK)
+
+
+def _alphas_by_module(value: object) -> object:
+    found = per_module(value, "a finite number > 0", lambda alpha: math.isfinite(alpha) and alpha > 0)
+    return tuple((name, float(alpha)) for name, alpha in found)
+
+
+_RankPattern = Annotated[tuple[tuple[str, int], ...], BeforeValidator(_ranks_by_module), PlainSerializer(dict)]
+_AlphaPattern = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_alphas_by_module), PlainSerializer(dict)]
+_SchedulerKwargs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(scheduler_kwargs), PlainSerializer(dict)]
 
 
 class JobConfig(SpecModel):
@@ -57,7 +116,9 @@ class JobConfig(SpecModel):
 
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
-    sorted tuple of names, or a regular expression. ``init_lora_weights`` true is stored as ``"default"``;
+    sorted tuple of names, or a regular expression; ``exclude_modules`` likewise. ``rank_pattern``, ``alpha_pattern``
+    and ``lr_scheduler_kwargs`` may be given as mappings; the finished object holds their pairs, :meth:`to_dict` the
+    mappings. ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``;
     ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1; ``max_grad_norm`` 0 as None: no
     clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
     settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
@@ -69,24 +130,40 @@ class JobConfig(SpecModel):
     """
 
     learning_rate: float = Field(default=2e-4, gt=0, description="the peak learning rate")
-    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="rows of one step")
-    r: int = Field(default=16, ge=1, le=1024, description="the adapter's rank")
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="rows of one micro-step")
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=4096, description="micro-steps of one step: its rows are the product of the two"
+    )
+    r: int = Field(default=16, ge=1, le=_MAX_RANK, description="the adapter's rank")
     lora_alpha: float = Field(
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
-    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter's A starts")
+    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
     target_parameters: tuple[str, ...] = Field(
         default=(), description="parameters of stacked experts that get an adapter per expert"
     )
+    exclude_modules: str | tuple[str, ...] | None = Field(default=None, description="which of them get none")
+    layers_to_transform: tuple[int, ...] | None = Field(
+        default=None, description="indices of the model's layers with adapters"
+    )
+    layers_pattern: tuple[str, ...] | None = Field(
+        default=None, description="name of the list that holds the model's layers"
+    )
+    rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
+    alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
+    neftune_noise_alpha: float | None = Field(
+        default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
+    )
     loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
     num_train_epochs: int = Field(default=3, ge=1, le=_MAX_STEPS, description="epochs over the training rows")
     max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
     lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
-    warmup_steps: int = Field(
-        default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; a share is warmup_ratio"
+    lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of that course")
+    warmup_steps: float = Field(
+        default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; below 1 their share"
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
     optim: OptimizerName = Field(default="adamw_torch", description="which AdamW")
@@ -126,7 +203,20 @@ class JobConfig(SpecModel):
         fields, aliases = (*JOB_FIELDS, *method.known_keys), {**JOB_ALIASES, **method.aliases}
         given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
         common = {key: value for key, value in given.items() if key not in method.fields}
-        return cls(**common, objective=method.settings(given))
+        config = cls(**common, objective=method.settings(given))
+        if config.gradient_accumulation_steps > 1 and method.entry.is_paired:
+            raise UnsupportedError(
+                f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
+                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an epoch "
+                "may be smaller, and not over the pairs of a step. Multiply per_device_train_batch_size by it."
+            )
+        if config.neftune_noise_alpha and method.entry.is_paired:
+            raise UnsupportedError(
+                f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
+                "the two sides of a pair share the tokens of their prompt, and noise of each would differ. Remove the "
+                "key."
+            )
+        return config
 
     def replace(self, **changes: Any) -> Self:
         """A new, fully checked object with some fields, or settings of the same method, changed (canonical names).
@@ -165,43 +255,41 @@ class JobConfig(SpecModel):
     @field_validator("target_modules", mode="before")
     @classmethod
     def _normalise_targets(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            if value.lower() == ALL_LINEAR:
-                return ALL_LINEAR
-            return (value,) if re.fullmatch(_MODULE_NAME, value) else _checked_pattern(value)
-        if not isinstance(value, list | tuple):
+        return targeted_modules(value)
+
+    @field_validator("exclude_modules", mode="before")
+    @classmethod
+    def _normalise_excluded(cls, value: Any) -> Any:
+        return chosen_modules(value)
+
+    @field_validator("layers_to_transform", mode="before")
+    @classmethod
+    def _normalise_layers(cls, value: Any) -> Any:
+        return layer_indices(value)
+
+    @field_validator("layers_pattern", mode="before")
+    @classmethod
+    def _normalise_layer_parents(cls, value: Any) -> Any:
+        return layer_parents(value)
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def _refuse_schedules_by_loss(cls, value: Any) -> Any:
+        return supported_scheduler(value)
+
+    @field_validator("warmup_steps", mode="after")
+    @classmethod
+    def _check_warmup_steps(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
             raise ValueError(
-                f"should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found {quoted(value)}. "
-                f"Write for example [q_proj, v_proj]."
+                f"should be a whole number of steps, or a share below 1, found {value}. Write one of the two."
             )
-        for name in value:
-            if not isinstance(name, str) or not re.fullmatch(_MODULE_NAME, name):
-                raise ValueError(
-                    f"should name modules by letters, digits, '_', '.' and '-', found {quoted(name)} in a list. "
-                    f"A pattern cannot be in a list: join several with '|'."
-                )
-        if len(set(value)) < len(value):
-            raise ValueError(f"should name each module once, found {quoted(value)}. Remove the repeated name.")
-        if ALL_LINEAR in value:
-            if len(value) > 1:
-                raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {quoted(value)}. Choose one.")
-            return ALL_LINEAR
-        return tuple(sorted(value))
+        return int(value) if value.is_integer() else value
 
     @field_validator("target_parameters", mode="before")
     @classmethod
     def _normalise_parameters(cls, value: Any) -> Any:
-        names = (value,) if isinstance(value, str) else value or ()
-        if not isinstance(names, list | tuple) or not all(
-            isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
-        ):
-            raise ValueError(
-                f"should be a list of names of parameters, found {quoted(value)}. Write for example "
-                "[experts.gate_up_proj, experts.down_proj]."
-            )
-        if len(set(names)) < len(names):
-            raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
-        return tuple(sorted(names))
+        return parameter_names(value)
 
     @field_validator("init_lora_weights", mode="before")
     @classmethod
@@ -210,15 +298,16 @@ class JobConfig(SpecModel):
             return "default"
         if value is False:
             raise UnsupportedError(
-                "init_lora_weights: expected 'default' or 'gaussian', found false: with A and B both random, training "
-                "would not start from the base model. Remove the key."
+                "init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found false: with A and B both "
+                "random, training would not start from the base model. Remove the key."
             )
         if isinstance(value, str):
             value = value.lower()
-            if value.startswith(_OTHER_INITS):
+            why = next((why for start, why in _OTHER_INITS.items() if value.startswith(start)), None)
+            if why is not None:
                 raise UnsupportedError(
-                    f"init_lora_weights: expected 'default' or 'gaussian', found {quoted(value)}, which is not "
-                    f"supported. Write one of the two."
+                    f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
+                    "Write one of the three."
                 )
         return value
 
@@ -238,9 +327,9 @@ class JobConfig(SpecModel):
     def _normalise_weights(cls, value: Any) -> Any:
         return None if value is None else normalised(value)
 
-    @field_validator("max_grad_norm", mode="after")
+    @field_validator("max_grad_norm", "neftune_noise_alpha", mode="after")
     @classmethod
-    def _zero_is_no_clipping(cls, value: float | None) -> float | None:
+    def _zero_is_off(cls, value: float | None) -> float | None:
         return value or None
 
     @model_validator(mode="after")
@@ -249,6 +338,19 @@ class JobConfig(SpecModel):
             raise ValueError(
                 f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
                 "Write for example [q_proj, v_proj]."
+            )
+        patterned = next(
+            (key for key in ("rank_pattern", "alpha_pattern", "layers_to_transform") if getattr(self, key)), None
+        )
+        if self.target_parameters and patterned:
+            raise ValueError(
+                f"{patterned} should not come with target_parameters, found both: PEFT reads it otherwise for "
+                "parameters than for modules. Remove one of the two."
+            )
+        if self.target_parameters and self.init_lora_weights == "orthogonal":
+            raise ValueError(
+                "init_lora_weights should be 'default' or 'gaussian' with target_parameters, found 'orthogonal', which "
+                "starts the matrices of all experts as one. Remove one of the two."
             )
         if self.target_parameters and self.lora_dropout:
             raise ValueError(
@@ -279,17 +381,53 @@ class JobConfig(SpecModel):
 
     @model_validator(mode="after")
     def _check_batch_of_others(self) -> JobConfig:
-        if self.objective.needs_kl and self.per_device_train_batch_size < 2:
+        if self.objective.needs_kl and self.rows_per_step < 2:
             raise ValueError(
                 "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
                 "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_schedule(self) -> JobConfig:
+        check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks_are_even(self) -> JobConfig:
+        odd = next((rank for rank in (self.r, *(rank for _, rank in self.rank_pattern)) if rank % 2), None)
+        if self.init_lora_weights == "orthogonal" and odd is not None:
+            raise ValueError(
+                f"init_lora_weights 'orthogonal' should come with even ranks, of which it gives half to A and half to "
+                f"B, found rank {odd}. Write an even r and rank_pattern, or another start."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> JobConfig:
+        if self.layers_pattern is not None and self.layers_to_transform is None:
+            raise ValueError(
+                f"layers_pattern should come with layers_to_transform, found {', '.join(self.layers_pattern)} alone. "
+                "Write the indices of the layers, or remove the key."
+            )
+        is_pattern = isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR
+        if is_pattern and self.layers_to_transform is not None:
+            raise ValueError(
+                "layers_to_transform should come with names in target_modules, found a pattern, which PEFT does not "
+                "combine with it. Put the layers into the pattern, or name the modules."
+            )
+        return self
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step. Its loss is that of all its rows at once, so how they are divided into
+        micro-batches changes nothing."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
     def steps_per_epoch(self, num_rows: int) -> int:
         """Steps of one epoch over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
-        return math.ceil(num_rows / self.per_device_train_batch_size)
+        return math.ceil(num_rows / self.rows_per_step)
 
     def total_steps(self, num_rows: int) -> int:
         """Steps of the whole job if nothing ends it early."""
@@ -299,11 +437,13 @@ class JobConfig(SpecModel):
         """Rows trained on after ``step`` steps, repeats over epochs counted."""
         assert step >= 0, f"steps are counted from 0, got {step}"
         epochs, steps = divmod(step, self.steps_per_epoch(num_rows))
-        return epochs * num_rows + steps * self.per_device_train_batch_size
+        return epochs * num_rows + steps * self.rows_per_step
 
     def num_warmup_steps(self, total_steps: int) -> int:
         """Steps of rising learning rate in a job of ``total_steps``: a ratio is rounded up, as HF's Trainer does."""
-        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(total_steps * (self.warmup_steps or self.warmup_ratio))
 
     def lr_warmup_share(self, total_steps: int) -> float:
         """The share of ``total_steps`` in which the learning rate rises, at most 1."""
@@ -311,46 +451,14 @@ class JobConfig(SpecModel):
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The rate that the step with 0-based index ``step`` uses: ``transformers.get_scheduler``, to the last bit."""
-        return self.learning_rate * self._schedule_factor(step, total_steps)
-
-    def _schedule_factor(self, step: int, total_steps: int) -> float:
-        warmup = self.num_warmup_steps(total_steps)
-        if step < warmup:
-            return step / warmup
-        decay_steps = max(1, total_steps - warmup)
-        match self.lr_scheduler_type:
-            case "constant" | "constant_with_warmup":
-                return 1.0
-            case "linear":
-                return max(0.0, (total_steps - step) / decay_steps)
-            case "cosine":
-                return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / decay_steps))))
-
-
-def _checked_pattern(text: str) -> str:
-    """``text`` if it can be a regular expression over module names.
-
-    Raises:
-        ValueError: It cannot, or is a list of names that has lost its brackets.
-    """
-    if not text.strip():
-        raise ValueError(
-            f"should be {ALL_LINEAR!r}, names or a pattern, found {quoted(text)}. Remove the key for the default."
+        return self.learning_rate * schedule_factor(
+            self.lr_scheduler_type,
+            step,
+            warmup=self.num_warmup_steps(total_steps),
+            total_steps=total_steps,
+            learning_rate=self.learning_rate,
+            kwargs=dict(self.lr_scheduler_kwargs),
         )
-    names = re.split(r"[\s,;]+", text.strip())
-    if all(re.fullmatch(_MODULE_NAME, name) for name in names):
-        listed = textwrap.shorten(", ".join(names), 80, placeholder=" ...")
-        raise ValueError(f"should be a list to hold several names, found {quoted(text)}. Write [{listed}].")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the meaning of the pattern in a later Python
-            re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(
-            f"should be a name, a list of names or a regular expression, found {quoted(text)}: {error}. "
-            f"Write for example '.*\\.(q|v)_proj'."
-        ) from None
-    return text
 
 
 JOB_FIELDS: tuple[str, ...] = tuple(key for key in JobConfig.model_fields if key != "objective")

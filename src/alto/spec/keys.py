@@ -63,7 +63,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         (
             "additional_target",
             "alora_invocation_tokens",
-            "alpha_pattern",
             "arrow_config",
             "bias",
             "corda_config",
@@ -72,7 +71,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "fan_in_fan_out",
             "kasa_config",
             "layer_replication",
-            "layers_pattern",
             "loftq_config",
             "lora_bias",
             "lora_ga_config",
@@ -82,7 +80,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "monteclora_config",
             "peft_use_dora",
             "pissa_init",
-            "rank_pattern",
             "trainable_token_indices",
             "use_bdlora",
             "use_dora",
@@ -98,19 +95,12 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "base_model_name_or_path": "Name the base model in the task's 'model'.",
     "revision": "A hub model is loaded in its latest revision; download the revision and give its folder in 'model'.",
     "task_type": "Every job trains a causal language model; remove the key.",
-    "exclude_modules": "Name the modules to train in 'target_modules' instead.",
-    "layers_to_transform": "Adapters are trained in every layer; remove the key.",
-    "lr_scheduler_kwargs": "Schedules have no further settings; remove the key.",
-    "gradient_accumulation_steps": (
-        "'per_device_train_batch_size' is the whole batch of one step, also where it is split; multiply the two."
-    ),
     "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
     "fp16": _USE_DTYPE,
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
     "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
-    "neftune_noise_alpha": "No noise is added to embeddings; remove the key.",
     **dict.fromkeys(
         (
             "precompute_ref_batch_size",
@@ -134,7 +124,6 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "finetuning_type": ("lora",),
     "fp16": (False,),
-    "gradient_accumulation_steps": (1,),
     "label_smoothing_factor": (0,),
     "packing": (False,),
     "peft_type": ("LORA",),
@@ -142,7 +131,7 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "pref_ftx": (0,),
     "task_type": ("CAUSAL_LM",),
     "truncation_mode": ("keep_start",),
-    **dict.fromkeys(("alpha_pattern", "loftq_config", "lr_scheduler_kwargs", "rank_pattern"), ({},)),
+    "loftq_config": ({},),
     **dict.fromkeys(
         (
             "ensure_weight_tying",

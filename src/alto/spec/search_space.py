@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from alto.errors import ConflictingKeysError, SpecError
-from alto.spec.job_config import JOB_FIELDS, JobConfig
+from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.mixture import MIXTURE_WEIGHTS
@@ -81,8 +81,8 @@ class Sampled:
 
 
 def written(key: str, value: Any) -> Any:
-    """A value of the field ``key`` as a task file has it: weights are a mapping, tuples are lists."""
-    if key == MIXTURE_WEIGHTS and isinstance(value, tuple):
+    """A value of the field ``key`` as a task file has it: weights and patterns are mappings, other tuples are lists."""
+    if key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS) and isinstance(value, tuple):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
 
@@ -288,9 +288,12 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
 def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: bool = False) -> Axis:
     if key == MIXTURE_WEIGHTS and isinstance(value, Mapping):
         value = _weights_grid(value)
-    if isinstance(value, Mapping):
+    is_mapping = key in MAPPING_FIELDS
+    if isinstance(value, Mapping) and not is_mapping:
         return Axis(key=key, values=_sampled(key, value, path, method))
-    values = plain(value if isinstance(value, list | tuple) else [value])
+    given = value if isinstance(value, list | tuple) else [value]
+    # A mapping becomes its pairs, which can be compared and hashed.
+    values = plain([tuple(item.items()) if isinstance(item, Mapping) and is_mapping else item for item in given])
     if not 1 <= len(values) <= MAX_JOBS:
         raise SpecError(
             f"{path} should hold from 1 to {MAX_JOBS} values, found {len(values)}. "
@@ -315,7 +318,10 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
         if key in method.fields:
             method.check_setting(key, value)
         else:
-            JobConfig(**{key: value})
+            # By itself: what fits together is known when all values of a job are.
+            error = JobConfig.error_of(key, value)
+            if error is not None:
+                raise error
     except SpecError as error:
         raise SpecError(f"In {path}: {error}") from None
 
@@ -353,7 +359,8 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
         raise SpecError(
             f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
         )
-    is_integer = int in kinds
+    # Steps of warmup are a number in a range of whole numbers, and a share in another.
+    is_integer = int in kinds or (key == "warmup_steps" and isinstance(low, int) and isinstance(high, int))
     if is_integer and num is not None and num > high - low + 1:
         raise SpecError(
             f"{path} should draw at most as many values as there are, {high - low + 1} from {low} to {high}, "

@@ -151,7 +151,7 @@ def measure(
     jobs = plan_jobs(task, backbone.model, num_rows)
     shapes = [job.shape for job in jobs]
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
-    largest_batch = max(job.config.per_device_train_batch_size for job in task.jobs)
+    largest_batch = max(job.config.rows_per_step for job in task.jobs)
     num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
     bank = slot_bytes(task, shapes, num_jobs)
     todo = packings(num_jobs, largest_batch)

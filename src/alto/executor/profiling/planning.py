@@ -211,7 +211,7 @@ def _is_roomy(context: TaskContext) -> bool:
 
 
 def _work(job: PlannedJob, row_tokens: float) -> JobWork:
-    batch_size = job.config.per_device_train_batch_size
+    batch_size = job.config.rows_per_step
     return JobWork(
         job=job.id,
         batch_size=batch_size,

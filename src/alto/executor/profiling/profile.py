@@ -22,6 +22,7 @@ from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
 from alto.spec import Task
 from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.outside import is_number
 
 __all__ = ["Profile", "find_profile", "profile_task"]
@@ -30,6 +31,9 @@ CHILD_TIMEOUT_S = 1800.0
 
 _MAX_MEASURED = 1e18
 """Units: bytes, tokens and seconds."""
+
+_SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
+"""Settings of a job that decide which products its adapter adds to a step; a single scale changes no time."""
 
 _KEYS = ("method", "adapter_dtype", "gradient_checkpointing", "max_slots")
 """Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths."""
@@ -164,11 +168,11 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "jobs": sorted(
             {
                 (
-                    job.config.r,
-                    json.dumps(job.config.target_modules),
+                    json.dumps([getattr(job.config, key) for key in _SHAPE_KEYS]),
                     job.config.optim,
                     job.config.lora_dropout > 0,
-                    job.config.per_device_train_batch_size,
+                    job.config.neftune_noise_alpha is not None,
+                    job.config.rows_per_step,
                     *([True] if job.config.objective.needs_kl else []),
                 )
                 for job in task.jobs

@@ -1,0 +1,102 @@
+"""The adapter that a job's configuration means on a base model: its modules, and the rank and scale of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedModel
+
+from alto.errors import TargetModuleError
+from alto.lora.layout import AdapterShape, TargetModule
+from alto.lora.peft_format import adapter_scale, lora_scale
+from alto.lora.targets import find_targets, linear_modules
+from alto.spec import JobConfig
+from alto.spec.job_config import SHAPE_FIELDS
+from alto.spec.module_names import module_matches, of_module
+
+__all__ = ["adapter_shape", "rank_notes"]
+
+
+def adapter_shape(model: PreTrainedModel, config: JobConfig) -> AdapterShape:
+    """The shape of the adapter that a job trains.
+
+    A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
+    ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
+    ``rank_pattern`` take the place of ``lora_alpha`` and ``r``. Source: PEFT 0.21, ``LoraModel._create_and_replace``.
+
+    Raises:
+        TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
+    """
+    targets = find_targets(
+        model,
+        config.target_modules,
+        target_parameters=config.target_parameters,
+        exclude_modules=config.exclude_modules,
+        layers_to_transform=config.layers_to_transform,
+        layers_pattern=config.layers_pattern,
+    )
+    for key, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
+        _check_pattern(key, [name for name, _ in pattern], linear_modules(model))
+    ranks = tuple(of_module(module.name, config.rank_pattern, config.r) for module in targets)
+    alphas = tuple(of_module(module.name, config.alpha_pattern, config.lora_alpha) for module in targets)
+    whole = adapter_scale(config)
+    ratios = tuple(
+        1.0 if (rank, alpha) == (config.r, config.lora_alpha) else _scale(rank, alpha, config) / whole
+        for rank, alpha in zip(ranks, alphas, strict=True)
+    )
+    return AdapterShape(
+        rank=max(ranks),
+        targets=targets,
+        own_ranks=ranks if len(set(ranks)) > 1 else (),
+        scale_ratios=ratios if any(ratio != 1.0 for ratio in ratios) else (),
+    )
+
+
+def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """A notice where a rank exceeds the smaller side of a module: the product cannot have that rank, and PEFT trains it
+    all the same.
+
+    Args:
+        model: With or without weights, with or without injected adapters.
+        configs: Configurations of all jobs.
+
+    Raises:
+        TargetModuleError: See :func:`adapter_shape`.
+    """
+    smallest = min((_smaller_side(module) for module in linear_modules(model)), default=0)
+    wide = [config for config in configs if max(config.r, *(rank for _, rank in config.rank_pattern), 0) > smallest]
+    # Jobs of one search differ mostly in other settings.
+    distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in wide}
+    largest: dict[TargetModule, int] = {}
+    for config in distinct.values():
+        shape = adapter_shape(model, config)
+        for module, rank in zip(shape.targets, shape.ranks, strict=True):
+            if rank > _smaller_side(module):
+                largest[module] = max(rank, largest.get(module, 0))
+    if not largest:
+        return ()
+    module, rank = next(iter(largest.items()))
+    others = f" and of {len(largest) - 1:,} other modules" if len(largest) > 1 else ""
+    return (
+        f"Rank {rank} is larger than the smaller side of {module.name} ({module.in_features} × {module.out_features})"
+        f"{others}. It is trained as asked, as in PEFT; a rank of that side can learn the same with fewer parameters. "
+        "Lower r, or name the modules in rank_pattern.",
+    )
+
+
+def _smaller_side(module: TargetModule) -> int:
+    return min(module.in_features, module.out_features)
+
+
+def _scale(rank: int, alpha: float, config: JobConfig) -> float:
+    return lora_scale(rank, alpha, use_rslora=config.use_rslora)
+
+
+def _check_pattern(key: str, names: Sequence[str], modules: Sequence[TargetModule]) -> None:
+    for name in names:
+        if not any(module_matches(name, module.name) for module in modules):
+            leaves = sorted({module.name.rsplit(".", 1)[-1] for module in modules})
+            raise TargetModuleError(
+                f"{key}: expected to find linear modules of the model, found none under {name!r}; the model has "
+                f"{', '.join(leaves)}; correct the name, or remove it"
+            )

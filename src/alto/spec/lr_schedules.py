@@ -1,0 +1,263 @@
+"""Learning-rate schedules: those of transformers that need no metric, with their ``lr_scheduler_kwargs``.
+
+Source: ``transformers/optimization.py`` 5.23; every factor is computed in the order of its operations there, so that
+rates are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from alto.errors import UnsupportedError
+from alto.spec.module_names import Pairs, pairs_of
+from alto.spec.quoting import quoted
+
+__all__ = [
+    "DOMAINS",
+    "KWARGS_OF_SCHEDULES",
+    "LrSchedulerType",
+    "check_schedule",
+    "schedule_factor",
+    "scheduler_kwargs",
+    "supported_scheduler",
+]
+
+LrSchedulerType: TypeAlias = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
+
+_REFUSED = {
+    "reduce_lr_on_plateau": "its rate depends on the evaluations, which early exit and rungs read at other steps",
+    "greedy": "its rate depends on the losses of the steps so far",
+}
+_SHAPES = ("linear", "cosine", "1-sqrt")
+_CYCLES = ("num_cycles",)
+_MIN = ("min_lr", "min_lr_rate")
+KWARGS_OF_SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": _CYCLES,
+    "cosine_with_restarts": _CYCLES,
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": (*_CYCLES, *_MIN),
+    "cosine_warmup_with_min_lr": (*_CYCLES, *_MIN, "warmup_lr_rate"),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio"),
+        *_CYCLES,
+    ),
+}
+"""The ``lr_scheduler_kwargs`` of every schedule."""
+
+DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "num_cycles": ("a number > 0", lambda value: _is_number(value) and value > 0),
+    "lr_end": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
+    "power": ("a number > 0", lambda value: _is_number(value) and value > 0),
+    "timescale": ("a whole number >= 1", lambda value: _is_whole(value) and value >= 1),
+    "min_lr": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
+    "min_lr_rate": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    "warmup_lr_rate": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    "num_decay_steps": ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0),
+    "num_stable_steps": ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0),
+    "warmup_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
+    "decay_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
+    "min_lr_ratio": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+}
+"""The values of every setting: in words, and as a test."""
+
+
+def supported_scheduler(value: object) -> object:
+    """``value``, if it is no schedule that cannot be supported; the spelling of transformers' own enumeration is text.
+
+    Raises:
+        UnsupportedError: It depends on losses.
+    """
+    name = getattr(value, "value", value)
+    if name in _REFUSED:
+        raise UnsupportedError(
+            f"lr_scheduler_type: expected a schedule that is fixed before the job starts, found {quoted(name)}: "
+            f"{_REFUSED[str(name)]}. Write another, such as 'cosine'."
+        )
+    return name
+
+
+def scheduler_kwargs(value: object) -> Pairs:
+    """``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
+
+    Raises:
+        ValueError: It is no mapping, or has a key or a value that no schedule has.
+    """
+    pairs = pairs_of(value)
+    if pairs is None:
+        raise ValueError(
+            f"should map settings of the schedule to values, found {quoted(value)}. Write for example "
+            "{min_lr_rate: 0.1}."
+        )
+    for key, item in pairs:
+        if key not in DOMAINS:
+            raise ValueError(
+                f"should have settings of schedules for keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
+                "or remove it."
+            )
+        domain, is_allowed = DOMAINS[key]
+        if item is not None and not is_allowed(item):
+            raise ValueError(f"should have for {key} {domain}, found {quoted(item)}. Write such a value.")
+    return tuple(sorted((key, item) for key, item in pairs if item is not None))
+
+
+def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_rate: float) -> None:
+    """Check that ``kwargs`` are those of the schedule ``name``.
+
+    Raises:
+        ValueError: One is of another schedule or missing, or two contradict each other.
+    """
+    foreign = [key for key in kwargs if key not in KWARGS_OF_SCHEDULES[name]]
+    if foreign:
+        known = ", ".join(KWARGS_OF_SCHEDULES[name]) or "none"
+        raise ValueError(
+            f"lr_scheduler_kwargs should have settings of lr_scheduler_type {name!r} ({known}), found {foreign[0]!r}. "
+            "Remove it, or name the schedule it belongs to."
+        )
+    if "min_lr" in KWARGS_OF_SCHEDULES[name] and len([key for key in _MIN if key in kwargs]) != 1:
+        found = " and ".join(key for key in _MIN if key in kwargs) or "neither"
+        raise ValueError(
+            f"lr_scheduler_type {name!r} should have one of min_lr and min_lr_rate in lr_scheduler_kwargs, found "
+            f"{found}. Write for example {{min_lr_rate: 0.1}}."
+        )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
+        raise ValueError(
+            "lr_scheduler_type 'warmup_stable_decay' should have num_decay_steps in lr_scheduler_kwargs, found none. "
+            "Write for example {num_decay_steps: 100}."
+        )
+    if name == "polynomial" and not learning_rate > kwargs.get("lr_end", _LR_END):
+        raise ValueError(
+            f"lr_scheduler_type 'polynomial' should end at a rate below learning_rate, found lr_end "
+            f"{kwargs.get('lr_end', _LR_END)} and learning_rate {learning_rate}. Lower lr_end in lr_scheduler_kwargs."
+        )
+
+
+_LR_END = 1e-7
+
+
+def schedule_factor(
+    name: LrSchedulerType,
+    step: int,
+    *,
+    warmup: int,
+    total_steps: int,
+    learning_rate: float,
+    kwargs: Mapping[str, Any],
+) -> float:
+    """Rate of the step with 0-based index ``step`` over the peak ``learning_rate``.
+
+    Args:
+        name: The schedule.
+        step: Steps done.
+        warmup: Steps of rising learning rate.
+        total_steps: Steps of the whole job.
+        learning_rate: The peak.
+        kwargs: Checked by :func:`check_schedule`.
+    """
+    if name == "constant":
+        return 1.0
+    if name == "warmup_stable_decay":
+        return _stable_decay(step, warmup, total_steps, kwargs)
+    if name == "cosine_warmup_with_min_lr":
+        return _warm_cosine(step, warmup, total_steps, learning_rate, kwargs)
+    if step < warmup:
+        return step / warmup
+    decay_steps = max(1, total_steps - warmup)
+    progress = (step - warmup) / decay_steps
+    match name:
+        case "constant_with_warmup":
+            return 1.0
+        case "linear":
+            return max(0.0, (total_steps - step) / decay_steps)
+        case "cosine":
+            return max(0.0, _wave(kwargs.get("num_cycles", 0.5), progress))
+        case "cosine_with_min_lr":
+            return _raised(_wave(kwargs.get("num_cycles", 0.5), progress), _min_rate(kwargs, learning_rate))
+        case "cosine_with_restarts":
+            if progress >= 1.0:
+                return 0.0
+            cycles = float(kwargs.get("num_cycles", 1))
+            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((cycles * progress) % 1.0))))
+        case "polynomial":
+            lr_end, power = kwargs.get("lr_end", _LR_END), kwargs.get("power", 1.0)
+            if step > total_steps or total_steps <= warmup:
+                return float(lr_end / learning_rate)
+            left = 1 - (step - warmup) / (total_steps - warmup)
+            return float(((learning_rate - lr_end) * left**power + lr_end) / learning_rate)
+        case "inverse_sqrt":
+            timescale = kwargs.get("timescale", warmup or 10_000)
+            return 1.0 / math.sqrt((step + (timescale - warmup)) / timescale)
+
+
+def _wave(num_cycles: float, progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * float(num_cycles) * 2.0 * progress))
+
+
+def _raised(factor: float, lowest: float) -> float:
+    return max(0.0, factor * (1 - lowest) + lowest)
+
+
+def _min_rate(kwargs: Mapping[str, Any], learning_rate: float) -> float:
+    return float(kwargs["min_lr"] / learning_rate if "min_lr" in kwargs else kwargs["min_lr_rate"])
+
+
+def _warm_cosine(step: int, warmup: int, total_steps: int, learning_rate: float, kwargs: Mapping[str, Any]) -> float:
+    if step < warmup:
+        if "warmup_lr_rate" not in kwargs:
+            return (step + 1.0) / max(1.0, warmup)
+        first = float(kwargs["warmup_lr_rate"])
+        return first + (1.0 - first) * step / max(1, warmup - 1)
+    progress = (step - warmup + 1.0) / max(1.0, total_steps - warmup)
+    return _raised(_wave(kwargs.get("num_cycles", 0.5), progress), _min_rate(kwargs, learning_rate))
+
+
+def _stable_decay(step: int, warmup: int, total_steps: int, kwargs: Mapping[str, Any]) -> float:
+    decay, lowest = kwargs["num_decay_steps"], kwargs.get("min_lr_ratio", 0)
+    stable = kwargs.get("num_stable_steps", total_steps - warmup - decay)
+    if step < warmup:
+        progress = step / warmup
+        match kwargs.get("warmup_type", "linear"):
+            case "linear":
+                factor = progress
+            case "cosine":
+                factor = 0.5 * (1.0 - math.cos(math.pi * progress))
+            case _:
+                factor = 1.0 - math.sqrt(1.0 - progress)
+        return float(max(0.0, factor * (1.0 - lowest) + lowest))
+    if step < warmup + stable:
+        return 1.0
+    if step < warmup + stable + decay:
+        progress = (step - warmup - stable) / max(1, decay)
+        match kwargs.get("decay_type", "cosine"):
+            case "linear":
+                factor = 1.0 - progress
+            case "cosine":
+                factor = _wave(kwargs.get("num_cycles", 0.5), progress)
+            case _:
+                factor = 1.0 - math.sqrt(progress)
+        return float(max(0.0, factor * (1.0 - lowest) + lowest))
+    return float(lowest)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

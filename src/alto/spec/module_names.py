@@ -1,0 +1,218 @@
+"""How a job names modules of a base model: lists of names, and regular expressions over full names."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from alto.spec.quoting import quoted
+
+__all__ = [
+    "ALL_LINEAR",
+    "Pairs",
+    "chosen_modules",
+    "layer_indices",
+    "layer_parents",
+    "module_matches",
+    "of_module",
+    "pairs_of",
+    "parameter_names",
+    "per_module",
+    "targeted_modules",
+]
+
+ALL_LINEAR = "all-linear"
+"""As in PEFT: every linear layer of the model except its output head."""
+
+Pairs = tuple[tuple[str, Any], ...]
+"""A mapping in the order in which it was written, as pairs, which can be hashed."""
+
+_Number = TypeVar("_Number", int, float)
+_MODULE_NAME = r"[A-Za-z0-9_.-]+"
+_MAX_LAYERS = 10_000
+
+
+def targeted_modules(value: object) -> str | tuple[str, ...]:
+    """``value`` of ``target_modules`` as ``"all-linear"``, a sorted tuple of names, or a regular expression.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(value, str) and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    found = _names_or_pattern(value, f"{ALL_LINEAR!r}, ")
+    if not isinstance(found, str) and ALL_LINEAR in found:
+        if len(found) > 1:
+            raise ValueError(f"should be {ALL_LINEAR!r} alone or names alone, found {quoted(value)}. Choose one.")
+        return ALL_LINEAR
+    return found
+
+
+def chosen_modules(value: object) -> str | tuple[str, ...] | None:
+    """``value`` of ``exclude_modules`` as a sorted tuple of names, or a regular expression; None if it names nothing.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    return None if value in (None, [], (), "") else _names_or_pattern(value, "")
+
+
+def layer_indices(value: object) -> tuple[int, ...] | None:
+    """``value`` of ``layers_to_transform``, an index or a list of them, as a sorted tuple; None if it names none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is None or value in ([], ()):
+        return None
+    indices: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < _MAX_LAYERS:
+            raise ValueError(
+                f"should be the index of a layer, 0 for the first, or a list of them, found {quoted(value)}. Write for "
+                "example [0, 1]."
+            )
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"should name each layer once, found {quoted(value)}. Remove the repeated index.")
+    return tuple(sorted(indices))
+
+
+def layer_parents(value: object) -> tuple[str, ...] | None:
+    """``value`` of ``layers_pattern``, one or more regular expressions for what a layer's index follows, as a tuple;
+    None if there is none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value in (None, [], (), ""):
+        return None
+    patterns = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(
+                f"should be the name of the list that holds the layers, found {quoted(value)}. Write for example "
+                "'layers'."
+            )
+        _check_regex(pattern)
+    return patterns
+
+
+def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> Pairs:
+    """``value`` of ``rank_pattern`` or ``alpha_pattern``, a mapping of names to numbers, as pairs; order is kept.
+
+    Args:
+        value: The user's value.
+        what: The numbers that are allowed, for messages.
+        is_allowed: Whether a value is one of them.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    pairs = pairs_of(value)
+    if pairs is None:
+        raise ValueError(
+            f"should map names of modules to numbers, found {quoted(value)}. Write for example {{q_proj: 8}}."
+        )
+    for name, number in pairs:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(
+                f"should have names of modules, or regular expressions over them, for keys, found {quoted(name)}. "
+                "Write for example {q_proj: 8}."
+            )
+        _check_regex(name)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not is_allowed(number):
+            raise ValueError(f"should give {name!r} {what}, found {quoted(number)}. Write such a number.")
+    return pairs
+
+
+def of_module(name: str, pattern: Sequence[tuple[str, _Number]], usual: _Number) -> _Number:
+    """The number of the first key of ``pattern`` that matches the module ``name``, else ``usual``."""
+    return next((number for key, number in pattern if module_matches(key, name)), usual)
+
+
+def module_matches(key: str, name: str) -> bool:
+    """Whether the key of a pattern matches the full name of a module, or its end from a dot on.
+
+    Source: PEFT 0.21, ``get_pattern_key``.
+    """
+    return re.match(rf"(.*\.)?({key})$", name) is not None
+
+
+def pairs_of(value: object) -> Pairs | None:
+    """A mapping as pairs; pairs as they are; None of another value."""
+    if value is None:
+        return ()
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    if isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        return tuple((key, item) for key, item in value)
+    return None
+
+
+def _names_or_pattern(value: object, others: str) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,) if re.fullmatch(_MODULE_NAME, value) else _checked_pattern(value, others)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(
+            f"should be {others}a module name, a list of names or a pattern, found {quoted(value)}. "
+            f"Write for example [q_proj, v_proj]."
+        )
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(_MODULE_NAME, name):
+            raise ValueError(
+                f"should name modules by letters, digits, '_', '.' and '-', found {quoted(name)} in a list. "
+                f"A pattern cannot be in a list: join several with '|'."
+            )
+    if len(set(value)) < len(value):
+        raise ValueError(f"should name each module once, found {quoted(value)}. Remove the repeated name.")
+    return tuple(sorted(value))
+
+
+def _checked_pattern(text: str, others: str) -> str:
+    """``text`` if it can be a regular expression over module names.
+
+    Raises:
+        ValueError: It cannot, or is a list of names that has lost its brackets.
+    """
+    if not text.strip():
+        raise ValueError(f"should be {others}names or a pattern, found {quoted(text)}. Remove the key for the default.")
+    names = re.split(r"[\s,;]+", text.strip())
+    if all(re.fullmatch(_MODULE_NAME, name) for name in names):
+        listed = textwrap.shorten(", ".join(names), 80, placeholder=" ...")
+        raise ValueError(f"should be a list to hold several names, found {quoted(text)}. Write [{listed}].")
+    _check_regex(text)
+    return text
+
+
+def _check_regex(text: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the meaning of the pattern in a later Python
+            re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"should be a name, a list of names or a regular expression, found {quoted(text)}: {error}. "
+            f"Write for example '.*\\.(q|v)_proj'."
+        ) from None
+
+
+def parameter_names(value: Any) -> tuple[str, ...]:
+    """``target_parameters``: sorted names of parameters.
+
+    Raises:
+        ValueError: It is not a list of different names.
+    """
+    names = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
+    ):
+        raise ValueError(
+            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+            "[experts.gate_up_proj, experts.down_proj]."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
+    return tuple(sorted(names))
