@@ -225,7 +225,7 @@ def describe_profile(event: ProfileMeasured) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """A configuration value: ``0.0002`` is ``2e-4``, a list is joined by commas, None is a dash."""
+    """A configuration value: ``0.0002`` is ``2e-4``, a list is joined by commas, None and empty mappings are dashes."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -233,7 +233,7 @@ def format_setting(value: Any) -> str:
     if isinstance(value, float):
         return _format_float(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {format_setting(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {format_setting(item)}" for key, item in value.items()) or "–"
     if isinstance(value, list | tuple | set | frozenset):
         return ", ".join(format_setting(item) for item in value)
     return clean(value)
