@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alto.kernels import DropoutKey, TokenSchedule, grouped_lora_linear, torch_backend
 from alto.kernels.dropout import dropout_factor
+from alto.lora.linear import FrozenWeight
 
 NUMBER, K = 5, 17
 SLOTS, COUNTS, SCALES = (2, 0, 1, 3), (7, 1, 4, 6), (2.0, 0.5, 1.0, 3.0)
@@ -62,7 +63,9 @@ class Case:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, ops: ModuleType) -> tuple[Tensor, ...]:
-        return grouped_lora_linear(self.x_TK, self.anchor, self.bases, self.group.operands, self.schedule, ops)
+        return grouped_lora_linear(
+            self.x_TK, self.anchor, list(map(FrozenWeight, self.bases)), self.group.operands, self.schedule, ops
+        )
 
     def run(self, ops: ModuleType) -> tuple[Tensor, ...]:
         """Outputs; the gradients of all members' outputs are ``dys``."""

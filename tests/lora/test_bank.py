@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from alto.kernels import TokenSchedule, grouped_lora_linear, torch_backend
 from alto.lora import AdapterBank, AdapterShape, AdapterWeights, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.lora.linear import FrozenWeight
 from alto.spec import JobConfig
 
 MODULES = (
@@ -178,7 +179,7 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
             x_TK = torch.randn(10, module.in_features, generator=generator)
             base = torch.nn.Linear(module.in_features, module.out_features, bias=False).requires_grad_(False)
             base.weight.normal_(generator=generator)
-            (y_TN,) = grouped_lora_linear(x_TK, bank.anchor, [base], operands, schedule, torch_backend)
+            (y_TN,) = grouped_lora_linear(x_TK, bank.anchor, [FrozenWeight(base)], operands, schedule, torch_backend)
             y_TN.square().sum().backward()
         updates = [SlotUpdate(slot=slot, config=config, learning_rate=0.05) for slot in range(3)]
         optimizer.step(updates, optimizer.gradient_norms(range(3)))

@@ -18,7 +18,7 @@ from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 
-__all__ = ["ForwardContext", "FrozenLinear", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
+__all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
 
 FrozenLinear: TypeAlias = nn.Linear | Conv1D
 """A linear layer of a base model; GPT-2's family keeps weights transposed, ``[K, N]``, in a ``Conv1D``."""
@@ -89,7 +89,7 @@ class SharedInput:
         context: ForwardContext,
         ops: ModuleType,
     ) -> None:
-        self._bases = tuple(map(_FrozenWeight, bases))
+        self._bases = tuple(map(FrozenWeight, bases))
         self._bank = bank
         self._operands = operands
         self._context = context
@@ -134,7 +134,7 @@ class SharedInput:
         return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
 
 
-class _FrozenWeight:
+class FrozenWeight:
     """The weight and the bias of a linear layer; read at each use, as they may be gathered or dequantised then."""
 
     def __init__(self, base: FrozenLinear) -> None:
