@@ -327,8 +327,9 @@ listed with counts before training. Which tokens are trained under well-known te
 [chat-templates.md](chat-templates.md).
 
 **Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
-(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair; the
-others are for `sft`; where a dataset has columns of several, the method takes its own. A reply is a text, a message or a list of messages. The prompt of `preference` is in
+(`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which makes two of each pair too; the
+others are for `sft`. Where a dataset has columns of several, the method takes its own. A reply is a text, a message or
+a list of messages. The prompt of `preference` is in
 the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a

@@ -105,7 +105,8 @@ class Task(SpecModel):
             both are None, there are none.
         max_samples: Use only this many rows of the dataset.
         method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
-            ``kto`` from labels which replies are desirable; packages may register others (:class:`alto.spec.ObjectiveEntry`).
+            ``kto`` from labels which replies are desirable; packages may register others
+            (:class:`alto.spec.ObjectiveEntry`).
         metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
             loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
             overfitting are judged by losses in any case.
