@@ -14,6 +14,7 @@ from rank_jobs import (
     a_job_that_goes_nan_changes_no_other_by_one_bit,
     lose_the_lock,
     steps_are_those_of_peft_alone,
+    steps_on_labelled_replies_are_those_of_one_process,
     steps_on_pairs_are_those_of_one_process,
     train,
 )
@@ -53,6 +54,7 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir,
         *((f"steps of {name}", steps_are_those_of_peft_alone, (name,)) for name in ("llama", "gemma")),
         ("nan", a_job_that_goes_nan_changes_no_other_by_one_bit, ()),
         ("pairs", steps_on_pairs_are_those_of_one_process, (str(folder / "cache"),)),
+        ("labelled", steps_on_labelled_replies_are_those_of_one_process, (str(folder / "cache-of-labelled"),)),
         ("train", train, (str(run_dir.root),)),
     ]
     return run_dir, failures_on_ranks(2, checks, folder)

@@ -78,7 +78,7 @@ class Pair:
         bank = AdapterBank(BankLayout(modules=modules, max_rank=3, shared_inputs=(("q", "k"),)), 1)
         self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
         shared = SharedInput(bases, bank, bank.operands(0, 0), self.context, self.calls)
-        self.layers = [MultiLoraLinear(base, shared, member) for member, base in enumerate(bases)]
+        self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))
         bank.params_ZP.normal_()
         self.matrices = [(base, a, b) for base, (_, a, b) in zip(bases, bank.matrices(bank.params_ZP, 0), strict=True)]

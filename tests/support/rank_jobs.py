@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from oracle import SoloJob, StepFacts, flat
+from oracle_kto import LABELLED
 from resident_jobs import DATA, PAIRS, STABLE, Bank, assert_same_step, make_model, make_task, make_trainer
 from transformers import PreTrainedModel
 
@@ -42,6 +43,13 @@ PREFERENCES: list[dict[str, object]] = [
     {"loss_type": "sigmoid", "beta": 0.1, "lr": 5e-4, "r": 4, "batch_size": 4, "seed": 1},
     {"loss_type": "ipo", "beta": 0.5, "lr": 2e-4, "r": 16, "batch_size": 8, "seed": 2},
     {"loss_type": "sigmoid", "beta": 1.0, "lr": 2e-4, "r": 8, "batch_size": 1, "seed": 3},
+]
+
+
+LABELS: list[dict[str, object]] = [
+    {"loss_type": "kto", "beta": 0.5, "lr": 5e-3, "r": 4, "batch_size": 4, "seed": 1},
+    {"loss_type": "kto", "beta": 1.0, "lr": 5e-3, "r": 16, "batch_size": 7, "seed": 2},
+    {"loss_type": "apo_zero_unpaired", "beta": 1.0, "lr": 2e-4, "r": 8, "batch_size": 3, "seed": 3},
 ]
 
 
@@ -131,15 +139,23 @@ def steps_are_those_of_peft_alone(name: str) -> None:
 
 
 def steps_on_pairs_are_those_of_one_process(folder: str) -> None:
+    _steps_are_those_of_one_process(folder, "dpo", PREFERENCES, PAIRS)
+
+
+def steps_on_labelled_replies_are_those_of_one_process(folder: str) -> None:
+    _steps_are_those_of_one_process(folder, "kto", LABELS, LABELLED)
+
+
+def _steps_are_those_of_one_process(folder: str, method: str, jobs: list[dict[str, object]], data: TaskData) -> None:
     """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found."""
     ranks = joined()
     os.environ["ALTO_CACHE"] = folder
-    for is_data_parallel, configs in ((False, PREFERENCES), (True, PREFERENCES[:2])):
-        task = make_task(configs, method="dpo", max_tokens_per_pass=150)
-        alone = Bank(make_model("llama"), task, data=PAIRS)
-        slots = Slots(sharded("llama", ranks), task, ranks, is_data_parallel=is_data_parallel, data=PAIRS)
+    for is_data_parallel, configs in ((False, jobs), (True, jobs[:2])):
+        task = make_task(configs, method=method, max_tokens_per_pass=150)
+        alone = Bank(make_model("llama"), task, data=data)
+        slots = Slots(sharded("llama", ranks), task, ranks, is_data_parallel=is_data_parallel, data=data)
         for split in ("train", "validation"):
-            found, expected = (getattr(data, split).references for data in (slots.data, alone.data))
+            found, expected = (getattr(known, split).references for known in (slots.data, alone.data))
             assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
         assert not ranks.is_first or len(list(Path(folder).glob("references/*.json"))) == 2
         for _ in range(2):

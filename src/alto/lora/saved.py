@@ -102,7 +102,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         folder=folder,
         base_model=config.get("base_model_name_or_path") or "",
         scales=scales,
-        rank=max(a_KR.shape[1] for a_KR, _ in weights.values()),
+        rank=max(a_KR.shape[-1] for a_KR, _ in weights.values()),
         weights=weights,
         target_parameters=tuple(config.get("target_parameters") or ()),
     )

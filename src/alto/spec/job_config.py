@@ -204,17 +204,17 @@ class JobConfig(SpecModel):
         given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
         common = {key: value for key, value in given.items() if key not in method.fields}
         config = cls(**common, objective=method.settings(given))
-        if config.gradient_accumulation_steps > 1 and method.entry.is_paired:
+        is_compared = method.entry.is_paired or method.entry.is_labelled
+        if config.gradient_accumulation_steps > 1 and is_compared:
             raise UnsupportedError(
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
                 f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an epoch "
-                "may be smaller, and not over the pairs of a step. Multiply per_device_train_batch_size by it."
+                "may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
             )
-        if config.neftune_noise_alpha and method.entry.is_paired:
+        if config.neftune_noise_alpha and is_compared:
             raise UnsupportedError(
                 f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
-                "the two sides of a pair share the tokens of their prompt, and noise of each would differ. Remove the "
-                "key."
+                "replies to one prompt are compared, and the noise on each would differ. Remove the key."
             )
         return config
 
