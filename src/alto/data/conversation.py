@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias, overload
 
@@ -15,6 +15,7 @@ __all__ = [
     "Message",
     "Pair",
     "Row",
+    "unpaired",
 ]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -148,3 +149,14 @@ class Pair:
 
 Row: TypeAlias = Conversation | Pair
 """A conversation to learn from, or a pair of them."""
+
+
+def unpaired(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
+    unpaired: list[Row] = []
+    for row in rows:
+        if isinstance(row, Pair):
+            unpaired += [LabelledConversation(row.chosen, True), LabelledConversation(row.rejected, False)]
+        else:
+            unpaired.append(row)
+    return unpaired

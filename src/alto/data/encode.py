@@ -432,8 +432,7 @@ def _encode_raw(conversation: Conversation, tokenizer: Any) -> EncodedRow:
     """A text, or a raw prompt and its completion, as they are."""
     *prompts, last = (turn.content for turn in conversation)
     prompt, eos = "".join(prompts), tokenizer.eos_token or ""
-    if not last.endswith(eos):
-        last += eos
+    last += "" if last.endswith(eos) else eos
     ids = tokenizer(prompt + last, verbose=False)["input_ids"]
     begin = _num_shared(tokenizer(prompt, verbose=False)["input_ids"], ids) if prompts else 0
     return EncodedRow(tuple(ids), tuple(position >= begin for position in range(len(ids))))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from alto.data.conversation import Conversation, LabelledConversation, Pair, Row
+from alto.data.conversation import Conversation, LabelledConversation, Pair, Row, unpaired
 from alto.data.convert import to_conversation, to_labelled, to_pair
 from alto.data.dataset import EncodedDataset, joined
 from alto.data.encode import encode_dataset
@@ -290,8 +290,8 @@ def _read_rows(keys: DataKeys, method: str, key: str) -> TaskRows:
         share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
         train, validation = split_rows(train, share, keys.data_seed)
     if find_method(method).entry.is_labelled:  # after the split: both replies to a prompt are on one side of it
-        train, validation = _unpaired(train), _unpaired(validation)
-        test = None if test is None else _unpaired(test)
+        train, validation = unpaired(train), unpaired(validation)
+        test = None if test is None else unpaired(test)
     return TaskRows(
         train=train,
         validation=validation,
@@ -328,7 +328,7 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     rows = found.rows
     if find_method(task.method).entry.is_labelled:
         # An adapter is measured on the replies that it is to give.
-        labelled = [row for row in _unpaired(rows) if isinstance(row, LabelledConversation)]
+        labelled = [row for row in unpaired(rows) if isinstance(row, LabelledConversation)]
         rows = [row.unlabelled for row in labelled if row.is_desirable]
     if found.bad is not None:
         name += f" ({found.bad.num_bad:,} bad rows left out)"
@@ -339,17 +339,6 @@ def _own_heldout_rows(task: Task) -> HeldoutRows:
     own = read_task_rows(task)
     name = f"{task.dataset_name} (validation rows)"
     return HeldoutRows(name=name, rows=own.validation, max_length=own.max_length, train_on=task.train_on)
-
-
-def _unpaired(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
-    unpaired: list[Row] = []
-    for row in rows:
-        if isinstance(row, Pair):
-            unpaired += [LabelledConversation(row.chosen, True), LabelledConversation(row.rejected, False)]
-        else:
-            unpaired.append(row)
-    return unpaired
 
 
 def _other_rows(name: str, key: str, keys: DataKeys, method: str, layout: Layout) -> _Converted:

@@ -28,13 +28,14 @@ from alto.data import (
 )
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
+from alto.executor.forward_plan import noise_of, schedule_of
 from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.executor.tally import Evaluated, Tally
-from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule, upload
-from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, adapter_scale
+from alto.kernels import upload
+from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
 from alto.objectives import Learners, job_losses, micro_batch_terms, run_sums, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import JobConfig
@@ -164,9 +165,9 @@ class Trainer:
                 batch = self._collate(parts)
                 learners = _learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
-                schedule = _schedule(batch, here, training=True)
+                schedule = schedule_of(batch, here, training=True)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
-                noise = _noise(batch, here, losses.device)
+                noise = noise_of(batch, here, losses.device)
             noisy = contextlib.nullcontext() if noise is None else changed_embeddings(self._backbone, noise.add_to)
             with self._forward_context.use(schedule), noisy:
                 with watching("forward"):
@@ -260,7 +261,7 @@ class Trainer:
                 if kl is not None:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
                     batch = replace(batch, kl_J=kl.index_select(0, upload(indices, torch.int64, kl.device)))
-                with self._forward_context.use(_schedule(batch, here, training=False)):
+                with self._forward_context.use(schedule_of(batch, here, training=False)):
                     found = micro_batch_terms(self._backbone, batch, learners)
                 left = iter(parts)
                 for group, terms in zip(learners, found, strict=bool(parts)):
@@ -356,7 +357,7 @@ class Trainer:
         def estimate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(parts)
-                with self._forward_context.use(_schedule(batch, here, training=False)):
+                with self._forward_context.use(schedule_of(batch, here, training=False)):
                     losses_S = token_losses(self._backbone, batch)
                 log_ratios_S = token_losses(self._backbone, batch).double() - losses_S.double()
                 if parts:
@@ -415,35 +416,6 @@ def _learners(jobs: Sequence[JobState]) -> list[Learners]:
 def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
     rows = context.data.held_out(split)
     return Tally(context.objective.metrics, context.row_values, rows.weights, rows.sources)
-
-
-def _schedule(batch: TokenBatch, by_local_slot: dict[int, JobState], *, training: bool) -> TokenSchedule:
-    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
-    dropout = [
-        DropoutKey(job.config.lora_dropout, job.config.seed, job.step, first_token)
-        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
-    ]
-    return TokenSchedule.build(
-        batch.slots,
-        batch.job_tokens,
-        scales=[adapter_scale(job.config) for job in jobs],
-        dropout=dropout if training else None,
-    )
-
-
-def _noise(batch: TokenBatch, by_local_slot: dict[int, JobState], device: torch.device) -> TokenNoise | None:
-    """The noise on the embeddings of the jobs that train with it."""
-    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
-    if not any(job.config.neftune_noise_alpha for job in jobs):
-        return None
-    keys = [
-        NoiseKey(job.config.neftune_noise_alpha, job.config.seed, job.step, first_token)
-        if job.config.neftune_noise_alpha
-        else None
-        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
-    ]
-    lengths = iter(batch.sequence_lengths)
-    return TokenNoise.build(keys, [list(itertools.islice(lengths, count)) for count in batch.job_sequences], device)
 
 
 def _slot(job: JobState) -> int:

@@ -35,12 +35,12 @@ from alto.spec.module_names import (
     chosen_modules,
     layer_indices,
     layer_parents,
-    parameter_names,
     per_module,
     targeted_modules,
 )
 from alto.spec.objectives import ObjectiveSettings
 from alto.spec.quoting import quoted
+from alto.spec.target_parameters import check_targets, parameter_names
 from alto.spec.validation import SpecModel
 
 __all__ = [
@@ -334,34 +334,7 @@ class JobConfig(SpecModel):
 
     @model_validator(mode="after")
     def _check_targets(self) -> JobConfig:
-        if not self.target_modules and not self.target_parameters:
-            raise ValueError(
-                f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
-                "Write for example [q_proj, v_proj]."
-            )
-        patterned = next(
-            (key for key in ("rank_pattern", "alpha_pattern", "layers_to_transform") if getattr(self, key)), None
-        )
-        if self.target_parameters and patterned:
-            raise ValueError(
-                f"{patterned} should not come with target_parameters, found both: PEFT reads it otherwise for "
-                "parameters than for modules. Remove one of the two."
-            )
-        if self.target_parameters and self.init_lora_weights == "orthogonal":
-            raise ValueError(
-                "init_lora_weights should be 'default' or 'gaussian' with target_parameters, found 'orthogonal', which "
-                "starts the matrices of all experts as one. Remove one of the two."
-            )
-        if self.target_parameters and self.lora_dropout:
-            raise ValueError(
-                f"lora_dropout should be 0 with target_parameters, found {self.lora_dropout:g}: PEFT adds the adapter "
-                "to the weights of experts, where there is no input to drop. Remove one of the two."
-            )
-        if self.target_parameters and self.optim.endswith("8bit"):
-            raise ValueError(
-                f"optim should be 'adamw_torch' with target_parameters, found {quoted(self.optim)}, whose blocks of "
-                "numbers would differ from those of PEFT's matrices. Remove one of the two."
-            )
+        check_targets(self)
         return self
 
     @model_validator(mode="after")

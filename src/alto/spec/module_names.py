@@ -19,7 +19,6 @@ __all__ = [
     "module_matches",
     "of_module",
     "pairs_of",
-    "parameter_names",
     "per_module",
     "targeted_modules",
 ]
@@ -155,7 +154,7 @@ def pairs_of(value: object) -> Pairs | None:
 def _names_or_pattern(value: object, others: str) -> str | tuple[str, ...]:
     if isinstance(value, str):
         return (value,) if re.fullmatch(_MODULE_NAME, value) else _checked_pattern(value, others)
-    if not isinstance(value, list | tuple) or not value:
+    if not isinstance(value, list | tuple):
         raise ValueError(
             f"should be {others}a module name, a list of names or a pattern, found {quoted(value)}. "
             f"Write for example [q_proj, v_proj]."
@@ -197,22 +196,3 @@ def _check_regex(text: str) -> None:
             f"should be a name, a list of names or a regular expression, found {quoted(text)}: {error}. "
             f"Write for example '.*\\.(q|v)_proj'."
         ) from None
-
-
-def parameter_names(value: Any) -> tuple[str, ...]:
-    """``target_parameters``: sorted names of parameters.
-
-    Raises:
-        ValueError: It is not a list of different names.
-    """
-    names = (value,) if isinstance(value, str) else value or ()
-    if not isinstance(names, list | tuple) or not all(
-        isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
-    ):
-        raise ValueError(
-            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
-            "[experts.gate_up_proj, experts.down_proj]."
-        )
-    if len(set(names)) < len(names):
-        raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
-    return tuple(sorted(names))

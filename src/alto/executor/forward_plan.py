@@ -1,0 +1,44 @@
+"""Which tokens of a forward pass belong to which slot, and what is drawn for them: dropout masks and noise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from alto.data import TokenBatch
+from alto.executor.job_state import JobState
+from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
+from alto.lora import adapter_scale
+
+__all__ = ["noise_of", "schedule_of"]
+
+
+def schedule_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], *, training: bool) -> TokenSchedule:
+    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
+    dropout = [
+        DropoutKey(job.config.lora_dropout, job.config.seed, job.step, first_token)
+        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
+    ]
+    return TokenSchedule.build(
+        batch.slots,
+        batch.job_tokens,
+        scales=[adapter_scale(job.config) for job in jobs],
+        dropout=dropout if training else None,
+    )
+
+
+def noise_of(batch: TokenBatch, by_local_slot: Mapping[int, JobState], device: torch.device) -> TokenNoise | None:
+    """The noise on the embeddings of the jobs that train with it."""
+    jobs = [by_local_slot[local_slot] for local_slot in batch.slots]
+    if not any(job.config.neftune_noise_alpha for job in jobs):
+        return None
+    keys = [
+        NoiseKey(job.config.neftune_noise_alpha, job.config.seed, job.step, first_token)
+        if job.config.neftune_noise_alpha
+        else None
+        for job, first_token in zip(jobs, batch.job_first_tokens, strict=True)
+    ]
+    lengths = iter(batch.sequence_lengths)
+    return TokenNoise.build(keys, [list(itertools.islice(lengths, count)) for count in batch.job_sequences], device)

@@ -1,0 +1,87 @@
+"""``target_parameters`` of a job, and what cannot be combined with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+from alto.spec.module_names import ALL_LINEAR
+from alto.spec.quoting import quoted
+
+__all__ = ["check_targets", "parameter_names"]
+
+_NAME = r"[A-Za-z0-9_.-]+"
+
+
+class _Config(Protocol):
+    """The fields of :class:`alto.spec.JobConfig` that are compared."""
+
+    @property
+    def target_modules(self) -> str | tuple[str, ...]: ...
+
+    @property
+    def target_parameters(self) -> tuple[str, ...]: ...
+
+    @property
+    def init_lora_weights(self) -> str: ...
+
+    @property
+    def lora_dropout(self) -> float: ...
+
+    @property
+    def optim(self) -> str: ...
+
+
+def parameter_names(value: Any) -> tuple[str, ...]:
+    """``target_parameters``: sorted names of parameters.
+
+    Raises:
+        ValueError: It is not a list of different names.
+    """
+    names = (value,) if isinstance(value, str) else value or ()
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) and re.fullmatch(_NAME, name) for name in names
+    ):
+        raise ValueError(
+            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+            "[experts.gate_up_proj, experts.down_proj]."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
+    return tuple(sorted(names))
+
+
+def check_targets(config: _Config) -> None:
+    """Check what a job adapts.
+
+    Raises:
+        ValueError: It is nothing, or ``target_parameters`` come with a setting that PEFT does not combine with them.
+    """
+    if not config.target_modules and not config.target_parameters:
+        raise ValueError(
+            f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
+            "Write for example [q_proj, v_proj]."
+        )
+    patterned = next(
+        (key for key in ("rank_pattern", "alpha_pattern", "layers_to_transform") if getattr(config, key)), None
+    )
+    if config.target_parameters and patterned:
+        raise ValueError(
+            f"{patterned} should not come with target_parameters, found both: PEFT reads it otherwise for "
+            "parameters than for modules. Remove one of the two."
+        )
+    if config.target_parameters and config.init_lora_weights == "orthogonal":
+        raise ValueError(
+            "init_lora_weights should be 'default' or 'gaussian' with target_parameters, found 'orthogonal', which "
+            "starts the matrices of all experts as one. Remove one of the two."
+        )
+    if config.target_parameters and config.lora_dropout:
+        raise ValueError(
+            f"lora_dropout should be 0 with target_parameters, found {config.lora_dropout:g}: PEFT adds the adapter "
+            "to the weights of experts, where there is no input to drop. Remove one of the two."
+        )
+    if config.target_parameters and config.optim.endswith("8bit"):
+        raise ValueError(
+            f"optim should be 'adamw_torch' with target_parameters, found {quoted(config.optim)}, whose blocks of "
+            "numbers would differ from those of PEFT's matrices. Remove one of the two."
+        )
