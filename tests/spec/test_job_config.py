@@ -31,7 +31,7 @@ def test_defaults():
         "init_lora_weights": "default",
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
-        "target_parameters": [],
+        "target_parameters": None,
         "exclude_modules": None,
         "layers_to_transform": None,
         "layers_pattern": None,

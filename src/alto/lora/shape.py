@@ -30,7 +30,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig) -> AdapterShape:
     targets = find_targets(
         model,
         config.target_modules,
-        target_parameters=config.target_parameters,
+        target_parameters=config.target_parameters or (),
         exclude_modules=config.exclude_modules,
         layers_to_transform=config.layers_to_transform,
         layers_pattern=config.layers_pattern,

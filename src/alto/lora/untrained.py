@@ -79,7 +79,9 @@ def _without_targets(parameters: dict[str, int], configs: Sequence[JobConfig]) -
     return {
         name: size
         for name, size in parameters.items()
-        if not all(any(f".{name}".endswith(f".{target}") for target in config.target_parameters) for config in configs)
+        if not all(
+            any(f".{name}".endswith(f".{target}") for target in config.target_parameters or ()) for config in configs
+        )
     }
 
 

@@ -142,8 +142,8 @@ class JobConfig(SpecModel):
     init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
-    target_parameters: tuple[str, ...] = Field(
-        default=(), description="parameters of stacked experts that get an adapter per expert"
+    target_parameters: tuple[str, ...] | None = Field(
+        default=None, description="parameters of stacked experts that get an adapter per expert"
     )
     exclude_modules: str | tuple[str, ...] | None = Field(default=None, description="which of them get none")
     layers_to_transform: tuple[int, ...] | None = Field(
@@ -289,7 +289,7 @@ class JobConfig(SpecModel):
     @field_validator("target_parameters", mode="before")
     @classmethod
     def _normalise_parameters(cls, value: Any) -> Any:
-        return parameter_names(value)
+        return None if value is None else parameter_names(value)
 
     @field_validator("init_lora_weights", mode="before")
     @classmethod

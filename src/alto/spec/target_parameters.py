@@ -20,7 +20,7 @@ class _Config(Protocol):
     def target_modules(self) -> str | tuple[str, ...]: ...
 
     @property
-    def target_parameters(self) -> tuple[str, ...]: ...
+    def target_parameters(self) -> tuple[str, ...] | None: ...
 
     @property
     def init_lora_weights(self) -> str: ...
@@ -38,7 +38,7 @@ def parameter_names(value: Any) -> tuple[str, ...]:
     Raises:
         ValueError: It is not a list of different names.
     """
-    names = (value,) if isinstance(value, str) else value or ()
+    names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(
         isinstance(name, str) and re.fullmatch(_NAME, name) for name in names
     ):
