@@ -20,6 +20,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, OlmoeConfig, OlmoeForC
 import alto.lora.injection as injection
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedModelError
+from alto.evaluation.adapter import loaded_adapters
 from alto.kernels import TokenSchedule
 from alto.lora import (
     AdapterBank,
@@ -145,7 +146,18 @@ def test_every_job_trains_as_peft_trains_it_alone(name: str, tmp_path: Path) -> 
         back = read_adapter(tmp_path / f"{slot}")
         assert back.keys() == weights.keys()
         assert all(torch.equal(*pair) for key in weights for pair in zip(back[key], weights[key], strict=True))
-        assert read_saved_adapter(tmp_path / f"{slot}").rank == rank
+        saved = read_saved_adapter(tmp_path / f"{slot}")
+        assert saved.rank == rank
+        assert not saved.has_patterns
+        row = of_job[0][0]
+        with (
+            torch.no_grad(),
+            loaded_adapters(backbone, [saved], "tiny") as served,
+            served.use(served.schedule([len(row)])),
+        ):
+            logits = backbone.logits(backbone.hidden_states(row, torch.arange(len(row)), [len(row)]))
+            expected_logits = alone(input_ids=row[None], use_cache=False).logits[0]
+        assert float((logits - expected_logits).norm() / expected_logits.norm()) < 1e-5
 
 
 @BACKENDS

@@ -61,7 +61,7 @@ class SavedAdapter:
     @property
     def has_patterns(self) -> bool:
         """Whether its modules differ in rank or scale, which vLLM does not read."""
-        return len({(self.scales[name], a_KR.shape[1]) for name, (a_KR, _) in self.weights.items()}) > 1
+        return len({(self.scales[name], a_KR.shape[-1]) for name, (a_KR, _) in self.weights.items()}) > 1
 
     @property
     def config_file(self) -> Path:

@@ -69,7 +69,7 @@ def serving(
             shape = AdapterShape(
                 rank=_rank(weights),
                 targets=targets,
-                own_ranks=tuple(weights[module.name][0].shape[1] for module in targets),
+                own_ranks=tuple(weights[module.name][0].shape[-1] for module in targets),
                 scale_ratios=tuple(scales[module.name] / _scale(scales) for module in targets),
             )
             bank.occupy(slot, shape)
