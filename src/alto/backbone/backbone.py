@@ -30,7 +30,7 @@ __all__ = ["Backbone"]
 class Backbone:
     """A frozen Hugging Face causal LM with a forward pass over sequences of many jobs.
 
-    Sequences are packed: laid end to end, without padding. A model whose layers cannot be told where sequences end
+    Sequences are packed: laid end to end, without padding. A model whose layers take no borders of sequences
     (recurrences, an attention of its own) computes a padded row per sequence.
 
     The constructor compares the forward pass with the model's own on a few rows (:mod:`alto.backbone.probe`), so that a

@@ -1,6 +1,6 @@
 """Sequences as rows of one length, for models whose layers need them so.
 
-Attention can be told where one sequence of a concatenated row ends and the next begins. A recurrence, a convolution, or
+Attention takes the borders of sequences in a concatenated row as an argument. A recurrence, a convolution, or
 an attention that the model computes itself cannot: such a model computes a row per sequence, padded on the right, as
 Hugging Face's trainers do. Adapters and losses are computed for the tokens alone (:mod:`alto.lora.linear`).
 
