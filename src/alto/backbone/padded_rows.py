@@ -1,7 +1,7 @@
 """Sequences as rows of one length, for models whose layers need them so.
 
 Attention takes the borders of sequences in a concatenated row as an argument. A recurrence, a convolution, or
-an attention that the model computes itself cannot: such a model computes a row per sequence, padded on the right, as
+an attention that the model computes itself does not: such a model computes a row per sequence, padded on the right, as
 Hugging Face's trainers do. Adapters and losses are computed for the tokens alone (:mod:`alto.lora.linear`).
 
 Shapes: ``T`` tokens, ``S`` sequences, ``L`` positions of the longest, ``P = S · L`` positions.
