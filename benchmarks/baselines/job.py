@@ -106,14 +106,29 @@ CONFIG_KEYS = tuple(item.name for item in fields(JobSettings))
 
 FIXED = {
     "max_steps": None,
+    "gradient_accumulation_steps": 1,
     "warmup_ratio": 0.0,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "use_rslora": False,
     "init_lora_weights": "default",
+    "target_parameters": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "neftune_noise_alpha": None,
+    "lr_scheduler_kwargs": {},
     "loraplus_lr_ratio": 1.0,
     "optim": "adamw_torch",
+    "loss_weights": None,
+    "rpo_alpha": None,
+    "ld_alpha": None,
+    "f_divergence_type": "reverse_kl",
+    "f_alpha_divergence_coef": 0.5,
+    "discopop_tau": 0.05,
 }
 """Keys of a configuration that the baselines take only at these values: their defaults in every system."""
 

@@ -129,10 +129,13 @@ class Backbone:
             forget_micro_batch(self.model)
         return hidden
 
-    def rows_in_pass(self) -> PaddedRows | None:
-        """The padded rows of the forward pass in progress; None where there is none, or sequences are packed."""
-        sequences = attention.current_sequences()
-        return None if sequences is None or not self.is_padded else sequences.padded(self.device)
+    @property
+    def rows_in_pass(self) -> Callable[[], PaddedRows | None]:
+        """Gives the padded rows of the forward pass in progress; None where there is none, or sequences are packed.
+
+        Modules of the model keep it, so it does not refer to the backbone: that is freed when it is dropped.
+        """
+        return partial(_rows_in_pass, self.device if self.is_padded else None)
 
     def _padded_hidden_states(self, input_ids_T: Tensor, sequences: Sequences) -> Tensor:
         """Hidden states ``[T, H]``; positions are those that the model itself gives to rows padded on the right."""
@@ -216,6 +219,11 @@ class Backbone:
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor) -> Tensor:
         """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats."""
         return self._head.token_losses(hidden_SH, targets_S)
+
+
+def _rows_in_pass(device: torch.device | None) -> PaddedRows | None:
+    sequences = attention.current_sequences()
+    return None if sequences is None or device is None else sequences.padded(device)
 
 
 def _compile_layers(model: PreTrainedModel) -> None:

@@ -41,7 +41,7 @@ from alto.spec.module_names import (
 from alto.spec.objectives import ObjectiveSettings
 from alto.spec.quoting import quoted
 from alto.spec.target_parameters import check_targets, parameter_names
-from alto.spec.validation import SpecModel
+from alto.spec.validation import SpecModel, is_finite_number
 
 __all__ = [
     "ALL_LINEAR",
@@ -98,7 +98,7 @@ def _ranks_by_module(value: object) -> object:
 
 
 def _alphas_by_module(value: object) -> object:
-    found = per_module(value, "a finite number > 0", lambda alpha: math.isfinite(alpha) and alpha > 0)
+    found = per_module(value, "a finite number > 0", lambda alpha: is_finite_number(alpha) and alpha > 0)
     return tuple((name, float(alpha)) for name, alpha in found)
 
 

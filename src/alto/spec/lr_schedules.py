@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 from alto.errors import UnsupportedError
 from alto.spec.module_names import Pairs, pairs_of
 from alto.spec.quoting import quoted
+from alto.spec.validation import is_finite_number
 
 __all__ = [
     "DOMAINS",
@@ -62,18 +63,18 @@ KWARGS_OF_SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """The ``lr_scheduler_kwargs`` of every schedule."""
 
 DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "num_cycles": ("a number > 0", lambda value: _is_number(value) and value > 0),
-    "lr_end": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
-    "power": ("a number > 0", lambda value: _is_number(value) and value > 0),
+    "num_cycles": ("a number > 0", lambda value: is_finite_number(value) and value > 0),
+    "lr_end": ("a number >= 0", lambda value: is_finite_number(value) and value >= 0),
+    "power": ("a number > 0", lambda value: is_finite_number(value) and value > 0),
     "timescale": ("a whole number >= 1", lambda value: _is_whole(value) and value >= 1),
-    "min_lr": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
-    "min_lr_rate": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
-    "warmup_lr_rate": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    "min_lr": ("a number >= 0", lambda value: is_finite_number(value) and value >= 0),
+    "min_lr_rate": ("a share from 0 to 1", lambda value: is_finite_number(value) and 0 <= value <= 1),
+    "warmup_lr_rate": ("a share from 0 to 1", lambda value: is_finite_number(value) and 0 <= value <= 1),
     "num_decay_steps": ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0),
     "num_stable_steps": ("a whole number >= 0", lambda value: _is_whole(value) and value >= 0),
     "warmup_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
     "decay_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
-    "min_lr_ratio": ("a share from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    "min_lr_ratio": ("a share from 0 to 1", lambda value: is_finite_number(value) and 0 <= value <= 1),
 }
 """The values of every setting: in words, and as a test."""
 
@@ -253,10 +254,6 @@ def _stable_decay(step: int, warmup: int, total_steps: int, kwargs: Mapping[str,
                 factor = 1.0 - math.sqrt(progress)
         return float(max(0.0, factor * (1.0 - lowest) + lowest))
     return float(lowest)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_whole(value: object) -> bool:

@@ -14,7 +14,7 @@ from alto.errors import SpecError
 from alto.spec.data_forms import RowFormName, check_columns
 from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
-from alto.spec.validation import SpecModel, check_path
+from alto.spec.validation import SpecModel, check_path, is_finite_number
 
 __all__ = ["MIXTURE_WEIGHTS", "MixtureSource", "Weights", "check_weights", "normalised", "parse_sources"]
 
@@ -151,8 +151,9 @@ def normalised(value: object) -> Weights:
             f"should map names of sources to weights, found {quoted(value)}. Write for example "
             "{maths: 0.7, chat: 0.3}."
         )
-    total = sum(weight for _, weight in pairs)
-    if any(not math.isfinite(weight) or weight < 0 for _, weight in pairs) or not 0 < total < math.inf:
+    are_weights = all(is_finite_number(weight) and weight >= 0 for _, weight in pairs)
+    total = sum(float(weight) for _, weight in pairs) if are_weights else 0.0
+    if not 0 < total < math.inf:
         raise ValueError(
             f"should hold finite weights from 0 on, one of them above 0, found {quoted(dict(pairs))}. Correct them."
         )

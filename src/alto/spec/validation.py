@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,16 @@ from pydantic_core import ErrorDetails
 from alto.errors import SpecError
 from alto.spec.quoting import quoted
 
-__all__ = ["MAX_CHARS", "SpecModel", "check_defaults", "check_path", "plain", "spec_error", "yaml_number"]
+__all__ = [
+    "MAX_CHARS",
+    "SpecModel",
+    "check_defaults",
+    "check_path",
+    "is_finite_number",
+    "plain",
+    "spec_error",
+    "yaml_number",
+]
 
 
 MAX_CHARS = 4095
@@ -85,6 +95,12 @@ def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> 
     return SpecError(
         "\n".join(_sentence(details, model) for details in found if details["type"] != "default_factory_not_called")
     )
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether ``value`` is a finite number that a float can hold; a truth value is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def plain(value: Any) -> Any:
