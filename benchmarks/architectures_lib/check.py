@@ -34,6 +34,8 @@ from alto.lora import (
     write_adapter,
 )
 from alto.spec import BaseModelSpec, Task
+from alto.spec.job_config import ALL_LINEAR
+from architectures_lib.renamed import renamed_by_peft
 from architectures_lib.tiny import build_tiny
 from architectures_lib.verdict import Verdict
 
@@ -84,6 +86,7 @@ def check(model_type: str) -> Verdict:
             return Verdict(model_type=model_type, model_class=name, status="cannot_build", reason=_where(error))
         try:
             export_error, merged_error = alone.logit_errors(exported)
+            renamed = alone.renamed()
         except Exception as error:
             return Verdict(model_type=model_type, model_class=name, status="wrong", reason=_where(error))
     loss_error = max(abs(f.loss - loss) / abs(loss) for f, (loss, _) in zip(found, expected, strict=True))
@@ -92,6 +95,7 @@ def check(model_type: str) -> Verdict:
     is_export_exact = export_error <= LOGIT_TOLERANCE and merged_error <= LOGIT_TOLERANCE
     reasons = [
         *(() if is_step_exact else (f"losses {loss_error:.1e}, gradients {gradient_error:.1e} apart (relative)",)),
+        *((f"PEFT looks for {', '.join(renamed[:3])} under other names",) if renamed else ()),
         *(() if is_export_exact else (f"logits of PEFT {export_error:.1e}, merged {merged_error:.1e} apart",)),
     ]
     return Verdict(
@@ -147,12 +151,12 @@ def _make_data(vocabulary: int) -> TaskData:
     return TaskData(train=dataset, validation=dataset)
 
 
-def _targets(model: PreTrainedModel) -> list[str]:
-    """The dense linear modules of attention; all dense ones where none has such a name."""
+def _targets(model: PreTrainedModel) -> list[str] | str:
+    """The dense linear modules of attention; all dense ones where none has such a name; else all linear ones."""
     dense = [
         m for m in linear_modules(model) if not _NOT_DENSE.fullmatch(m.name) and min(m.in_features, m.out_features) >= 4
     ]
-    return [m.name for m in dense if _ATTENTION.fullmatch(m.name)] or [m.name for m in dense]
+    return [m.name for m in dense if _ATTENTION.fullmatch(m.name)] or [m.name for m in dense] or ALL_LINEAR
 
 
 def _parameters(model: PreTrainedModel) -> list[str]:
@@ -232,6 +236,10 @@ class _OwnTraining:
         inputs = _padded(list(zip(dataset.input_ids[:2], dataset.targets[:2], strict=True)))
         model = copy.deepcopy(self._model).train()
         model(**inputs, use_cache=False).loss.backward()
+
+    def renamed(self) -> list[str]:
+        """See :func:`renamed_by_peft`."""
+        return renamed_by_peft(self._model)
 
     def step(self, step: _Step) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the job alone."""

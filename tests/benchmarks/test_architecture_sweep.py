@@ -16,6 +16,8 @@ pytest.importorskip("peft", reason="the oracle needs the extra 'bench'")
 import architecture_sweep
 from architectures_lib import check as checks
 from architectures_lib import examine
+from architectures_lib.renamed import renamed_by_peft
+from architectures_lib.tiny import build_tiny
 from architectures_lib.verdict import Verdict
 
 # PEFT asks transformers for a property under its old name.
@@ -46,6 +48,16 @@ def test_another_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = checks.check("llama")
     assert verdict.status == "wrong"
     assert verdict.gradient_error == pytest.approx(3e-4, rel=0.1)
+
+
+@pytest.mark.parametrize("leaves_out", [True, False])
+def test_tensors_that_peft_renames_are_left_out_or_found(leaves_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer of this kind has shared experts, whose names transformers changes in old checkpoints."""
+    if not leaves_out:
+        monkeypatch.setattr("alto.lora.targets._LEFT_OUT", {})
+    found = renamed_by_peft(build_tiny("laguna", 64))
+    assert (found == []) == leaves_out
+    assert all("shared_experts" in name for name in found)
 
 
 def die(model_type: str, sender: object) -> None:

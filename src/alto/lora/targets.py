@@ -27,16 +27,34 @@ __all__ = [
     "router_bases",
 ]
 
+_SHARED_EXPERTS = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
+
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), ("out_proj", "dt_proj")),
     "jamba": ("dt_proj",),
     "inkling2_text": ("weight_proj",),
+    "laguna": _SHARED_EXPERTS,
+    "mistral_large4": ("mlp.gate", "mlp.experts", *_SHARED_EXPERTS),
+    "unlimited_ocr": (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "mlp.gate",
+        "mlp.experts",
+    ),
 }
-"""By model type, the last part of the names of layers that get no adapter: their weight is read by the model, or by a
-fused kernel, itself; or (Inkling 2) transformers 5.23 renames the adapter's tensors when PEFT loads them.
+"""By model type, the endings of the names of modules that get no adapter.
 
-Source: PEFT 0.21, ``_check_lora_target_modules_mamba``; and transformers' forward passes for ``dt_proj``."""
+The weight of Mamba's is read by the model, or by a fused kernel, itself (PEFT 0.21,
+``_check_lora_target_modules_mamba``; transformers' forward passes for ``dt_proj``). Of Inkling 2, Laguna, Mistral
+Large 4 and Unlimited OCR, PEFT 0.21 looks for the adapter's tensors under other names, as transformers 5.23 renames
+those of old checkpoints.
+"""
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
@@ -55,15 +73,18 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     """The modules that :func:`linear_modules` names, as they are without injection."""
     head = model.get_output_embeddings()
-    left_out = _LEFT_OUT.get(model.config.model_type, ())
     return {
         name: module
         for name, module in _modules(model).items()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
-        and name.rsplit(".", 1)[-1] not in left_out
+        and not _is_left_out(model, name)
         and name.startswith(_language_part(model))
     }
+
+
+def _is_left_out(model: PreTrainedModel, name: str) -> bool:
+    return f".{name}".endswith(tuple(f".{ending}" for ending in _LEFT_OUT.get(model.config.model_type, ())))
 
 
 def _language_part(model: PreTrainedModel) -> str:
@@ -77,7 +98,11 @@ def _language_part(model: PreTrainedModel) -> str:
 
 def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules of ``model`` with stacked experts that may have adapters, as they are without injection."""
-    return {name: module for name, module in _modules(model).items() if is_adaptable(module)}
+    return {
+        name: module
+        for name, module in _modules(model).items()
+        if is_adaptable(module) and not _is_left_out(model, name)
+    }
 
 
 def router_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -154,8 +179,8 @@ def find_targets(
     linear = {module.name: module for module in linear_modules(model)}
     if not linear:
         raise TargetModuleError(
-            "target_modules: expected a base model built of torch.nn.Linear modules, found none besides its output "
-            "head; use another base model"
+            "target_modules: expected a base model with linear modules that PEFT adapts as well, found none besides "
+            "its output head; use another base model"
         )
     excluded = _excluded(model, exclude_modules)
     if target_modules == ALL_LINEAR:
