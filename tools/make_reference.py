@@ -72,6 +72,7 @@ ONE_OR_MORE = ("target_modules", "exclude_modules", "layers_pattern", "report_to
 """Fields that take one name or a list of them."""
 
 OTHER_KINDS = {
+    "min_kept": "a whole number ≥ 1, a list of them or null",
     "layers_to_transform": "a whole number ≥ 0 or a list of them",
     "rank_pattern": "a mapping of names to whole numbers",
     "alpha_pattern": "a mapping of names to numbers",

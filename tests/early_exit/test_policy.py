@@ -24,9 +24,9 @@ def test_alto_is_the_default() -> None:
     assert policy_from(EarlyExit()) == Policy(
         rules=(Divergence(window=2, divergence_patience=2, tau_slope=0.001), OverfittingUpturn(overfitting_patience=2)),
         rungs=(
-            Rung(progress=0.025, keep=0.2, min_kept=4),
-            *(Rung(progress=progress, keep=0.75, min_kept=4) for progress in (0.05, 0.1, 0.2)),
-            Rung(progress=0.4, keep=1.0, max_kept=1),
+            Rung(progress=0.01, keep=1 / 6, min_kept=8),
+            *(Rung(progress=at, keep=0.5, min_kept=kept) for at, kept in ((0.025, 8), (0.05, 5), (0.1, 3), (0.2, 2))),
+            Rung(progress=0.5, keep=1.0, max_kept=1),
         ),
         equal_shares=True,
     )
@@ -54,8 +54,8 @@ def test_every_setting_arrives() -> None:
 @pytest.mark.parametrize(
     ("switched_off", "rules", "rungs"),
     [
-        ("detect_divergence", [OverfittingUpturn], 5),
-        ("detect_overfitting", [Divergence], 5),
+        ("detect_divergence", [OverfittingUpturn], 6),
+        ("detect_overfitting", [Divergence], 6),
         ("select", [Divergence, OverfittingUpturn], 0),
         ("enabled", [], 0),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
-from alto.spec.early_exit import EarlyExit
+from alto.spec.early_exit import PRESETS, EarlyExit
 from alto.spec.rungs import places_at
 
 
@@ -38,18 +38,19 @@ def test_which_rungs_settings_stand_for(settings, rungs) -> None:
     [
         (
             {},
-            (0.025, 0.05, 0.1, 0.2, 0.4),
-            {60: [12, 9, 7, 6, 1], 35: [7, 6, 4, 4, 1], 6: [4] * 4 + [1], 3: [3] * 4 + [1]},
+            (0.01, 0.025, 0.05, 0.1, 0.2, 0.5),
+            {240: [40, 20, 10, 5, 3, 1], 60: [10, 8, 5, 3, 2, 1], 6: [6, 6, 5, 3, 2, 1], 2: [2] * 5 + [1]},
         ),
         (
             {"preset": "cautious"},
             (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
-            {60: [15, 12, 9, 7, 5, 4], 6: [4] * 6, 1: [1] * 6},
+            {60: [20, 14, 9, 6, 4, 3], 6: [6, 6, 5, 4, 3, 2], 1: [1] * 6},
         ),
-        ({"preset": "greedy"}, (0.025, 0.05, 0.1, 0.2, 0.4), {60: [9, 6, 4, 3, 1], 6: [3] * 4 + [1]}),
-        ({"finish_from": 1}, (0.025, 0.05, 0.1, 0.2), {60: [12, 9, 7, 6]}),
-        ({"finish_from": 0.1, "min_kept": 10}, (0.025, 0.05, 0.1), {60: [12, 10, 1]}),
+        ({"preset": "greedy"}, (0.005, 0.025, 0.05, 0.1, 0.3), {60: [8, 8, 5, 3, 1], 6: [6, 6, 5, 3, 1]}),
+        ({"finish_from": 1}, (0.01, 0.025, 0.05, 0.1, 0.2), {60: [10, 8, 5, 3, 2]}),
+        ({"finish_from": 0.05, "min_kept": 9}, (0.01, 0.025, 0.05), {60: [10, 9, 1]}),
         ({"rungs": [[0.1, 0.5]], "min_kept": 3, "finish_from": 0.5}, (0.1, 0.5), {4: [3, 1], 10: [5, 1]}),
+        ({"rungs": [[0.1, 0.5], [0.2, 0.5]], "min_kept": [5, 2]}, (0.1, 0.2), {6: [5, 2], 20: [10, 5]}),
     ],
 )  # fmt: skip
 def test_places_of_presets(settings, progress, places) -> None:
@@ -65,18 +66,27 @@ def test_places_of_presets(settings, progress, places) -> None:
 @pytest.mark.parametrize(
     ("lr_warmup", "rungs"),
     [
-        (0.0, [(0.025, 0.2), (0.05, 0.75), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
-        (0.03, [(0.03, 0.2), (0.05, 0.75), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
-        (0.05, [(0.05, 0.15), (0.1, 0.75), (0.2, 0.75), (0.4, 1.0)]),
-        (0.3, [(0.3, 0.2 * 0.75**3), (0.4, 1.0)]),
-        (0.4, [(0.4, 0.2 * 0.75**3), (0.7, 1.0)]),
-        (1.0, [(0.9, 0.2 * 0.75**3), (0.95, 1.0)]),
+        (0.0, [(0.01, 1 / 6, 8), (0.025, 0.5, 8), (0.05, 0.5, 5), (0.1, 0.5, 3), (0.2, 0.5, 2), (0.5, 1.0, 1)]),
+        (0.03, [(0.01, 1 / 6, 8), (0.025, 0.5, 8), (0.05, 0.5, 5), (0.1, 0.5, 3), (0.2, 0.5, 2), (0.5, 1.0, 1)]),
+        (0.06, [(0.015, 1 / 6, 8), (0.025, 0.5, 8), (0.05, 0.5, 5), (0.1, 0.5, 3), (0.2, 0.5, 2), (0.5, 1.0, 1)]),
+        (0.1, [(0.025, 1 / 12, 8), (0.05, 0.5, 5), (0.1, 0.5, 3), (0.2, 0.5, 2), (0.5, 1.0, 1)]),
+        (0.3, [(0.075, 1 / 24, 5), (0.1, 0.5, 3), (0.2, 0.5, 2), (0.5, 1.0, 1)]),
+        (1.0, [(0.25, 1 / 96, 2), (0.5, 1.0, 1)]),
     ],
 )
-def test_no_rung_of_a_preset_lies_inside_of_the_rise_of_the_learning_rate(lr_warmup, rungs) -> None:
+def test_no_rung_of_a_preset_lies_in_the_first_quarter_of_the_rise_of_the_learning_rate(lr_warmup, rungs) -> None:
     found = EarlyExit().resolved(lr_warmup=lr_warmup).selection_rungs
-    assert [rung.progress for rung in found] == [progress for progress, _ in rungs]
-    assert [rung.keep for rung in found] == pytest.approx([keep for _, keep in rungs])
+    assert [(rung.progress, rung.min_kept) for rung in found] == [(progress, least) for progress, _, least in rungs]
+    assert [rung.keep for rung in found] == pytest.approx([keep for _, keep, _ in rungs])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("lr_warmup", [0.0, 0.1, 1.0])
+def test_every_preset_can_be_resolved_and_written(preset, lr_warmup) -> None:
+    found = EarlyExit(preset=preset).resolved(lr_warmup=lr_warmup)
+    assert EarlyExit(**found.model_dump(mode="json")) == found
+    progress = [rung.progress for rung in found.selection_rungs]
+    assert progress == sorted(set(progress))
 
 
 @pytest.mark.parametrize("settings", [{"rungs": [(0.02, 0.5)]}, {"policy": "paper"}, {"warmup_ratio": 0.02}])
@@ -146,10 +156,15 @@ def test_rungs_exclude_the_ratios(clashing) -> None:
     [
         ({"rungs": []}, "rungs should be pairs"),
         ({"preset": "bold"}, "preset .* should be 'default' or 'cautious'"),
-        ({"min_kept": 0}, "min_kept .* should be"),
+        ({"min_kept": 0}, "min_kept should be a whole number >= 1"),
+        ({"min_kept": []}, "min_kept should be a whole number >= 1"),
+        ({"min_kept": [3, 0]}, "min_kept should be a whole number >= 1"),
+        ({"min_kept": True}, "min_kept should be a whole number >= 1"),
+        ({"min_kept": [3, 2]}, r"min_kept: expected one number, or one for each of rungs, found \[3, 2\]"),
+        ({"rungs": [(0.1, 0.5)], "min_kept": [3, 2]}, r"min_kept: expected one number, or .* with 1 of them"),
         (
-            {"finish_from": 0.025},
-            "finish_from: expected a share of the steps above the first rung's 0.025, found 0.025",
+            {"finish_from": 0.01},
+            "finish_from: expected a share of the steps above the first rung's 0.01, found 0.01",
         ),
         (
             {"rungs": [(0.3, 0.5)], "finish_from": 0.2},

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec.early_exit import LATEST_RUNG
+from alto.spec.early_exit import EARLIEST_IN_WARMUP
 from alto.spec.metric import LEAST_SCORE
 from alto.spec.rungs import ceil_share, rung_step
 
@@ -67,8 +67,8 @@ def _between(old: float, new: float, share: float) -> float:
 def rung_notes(
     rungs: Sequence[Rung], total_steps: Iterable[int], lr_warmup_shares: Iterable[float] = ()
 ) -> tuple[str, ...]:
-    """Notices where jobs have too few steps for their rungs, or rungs come at or before the end of the longest
-    learning-rate warmup.
+    """Notices where jobs have too few steps for their rungs, or rungs come early in the longest learning-rate
+    warmup.
 
     Args:
         rungs: Rungs of the task.
@@ -82,18 +82,18 @@ def rung_notes(
 
 
 def _warmup_notes(rungs: Sequence[Rung], longest: float) -> tuple[str, ...]:
-    first = rungs[0].progress
-    if longest <= 0 or first > longest:
+    first, earliest = rungs[0].progress, EARLIEST_IN_WARMUP * longest
+    if longest <= 0 or first > earliest:
         return ()
     rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
-    if first == longest or longest >= LATEST_RUNG:
+    if first == earliest:
         return (
             f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; shorten warmup_steps or "
             "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before that; move the rung after it, or give all jobs "
-        "the same rise.",
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; move the rung, or give all "
+        "jobs the same rise.",
     )
 
 

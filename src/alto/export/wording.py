@@ -120,11 +120,13 @@ def short_path(name: object) -> str:
 
 
 def describe_rungs(rungs: Sequence[Rung]) -> str:
-    """``at 2.5 % keep 20 %, at 5 % keep 75 % (never fewer than 4), from 40 % only the best``; empty without rungs."""
-    texts = [f"at {describe_rung(rung)}" for rung in rungs if rung.max_kept is None]
-    least = max((rung.min_kept for rung in rungs), default=1)
-    if texts and least > 1:
-        texts[-1] += f" (never fewer than {least})"
+    """``at 1 % keep 25 %, at 2.5 % keep 50 % (never fewer than 8, 5), from 40 % only the best``; or nothing."""
+    halving = [rung for rung in rungs if rung.max_kept is None]
+    texts = [f"at {describe_rung(rung)}" for rung in halving]
+    least = [rung.min_kept for rung in halving]
+    if max(least, default=1) > 1:
+        shown = least[:1] if len(set(least)) == 1 else least
+        texts[-1] += f" (never fewer than {', '.join(map(str, shown))})"
     return ", ".join([*texts, *(f"from {describe_rung(rung)}" for rung in rungs if rung.max_kept is not None)])
 
 

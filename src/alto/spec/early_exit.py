@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -24,14 +24,18 @@ from alto.spec.quoting import quoted
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
 from alto.spec.validation import plain
 
-__all__ = ["LATEST_RUNG", "PRESETS", "EarlyExit", "Preset", "PresetName"]
+__all__ = ["EARLIEST_IN_WARMUP", "PRESETS", "EarlyExit", "Preset", "PresetName"]
 
 PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 
-LATEST_RUNG = 0.9  # a job whose learning rate rises to its end is ranked too
+EARLIEST_IN_WARMUP = 0.25
+"""Share of a learning-rate warmup after which jobs are compared: recorded sweeps with warmups of 3 to 10 % lose nothing
+by it (``benchmarks/policies.py``)."""
+
+_MOST_KEPT = 10**6
 
 PresetName: TypeAlias = Literal["default", "cautious", "greedy"]
 
@@ -42,24 +46,25 @@ class Preset:
 
     Attributes:
         rungs: ``(progress, keep)`` pairs.
-        min_kept: Smallest number of jobs that continue from each rung.
+        min_kept: Smallest number of jobs that continue from every rung, in their order.
         finish_from: Share of its steps from which only the best job continues; None for no such point.
     """
 
     rungs: tuple[tuple[float, float], ...]
-    min_kept: int
+    min_kept: tuple[int, ...]
     finish_from: float | None
 
 
-def _preset(progress: Sequence[float], *, first: float, then: float, min_kept: int, finish: float | None) -> Preset:
-    keeps = (first, *[then] * (len(progress) - 1))
-    return Preset(rungs=tuple(zip(progress, keeps, strict=True)), min_kept=min_kept, finish_from=finish)
+def _preset(first: float, then: float, min_kept: Mapping[float, int], finish: float | None) -> Preset:
+    """A preset whose rungs are the keys of ``min_kept``."""
+    keeps = (first, *[then] * (len(min_kept) - 1))
+    return Preset(rungs=tuple(zip(min_kept, keeps, strict=True)), min_kept=tuple(min_kept.values()), finish_from=finish)
 
 
 PRESETS: Mapping[PresetName, Preset] = {
-    "default": _preset((0.025, 0.05, 0.1, 0.2), first=1 / 5, then=3 / 4, min_kept=4, finish=0.4),
-    "cautious": _preset((0.025, 0.05, 0.1, 0.2, 0.4, 0.8), first=1 / 4, then=3 / 4, min_kept=4, finish=None),
-    "greedy": _preset((0.025, 0.05, 0.1, 0.2), first=1 / 7, then=2 / 3, min_kept=3, finish=0.4),
+    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
+    "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
+    "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
 }
 """The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
@@ -97,7 +102,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         rungs: ``(progress, keep)`` pairs, progress rising: at ``progress`` of its steps every job is ranked and
             ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
             ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
-        min_kept: Smallest number of jobs that continue from every rung. None is the preset's value, and 1 without one.
+        min_kept: Smallest number of jobs that continue from every rung: one number, or one for each of ``rungs``. None
+            is the preset's value, and 1 without one.
         finish_from: Share of its steps from which only the best job continues; 1 lets all jobs left by the rungs
             finish. None is the preset's value, and 1 without one.
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
@@ -135,8 +141,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that continue")
     preset: PresetName | None = Field(default=None, description="rungs by name")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
-    min_kept: int | None = Field(
-        default=None, ge=1, le=10**6, description="smallest number of jobs that continue from a rung"
+    min_kept: int | tuple[int, ...] | None = Field(
+        default=None, description="smallest number of jobs that continue from a rung"
     )
     finish_from: float | None = Field(
         default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
@@ -170,6 +176,19 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             )
         return tuple((float(progress), float(keep)) for progress, keep in pairs)
 
+    @field_validator("min_kept", mode="before")
+    @classmethod
+    def _check_numbers_kept(cls, min_kept: object) -> object:
+        numbers = plain(min_kept)
+        given = numbers if isinstance(numbers, tuple) else (numbers,)
+        are_counts = all(type(number) is int and 1 <= number <= _MOST_KEPT for number in given)
+        if numbers is not None and not (given and are_counts):
+            raise ValueError(
+                f"should be a whole number >= 1 and <= {_MOST_KEPT}, or one for each rung, found {quoted(min_kept)}. "
+                "Write for example 4, or [8, 5, 3] with three rungs."
+            )
+        return numbers
+
     @model_validator(mode="after")
     def _check_finish(self) -> EarlyExit:
         given = self._given_rungs
@@ -179,6 +198,15 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             raise ValueError(
                 f"finish_from: expected a share of the steps above the {which} rung's {before}, found "
                 f"{self.finish_from}. Raise it, or move that rung."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_min_kept(self) -> EarlyExit:
+        if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
+            raise ValueError(
+                f"min_kept: expected one number, or one for each of rungs, found {list(self.min_kept)} with "
+                f"{len(self.rungs or ())} of them. Write one number."
             )
         return self
 
@@ -259,7 +287,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         """The rungs of these settings, also where ``enabled`` or ``select`` is off; the last one is the point from
         which only the best job continues, where there is one."""
         halving = self._halving
-        rungs = [Rung(progress=progress, keep=keep, min_kept=halving.min_kept) for progress, keep in halving.rungs]
+        rungs = [
+            Rung(progress=progress, keep=keep, min_kept=min_kept)
+            for (progress, keep), min_kept in zip(halving.rungs, halving.min_kept, strict=True)
+        ]
         if halving.finish_from is not None:
             rungs.append(Rung(progress=halving.finish_from, keep=1.0, max_kept=1))
         return tuple(rungs)
@@ -269,13 +300,13 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
         Args:
             lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
-                no earlier than its end; those of a user or the paper do not move, nor does a user's ``finish_from``,
-                and then the rungs of a preset stay before it.
+                no earlier than after a quarter of it; those of a user or the paper do not move, nor does a user's
+                ``finish_from``, and then the rungs of a preset stay before it.
         """
-        halving = self._halving
-        is_finish_inside = self.finish_from is not None and self.finish_from <= lr_warmup
-        if self._given_rungs is None and not is_finish_inside:
-            halving = _after_warmup(halving, lr_warmup)
+        halving, earliest = self._halving, EARLIEST_IN_WARMUP * lr_warmup
+        is_finish_before = self.finish_from is not None and self.finish_from <= earliest
+        if self._given_rungs is None and not is_finish_before:
+            halving = _no_earlier(halving, earliest)
         return self.replace(
             rungs=halving.rungs,
             min_kept=halving.min_kept,
@@ -304,7 +335,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _basis(self) -> Preset:
         """The rungs with the ``min_kept`` and ``finish_from`` that hold where these are not set."""
         given = self._given_rungs
-        return PRESETS[self.preset or "default"] if given is None else Preset(rungs=given, min_kept=1, finish_from=None)
+        return PRESETS[self.preset or "default"] if given is None else _without_floor(given)
 
     @property
     def _halving(self) -> Preset:
@@ -312,30 +343,26 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         basis = self._basis
         finish = basis.finish_from if self.finish_from is None else self.finish_from
         finish = None if finish == 1 else finish
-        return Preset(
-            rungs=basis.rungs if finish is None else tuple(pair for pair in basis.rungs if pair[0] < finish),
-            min_kept=basis.min_kept if self.min_kept is None else self.min_kept,
-            finish_from=finish,
-        )
+        rungs = basis.rungs if finish is None else tuple(pair for pair in basis.rungs if pair[0] < finish)
+        if isinstance(self.min_kept, int):
+            min_kept = (self.min_kept,) * len(rungs)
+        else:
+            min_kept = (self.min_kept or basis.min_kept)[: len(rungs)]
+        return Preset(rungs=rungs, min_kept=min_kept, finish_from=finish)
 
 
-def _after_warmup(halving: Preset, lr_warmup: float) -> Preset:
-    """The same selection, no earlier than ``lr_warmup``: rungs before its end become one at its end. A finish before
-    its end moves to the middle of the rest."""
-    lr_warmup = min(lr_warmup, LATEST_RUNG)
-    inside = [keep for progress, keep in halving.rungs if progress < lr_warmup]
-    if not inside:
+def _without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
+    return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
+
+
+def _no_earlier(halving: Preset, earliest: float) -> Preset:
+    """The same selection, no earlier than at the share ``earliest``: rungs up to it become one there."""
+    num_before = sum(progress <= earliest for progress, _ in halving.rungs)
+    if not num_before:
         return halving
-    later = {progress: keep for progress, keep in halving.rungs if progress >= lr_warmup}
-    rungs = {lr_warmup: math.prod(inside) * later.pop(lr_warmup, 1.0), **later}
-    finish = halving.finish_from
-    if finish is not None and finish <= lr_warmup:
-        finish = (1.0 + lr_warmup) / 2
-    return Preset(
-        rungs=tuple(pair for pair in rungs.items() if finish is None or pair[0] < finish),
-        min_kept=halving.min_kept,
-        finish_from=finish,
-    )
+    joined, rest = halving.rungs[:num_before], halving.rungs[num_before:]
+    first = (earliest, math.prod(keep for _, keep in joined))
+    return Preset(rungs=(first, *rest), min_kept=halving.min_kept[num_before - 1 :], finish_from=halving.finish_from)
 
 
 def _check_given_once(given: Mapping[str, Any]) -> None:
