@@ -35,7 +35,7 @@ def test_the_words_of_earlier_versions_stay(word: str, tmp_path: Path) -> None:
         {"scorer": "multiple_choice", "num_rows": 100},
         {**PYTHON, "timeout_s": 2.5, "max_new_tokens": 64},
         {**HTTP, "headers_env": "JUDGE_HEADERS", "rows_per_request": 4},
-        {**PYTHON, "at": [0.1, 0.4]},
+        {**PYTHON, "at": [0.1, 0.5]},
     ],
 )
 def test_a_mapping_is_written_and_read_back(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -96,7 +96,10 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
         ({**PYTHON, "at": [1.0]}, "select_by.at should be 'finalists', or a list"),
         ({**PYTHON, "at": [0.2, 0.1]}, "select_by.at should rise from rung to rung"),
         ({**PYTHON, "at": [0.1, 0.1]}, "select_by.at should rise from rung to rung"),
-        ({**PYTHON, "at": [0.2, 0.3]}, r"should be rungs of early_exit \(0.025, 0.05, 0.1, 0.2, 0.4\), found 0.3"),
+        (
+            {**PYTHON, "at": [0.2, 0.3]},
+            r"should be rungs of early_exit \(0.01, 0.025, 0.05, 0.1, 0.2, 0.5\), found 0.3",
+        ),
     ],
 )
 def test_what_is_refused(select_by: Any, said: str) -> None:
