@@ -16,17 +16,17 @@ def rungs_of(num_rows: int = 720, **changes: object) -> list[tuple[float, float]
 
 
 def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:
-    assert [progress for progress, _ in rungs_of()] == [0.025, 0.05, 0.1, 0.2, 0.4]
+    assert [progress for progress, _ in rungs_of()] == [0.01, 0.025, 0.05, 0.1, 0.2, 0.5]
 
 
 def test_the_longest_rise_of_all_jobs_counts() -> None:
-    """720 rows are 720 steps of batch size 1 and 90 of 8: 18 steps are 2.5 % and a fifth."""
+    """720 rows are 720 steps of batch size 1 and 90 of 8: 18 steps are 2.5 % and a fifth, whose quarter is 5 %."""
     found = rungs_of(warmup_steps=18, search_space={"batch_size": [1, 8]})
-    assert found == [(0.2, pytest.approx(0.2 * 0.75**3)), (0.4, 1.0)]
+    assert found == [(0.05, pytest.approx(1 / 6 / 4)), (0.1, 0.5), (0.2, 0.5), (0.5, 1.0)]
 
 
-def test_a_rise_that_never_ends_leaves_a_last_rung() -> None:
-    assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.9, 0.95]
+def test_a_rise_that_never_ends_leaves_two_rungs() -> None:
+    assert [progress for progress, _ in rungs_of(warmup_steps=100, batch_size=8)] == [0.25, 0.5]
 
 
 def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
@@ -37,5 +37,5 @@ def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
 
 def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
     asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
-    assert [progress for progress, _ in rungs_of(**asked)] == [0.025, 0.05, 0.1, 0.2]
+    assert [progress for progress, _ in rungs_of(**asked)] == [0.01, 0.025, 0.05, 0.1, 0.2]
     assert rungs_of(**asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
