@@ -205,7 +205,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _check_min_kept(self) -> EarlyExit:
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
-                f"min_kept: expected one number, or one for each of rungs, found {list(self.min_kept)} with "
+                f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)} with "
                 f"{len(self.rungs or ())} of them. Write one number."
             )
         return self
