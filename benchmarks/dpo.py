@@ -87,7 +87,7 @@ SIZES = {
     ),
     "cpu": Size(
         train=384,
-        validation=48,
+        validation=160,
         heldout=600,
         epochs=1,
         max_length=256,

@@ -43,9 +43,9 @@ EVAL_STEPS = 0.1
 
 GOALS = {
     "batched_over_sequential": (">=", 2.5),
-    "early_exit_over_sequential": (">=", 15.0),
+    "early_exit_over_sequential": (">=", 16.0),
     "best_loss_ratio": ("<=", 1.002),
-    "samples_saved": (">=", 0.9),
+    "samples_saved": (">=", 0.91),
 }
 GATE_STEPS = 3
 GATE_TOLERANCE = 1e-4

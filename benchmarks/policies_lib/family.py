@@ -13,29 +13,27 @@ __all__ = ["FAMILY", "SMALL_FAMILY", "WEIGHT_OF_LOSS", "best_member", "name_of"]
 WEIGHT_OF_LOSS = 2.0
 """A share of the winner's improvement that is lost counts as this many shares of the samples saved."""
 
-_LAST_HALVING = 0.45
+_LATER = (0.025, 0.05, 0.1, 0.2)
+_FLOORS = ((8, 8, 5, 3, 2), (10, 8, 6, 4, 2), (6, 6, 4, 3, 2), (4, 4, 4, 4, 4), (3, 3, 3, 3, 3), (2, 2, 2, 2, 2))
 
 
-def _member(first: float, keep: float, then: float, min_kept: int, finish: float) -> EarlyExit:
-    rungs, share = [(first, keep)], 2 * first
-    while share < min(finish, _LAST_HALVING):
-        rungs.append((share, then))
-        share *= 2
-    return EarlyExit(rungs=tuple(rungs), min_kept=min_kept, finish_from=finish)
+def _member(first: float, keep: float, then: float, floors: Sequence[int], finish: float) -> EarlyExit:
+    shares = (first, *(share for share in _LATER if share > first))
+    return EarlyExit(
+        rungs=tuple((share, then if index else keep) for index, share in enumerate(shares)),
+        min_kept=floors[-len(shares) :],
+        finish_from=finish,
+    )
 
 
 FAMILY: Sequence[EarlyExit] = [
     _member(*settings)
     for settings in itertools.product(
-        (0.005, 0.01, 0.015, 0.025, 0.05),
-        (1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3),
-        (1 / 2, 2 / 3, 3 / 4),
-        (2, 3, 4, 6),
-        (0.2, 0.3, 0.4, 0.6),
+        (0.005, 0.01, 0.025), (1 / 8, 1 / 6, 1 / 4, 1 / 3), (1 / 2, 2 / 3, 3 / 4), _FLOORS, (0.3, 0.4, 0.5, 0.6)
     )
 ]
-"""The first rung and what it keeps, what each doubling of the share keeps, how many at least, and from where only the
-best continues."""
+"""The first rung and what it keeps, what each later one keeps of those, how many at least from every rung, and from
+where only the best continues."""
 
 SMALL_FAMILY = FAMILY[::101]
 
@@ -62,4 +60,5 @@ def name_of(settings: EarlyExit) -> str:
     """A policy in one line."""
     rungs = settings.selection_rungs
     shown = ", ".join(f"{100 * rung.progress:g} % {rung.keep:.3g}" for rung in rungs if rung.max_kept is None)
-    return f"{shown}; at least {rungs[0].min_kept}; one from {100 * (settings.finish_from or 1):g} %"
+    least = ", ".join(str(rung.min_kept) for rung in rungs if rung.max_kept is None)
+    return f"{shown}; at least {least}; one from {100 * (settings.finish_from or 1):g} %"
