@@ -30,7 +30,7 @@ from dpo_lib.judge import Judge
 from dpo_lib.measured import Measured, Tuned
 from dpo_lib.start import first_adapter
 from dpo_lib.tell import best_loss, figures, notes, rows
-from sweep import LEARNING_RATE_FACTOR, OBSERVE, PAPER_LEARNING_RATES, eval_steps, tune
+from sweep import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES, eval_steps, observed, tune
 
 from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
@@ -88,7 +88,7 @@ SIZES = {
     "cpu": Size(
         train=384,
         validation=160,
-        heldout=600,
+        heldout=525,
         epochs=1,
         max_length=256,
         learning_rates=tuple(LEARNING_RATE_FACTOR * rate for rate in PAPER_LEARNING_RATES),
@@ -106,8 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(size, options.model, options.data, Path(folder))
         failures = gate_failures(measured)
-        if options.recording is not None and not failures:
-            measured.recording.write(options.recording)
+        if options.recordings is not None and not failures:
+            for seed, recording in measured.recordings.items():
+                recording.write(options.recordings / f"dpo-alto-tiny-{seed}.json.gz")
         result = Result.of(
             benchmark="dpo",
             scale=options.scale,
@@ -137,7 +138,7 @@ def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
     found = dict(sequential(first, prepared, backbone, first.jobs[::2]))
     batched, early_exit = {}, {}
     for seed, task in tasks.items():
-        batched[seed] = tuned(task.replace(early_exit=OBSERVE), judges, folder / "runs")
+        batched[seed] = tuned(observed(task), judges, folder / "runs")
         early_exit[seed] = tuned(task, judges, folder / "runs")
         if task is first:
             found |= dict(sequential(first, prepared, backbone, first.jobs[1::2]))
@@ -233,7 +234,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="alto-tiny")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz")
     parser.add_argument("--output", type=Path, default=RESULTS_DIR)
-    parser.add_argument("--recording", type=Path, help="where the curves of all jobs go (.json.gz)")
+    parser.add_argument("--recordings", type=Path, help="folder for the curves of all jobs, a file for every seed")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     return parser.parse_args(arguments)
 

@@ -32,7 +32,7 @@ from alto.backbone import Backbone, load_backbone, load_network, resolve_model
 from alto.data import Message, encode_prompt
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
-from alto.lora import ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, JobConfig
 
 MODEL = "alto-tiny"
@@ -252,7 +252,7 @@ def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:
         for module in modules
         if is_meant(module.name)
     }
-    write_adapter(folder, weights, config, resolve_model(MODEL), ModuleNames.of(backbone.model))
+    write_adapter(folder, AdapterWeights(weights), config, resolve_model(MODEL), ModuleNames.of(backbone.model))
     return read_saved_adapter(folder)
 
 

@@ -29,7 +29,6 @@ from alto.early_exit import Recording
 RECORDINGS = ROOT / "benchmarks" / "recordings"
 EVERYTHING = EarlyExit(enabled=False)
 OWN: Mapping[str, EarlyExit] = {
-    "default": EarlyExit(),
     "cautious": EarlyExit(preset="cautious"),
     "greedy": EarlyExit(preset="greedy"),
     "two rungs": EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))),
@@ -71,7 +70,12 @@ def own(settings: EarlyExit) -> Callable[[Recording], Sequence[Kept]]:
     return lambda recording: [replayed(recording, settings)]
 
 
-POLICIES = {name: own(settings) for name, settings in OWN.items()} | dict(PEERS)
+def default(recording: Recording) -> Sequence[Kept]:
+    """What a task of this kind does that sets nothing."""
+    return [replayed(recording, EarlyExit(preset="preferences" if is_preference(recording) else "default"))]
+
+
+POLICIES = {"default": default, **{name: own(settings) for name, settings in OWN.items()}, **PEERS}
 
 
 def rows(recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
@@ -128,7 +132,7 @@ def judged_regret(outcome: Outcome) -> float:
 def lost_over_paper(recording: Recording) -> float:
     """What the default loses of the winner's improvement, less what the paper's rule loses."""
     best = replayed(recording, EVERYTHING)
-    ours, papers = (replayed(recording, OWN[policy]) for policy in ("default", "paper"))
+    ((ours,), (papers,)) = (POLICIES[policy](recording) for policy in ("default", "paper"))
     return improvement_lost(recording, ours, best) - improvement_lost(recording, papers, best)
 
 

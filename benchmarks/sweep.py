@@ -77,13 +77,6 @@ SIZES = {
     "cpu": Size(rows=120, epochs=2, max_length=512, **FULL_GRID),
 }
 
-OBSERVE = EarlyExit(
-    rungs=tuple((rung.progress, 1.0) for rung in EarlyExit().selection_rungs),
-    detect_divergence=False,
-    detect_overfitting=False,
-)
-"""Evaluates where the default policy does, and ends nobody."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
@@ -144,7 +137,7 @@ def measure(task: Task, prepared: Prepared, output_dir: Path) -> Measured:
     """Run the three systems; ``sequential`` in two halves around the others, so that a slow hour hits all of them."""
     jobs = {job.id: job for job in task.jobs}
     found = dict(sequential(task, prepared, list(task.jobs)[::2]))
-    batched, batched_s = tune(task.replace(early_exit=OBSERVE), output_dir)
+    batched, batched_s = tune(observed(task), output_dir)
     early_exit, early_exit_s = tune(task, output_dir)
     found |= dict(sequential(task, prepared, list(task.jobs)[1::2]))
     return Measured(
@@ -157,6 +150,12 @@ def measure(task: Task, prepared: Prepared, output_dir: Path) -> Measured:
         early_exit_s=early_exit_s,
         recording=Recording.from_journal(read_entries(Path(batched.run_dir) / "journal.jsonl")),
     )
+
+
+def observed(task: Task) -> Task:
+    """``task`` with evaluations where its policy has them, and no job ended early."""
+    rungs = tuple((rung.progress, 1.0) for rung in task.early_exit.selection_rungs)
+    return task.replace(early_exit=EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False))
 
 
 def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:

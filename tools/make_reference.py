@@ -76,6 +76,7 @@ OTHER_KINDS = {
     "layers_to_transform": "a whole number ≥ 0 or a list of them",
     "rank_pattern": "a mapping of names to whole numbers",
     "alpha_pattern": "a mapping of names to numbers",
+    "optim_args": "a mapping, or text such as `momentum=0.9,nesterov=true`",
     "lr_scheduler_kwargs": "a mapping",
     "warmup_steps": "a whole number ≥ 0, or a share below 1",
 }
@@ -99,7 +100,7 @@ SPACES = (
     ),
     ("`target_modules`: lists in the list", "{target_modules: [all-linear, [q_proj, v_proj]]}"),
     (
-        "`rank_pattern`, `alpha_pattern`, `lr_scheduler_kwargs`: mappings in the list",
+        "`rank_pattern`, `alpha_pattern`, `lr_scheduler_kwargs`, `optim_args`: mappings in the list",
         "{rank_pattern: [{}, {q_proj: 8}]}",
     ),
 )
@@ -175,7 +176,13 @@ in the same way. `max_grad_norm` 0 or null clips nothing. `warmup_steps` and `wa
 about the learning rate; early exit has a `warmup_ratio` of its own. `optim` may also be spelt `adamw` or
 `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for `adamw_8bit`). The 8-bit ones are bitsandbytes' and
 need `pip install "alto-lora[bnb]"`, the paged one also a GPU. They train as bitsandbytes does alone. The bank holds
-32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for none.
+32-bit state for all slots or, where no job of the task is trained with `adamw_torch`, for none. `sgd`, `rmsprop` and
+`adagrad` are torch's, `adafactor` is transformers' (with `scale_parameter` and `relative_step` off), as transformers'
+Trainer makes them; each is made for the row of its job alone. `optim_args` are a mapping, or text as in
+`TrainingArguments`: of `sgd` `momentum`, `dampening`, `nesterov`; of `rmsprop` `alpha`, `eps`, `momentum`, `centered`;
+of `adagrad` `eps`, `lr_decay`. `adam_beta1`, `adam_beta2` and `adam_epsilon` have an effect on AdamW only;
+`weight_decay` is an L2 penalty with torch's three, decoupled with the others. In a search space, settings go with their
+optimizer under `paired`.
 
 `rank_pattern` and `alpha_pattern` map names of modules (full names, their ends from a dot on, or regular expressions)
 to their own `r` and `lora_alpha`; the first key that matches counts. A module's output is scaled by its own two
@@ -382,8 +389,10 @@ listed with counts before training. Which tokens are trained under well-known te
 
 **Pairs** (`preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`, **labelled replies**
 (`unpaired_preference`; a `label` is true where the reply is desirable) for `kto`, which also makes two of each pair;
-the others are for `sft`; where a dataset has columns of several, the method takes its own. A reply is a text, a message
-or a list of messages. The prompt of `preference` is in the first of {", ".join(prompts)} that the dataset
+**texts with labels** (`text_classification`) for `classification` and `regression`
+([data.md](data.md#texts-with-labels)); the others are for `sft`; where a dataset has columns of several, the method
+takes its own. A reply is a text, a message or a list of messages.
+The prompt of `preference` is in the first of {", ".join(prompts)} that the dataset
 has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
 `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
 reply of the assistant. A pair is left out, and counted, where `max_length` leaves no part in which they differ.

@@ -68,7 +68,7 @@ class AdapterParallel:
         losses = self._trainer.backward(jobs)
         found = {}
         for index, local_slot in held.items():
-            gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, local_slot)}
+            gradients = bank.read(local_slot, bank.grads_ZP)
             found[index] = JobFacts(loss=float(losses[index]), gradients=gradients)
         bank.grads_ZP.zero_()
         return found

@@ -115,7 +115,7 @@ class OneByOne:
             gradient: Any = self._parameters[name].grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
             found.setdefault(_place(name)[0], []).append(whole.T)
-        return {module: (a, b) for module, (a, b) in found.items()}
+        return AdapterWeights({module: (a, b) for module, (a, b) in found.items()})
 
 
 def peft_model(base: PreTrainedModel, rank: int) -> PeftModel:

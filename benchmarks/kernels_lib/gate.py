@@ -62,13 +62,15 @@ def random_adapters(model: PreTrainedModel, ranks: Sequence[int], seed: int = 0)
         return drawn.to(model.dtype).float()
 
     return [
-        {
-            module.name: (
-                matrix(module.in_features, rank, module.in_features),
-                matrix(rank, module.out_features, 16 * rank),
-            )
-            for module in linear_modules(model)
-        }
+        AdapterWeights(
+            {
+                module.name: (
+                    matrix(module.in_features, rank, module.in_features),
+                    matrix(rank, module.out_features, 16 * rank),
+                )
+                for module in linear_modules(model)
+            }
+        )
         for rank in ranks
     ]
 
@@ -131,7 +133,7 @@ def reference_facts(
     return [
         JobFacts(
             loss=loss,
-            gradients={m.name: (a, b) for m, a, b in bank.matrices(bank.grads_ZP, slot)} if adapters else {},
+            gradients=bank.read(slot, bank.grads_ZP) if adapters else AdapterWeights({}),
         )
         for slot, loss in enumerate(losses)
     ]

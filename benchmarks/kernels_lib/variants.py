@@ -148,7 +148,7 @@ class _PeftJob:
             assert b.grad is not None
             gradients[name] = (a.grad.T, b.grad.T)
         self._optimizer.zero_grad()
-        return gradients
+        return AdapterWeights(gradients)
 
     def _matrices(self, name: str) -> tuple[Tensor, Tensor]:
         prefix = f"base_model.model.{name}"
@@ -198,10 +198,12 @@ class Stacked:
         return JobTokens(jobs=batch.slots, lengths=batch.job_tokens, scales=scales)
 
     def _gradients(self, job: int) -> AdapterWeights:
-        return {
-            name: (stack.da_QK[stack.rows[job]].T.clone(), stack.db_QN[stack.rows[job]].clone())
-            for name, stack in self._adapters.stacks.items()
-        }
+        return AdapterWeights(
+            {
+                name: (stack.da_QK[stack.rows[job]].T.clone(), stack.db_QN[stack.rows[job]].clone())
+                for name, stack in self._adapters.stacks.items()
+            }
+        )
 
 
 class Ours:
@@ -239,7 +241,7 @@ class Ours:
             self._trainer.admit_warm(job, slot, adapter)
         facts = []
         for slot, loss in enumerate(self.backward(batch_size)):
-            gradients = {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, slot)}
+            gradients = bank.read(slot, bank.grads_ZP)
             facts.append(JobFacts(loss=loss, gradients=gradients))
         bank.grads_ZP.zero_()
         return facts

@@ -27,7 +27,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from alto.backbone import build_skeleton, load_backbone, resolve_model
+from alto.backbone import build_skeleton, load_backbone, loading_class, resolve_model
 from alto.backbone.load import SHIPPED_MODELS
 from alto.errors import ModelError, ModelNotFoundError
 from alto.spec import BaseModelSpec
@@ -359,4 +359,6 @@ def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> N
     names = [module.name for module in linear_modules(backbone.model)]
     assert len(names) == 2 * 7
     assert all(".language_model." in name for name in names)
+    assert loading_class(BaseModelSpec(id=str(tmp_path))) == "AutoModelForImageTextToText"
+    assert loading_class(BaseModelSpec(id="alto-tiny")) == "AutoModelForCausalLM"
     assert [module.name for module in linear_modules(build_skeleton(BaseModelSpec(id=str(tmp_path))))] == names

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optional import needs_bitsandbytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from alto.backbone import load_backbone, load_network, quantised, resolve_model
@@ -16,9 +17,6 @@ from alto.backbone.quantised import QuantisedLinear
 from alto.errors import ModelError, UnsupportedError
 from alto.spec import BaseModelSpec, Quantisation
 
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
-)
 ASSET = resolve_model("alto-tiny")
 
 

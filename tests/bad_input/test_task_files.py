@@ -110,7 +110,8 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         (f"seed: {BITS}", "found a number of 20000 bits"),
         (f"early_exit: {{rungs: [[{BITS}, 1]]}}", "found [[a number of 20000 bits, 1]]"),
         ("seed: " + "9" * 5000, "the int '999"),
-        ("method: simpo", "method should be one of sft, dpo, orpo, cpo, kto, found 'simpo'. Write method: cpo"),
+        ("method: simpo", "method should be one of sft, dpo, orpo, cpo, kto, classification, regression, found "
+         "'simpo'. Write method: cpo"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo, orpo, cpo and kto"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo and cpo"),
         ("method: dpo\nbeta: 0", "beta (penalty of leaving the base) should be a finite number >= 1e-06 and"),
@@ -197,6 +198,7 @@ def test_more_than_can_be_read_back_is_no_task() -> None:
         (f"lr=0x{'f' * 5000}", "found a number of 20000 bits"),
         ("search_space.0.lr=1", "search_space has the unknown key '0'"),
         ("model.x=1", "reaches into 'model', expected a mapping there, found 'alto-tiny'"),
+        ("lr=!!set 0", "expected a mapping node, but found scalar"),
         ("lr=!!set {a, b}", "learning_rate (the peak learning rate) should be"),
         ("\udcff=1", r"the unknown key '\udcff'"),
         ("dataset=\udcff.jsonl", "should be valid YAML"),

@@ -63,10 +63,11 @@ def smoke(tmp_path_factory) -> tuple[dict, Measured]:
     with pytest.MonkeyPatch.context() as patch:
         unpatched = dpo.measure
         patch.setattr(dpo, "measure", measure)  # its runs outlive main
-        recording = folder / "recording.json.gz"
-        arguments = ["--scale", "smoke", "--output", str(folder), "--recording", str(recording), "--threads", "1"]
+        recordings = folder / "recordings"
+        recordings.mkdir()
+        arguments = ["--scale", "smoke", "--output", str(folder), "--recordings", str(recordings), "--threads", "1"]
         assert dpo.main(arguments) == 0
-    assert recording.exists()
+    assert len(list(recordings.iterdir())) == len(dpo.SIZES["smoke"].seeds)
     return json.loads((folder / "dpo-smoke.json").read_text(encoding="utf-8")), kept[0]
 
 

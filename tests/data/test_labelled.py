@@ -112,6 +112,14 @@ def test_an_adapter_is_measured_on_desirable_replies(tmp_path: Path) -> None:
     assert not any(isinstance(row, LabelledConversation) for row in rows)
 
 
+def test_an_adapter_is_measured_on_desirable_replies_of_its_own_rows_too(tmp_path: Path) -> None:
+    task = make_task(tmp_path, pairs(20))
+    found = read_heldout_rows(task, None).rows
+    validation = [row for row in read_task_rows(task).validation if isinstance(row, LabelledConversation)]
+    assert found == [row.unlabelled for row in validation if row.is_desirable]
+    assert len(found) == 2
+
+
 def test_answers_are_not_scored_and_one_row_makes_no_estimate(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="select_by should be 'metric' with method 'kto', whose validation rows"):
         make_task(tmp_path, labelled_rows(4), select_by="eval_accuracy")

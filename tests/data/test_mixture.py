@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer, write_rows
 
-from alto.data import MixtureOrder, read_task_rows
+from alto.data import LabelledConversation, MixtureOrder, digest_of, read_task_rows
 from alto.data.mixture import mixture_counts
 from alto.errors import BadRowsError
 from alto.spec import Task
@@ -111,6 +113,7 @@ def test_one_validation_dataset_serves_all_sources(tmp_path: Path) -> None:
     other = str(write_rows(tmp_path / "v.jsonl", 12, first=200))
     rows = read_task_rows(make_mixture(tmp_path, validation_dataset=other))
     assert (rows.validation_sources, len(rows.validation)) == ((), 12)
+    assert rows.train_sources == (("maths", 20), ("talk", 10))
 
 
 def test_a_bad_row_names_its_source(tmp_path: Path) -> None:
@@ -128,6 +131,36 @@ def test_sources_have_forms_and_columns_of_their_own(tmp_path: Path) -> None:
     own = {"path": str(tmp_path / "own.csv"), "columns": {"prompt": "ask", "completion": "say"}}
     rows = read_task_rows(Task(model="alto-tiny", dataset=[path_of(path), own]))
     assert [turn.content for turn in rows.train[-1]] == ["a", "b"]
+
+
+def test_the_tasks_form_is_that_of_sources_without_their_own(tmp_path: Path) -> None:
+    task = make_mixture(tmp_path, dataset_format="raw_prompt_completion")
+    one = Task(model="alto-tiny", dataset=str(tmp_path / "chat.jsonl"), dataset_format="raw_prompt_completion")
+    assert read_task_rows(task).train[18:] == read_task_rows(one).train
+    own = [{**path_of(source.path), "dataset_format": "prompt_completion"} for source in task.sources]
+    assert read_task_rows(task.replace(dataset=own)).train[18:] != read_task_rows(one).train
+
+
+def test_pairs_to_validate_on_become_labelled_replies_too(tmp_path: Path) -> None:
+    def write(name: str, count: int) -> str:
+        rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(count)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / name)
+
+    sources = [path_of(write("a.jsonl", 6)), path_of(write("b.jsonl", 3))]
+    other = write("v.jsonl", 2)
+    task = Task(model="alto-tiny", method="kto", dataset=sources, validation_dataset=other, test_dataset=other)
+    rows = read_task_rows(task)
+    assert rows.train_sources == (("a", 12), ("b", 6))
+    for split in (rows.validation, rows.test):
+        assert [row.is_desirable for row in split or () if isinstance(row, LabelledConversation)] == [True, False] * 2
+
+
+def test_data_with_a_row_of_another_source_is_other_data(tmp_path: Path) -> None:
+    data = read_task_rows(make_mixture(tmp_path)).encode(load_tokenizer())
+    assert data.train.sources == (("maths", 18), ("talk", 9))
+    moved = replace(data.train, sources=(("maths", 17), ("talk", 10)))
+    assert digest_of(moved) != digest_of(data.train)
 
 
 def path_of(path: str) -> dict[str, str]:

@@ -119,9 +119,10 @@ def test_the_key_reaches_every_split(tmp_path: Path) -> None:
         assert counts["all"][f"{split}_trained_tokens"] == expected
 
 
-def test_of_pairs_replies_are_trained(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="train_on should be 'completion' with method 'dpo'"):
-        Task(model="alto-tiny", dataset="x.jsonl", method="dpo", train_on="all")
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_of_pairs_and_labelled_rows_replies_are_trained(method: str) -> None:
+    with pytest.raises(SpecError, match=f"train_on should be 'completion' with method '{method}'"):
+        Task(model="alto-tiny", dataset="x.jsonl", method=method, train_on="all")
 
 
 TEMPLATE = (

@@ -248,13 +248,13 @@ def test_an_error_of_nobody_ends_all_with_its_reason(
 
 
 def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp_path: Path) -> None:
-    host, asked = work.Training(), [0, 0]
+    host, asked, is_over = work.Training(), [0, 0], list[bool]()
 
     def is_asked(number: int) -> bool:
         asked[number] += 1
         if number:
             raise RunWriteError("its own turn finds this")
-        return False
+        return bool(is_over)
 
     hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: is_asked(0))
     hosted(host, 1, tasks["cedar"], tmp_path / "cedar", is_interrupted=lambda: is_asked(1))
@@ -263,6 +263,8 @@ def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp
     session._stop_if_asked()
     assert asked == [before[0] + 1, before[1] + 1]
     assert isinstance(host.turn()[1], RunWriteError)
+    is_over.append(True)
+    finish(host, 1)
 
 
 def test_a_measurement_that_fails_leaves_the_base_model_to_the_others(

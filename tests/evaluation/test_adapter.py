@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
 from alto.evaluation.adapter import loaded_adapters
-from alto.lora import ModuleNames, linear_modules, read_saved_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.
@@ -91,7 +91,7 @@ def test_what_alto_writes_is_read(tiny_model: ModelFactory, tmp_path: Path) -> N
         for target in modules
         if target.name.endswith(("q_proj", "down_proj"))
     }
-    write_adapter(tmp_path, weights, JobConfig(r=3, lora_alpha=6), "some/base", ModuleNames.of(model))
+    write_adapter(tmp_path, AdapterWeights(weights), JobConfig(r=3, lora_alpha=6), "some/base", ModuleNames.of(model))
     adapter = read_saved_adapter(tmp_path)
     assert (adapter.base_model, set(adapter.scales.values())) == ("some/base", {2.0})
     assert adapter.weights.keys() == weights.keys()
@@ -140,9 +140,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     ("key", "value"),
     [
         ("peft_type", "LOHA"),
-        ("use_dora", True),
         ("modules_to_save", ["lm_head"]),
-        ("bias", "all"),
         ("lora_bias", True),
         ("init_lora_weights", "pissa_niter_4"),
         ("trainable_token_indices", [3]),
@@ -155,7 +153,7 @@ def test_more_than_plain_lora_is_refused_by_name(folder: Path, key: str, value: 
         read_saved_adapter(folder)
 
 
-@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["embed_tokens"]}])
+@pytest.mark.parametrize("changes", [{"modules_to_save": ["embed_tokens"]}])
 def test_what_peft_itself_writes_of_them_is_refused(
     tiny_model: ModelFactory, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -197,7 +195,7 @@ def test_what_alto_writes_on_a_mixture_of_experts_is_read(tmp_path: Path) -> Non
         target.name: (torch.randn(target.in_features, 3), torch.randn(3, target.out_features))
         for target in linear_modules(model)
     }
-    write_adapter(tmp_path, weights, JobConfig(r=3), "some/base", ModuleNames.of(model))
+    write_adapter(tmp_path, AdapterWeights(weights), JobConfig(r=3), "some/base", ModuleNames.of(model))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_parameters"]
     assert read_saved_adapter(tmp_path).weights.keys() == weights.keys()
 

@@ -18,7 +18,7 @@ from alto.backbone import Backbone
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import check_prompts, complete, max_positions
-from alto.lora import SavedAdapter, read_saved_adapter
+from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -105,7 +105,7 @@ def test_a_broken_adapter_changes_no_word_of_the_others(tiny_model: ModelFactory
     adapters = [read_saved_adapter(folder) for folder in folders]
     backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
     expected = completions(backbone, PROMPTS, adapters, batch_size=21)
-    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapters[1].weights.items()}
+    weights = AdapterWeights({name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapters[1].weights.items()})
     broken = [adapters[0], dataclasses.replace(adapters[1], weights=weights), adapters[2]]
     found = completions(backbone, PROMPTS, broken, batch_size=21)
     assert (found[0], found[2]) == (expected[0], expected[2])

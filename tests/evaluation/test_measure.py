@@ -18,7 +18,7 @@ from alto.backbone import load_network, resolve_model
 from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
-from alto.lora import SavedAdapter, read_saved_adapter
+from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 from alto.records import Evaluation, EvaluationResult, TaskResult
 from alto.spec import BaseModelSpec
 
@@ -194,13 +194,13 @@ def test_no_rows_are_an_error(adapter: SavedAdapter) -> None:
 
 
 def test_an_adapter_of_another_base_is_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
-    weights = {f"{name}_elsewhere": pair for name, pair in adapter.weights.items()}
+    weights = AdapterWeights({f"{name}_elsewhere": pair for name, pair in adapter.weights.items()})
     with pytest.raises(TargetModuleError, match=r"base model alto-tiny .*q_proj_elsewhere|down_proj_elsewhere"):
         run(dataclasses.replace(adapter, weights=weights), rows)
 
 
 def test_broken_weights_are_an_error(adapter: SavedAdapter, rows: HeldoutRows) -> None:
-    weights = {name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapter.weights.items()}
+    weights = AdapterWeights({name: (a_KR * torch.nan, b_RN) for name, (a_KR, b_RN) in adapter.weights.items()})
     with pytest.raises(NoResultError, match=r"expected a finite held-out loss, found nan with .*; these adapters"):
         run(dataclasses.replace(adapter, weights=weights), rows, metric="loss")
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.evaluation import PeftCheck
-from alto.lora import ModuleNames, find_targets, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, find_targets, write_adapter
 from alto.spec import JobConfig
 
 MLP = "model.layers.0.mlp"
@@ -34,7 +34,7 @@ def make(model: PreTrainedModel, folder: Path) -> Backbone:
         )
         for target in find_targets(model, config.target_modules)
     }
-    write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
+    write_adapter(folder, AdapterWeights(weights), config, "some/base", ModuleNames.of(model))
     return Backbone(model, None, "tiny")
 
 

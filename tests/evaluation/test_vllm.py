@@ -18,7 +18,7 @@ from alto.data import HeldoutRows, Message
 from alto.errors import DataError, UnsupportedError
 from alto.evaluation import EvaluationSettings, measure
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import SavedAdapter
+from alto.lora import AdapterWeights, SavedAdapter
 from alto.spec import BaseModelSpec
 
 BASE = BaseModelSpec(id="alto-tiny", dtype="float32")
@@ -27,7 +27,7 @@ MAX_MODEL_LENGTH = 64
 
 
 def adapter(name: str, rank: int = 4) -> SavedAdapter:
-    weights = {"x": (torch.zeros(4, rank), torch.zeros(rank, 4))}
+    weights = AdapterWeights({"x": (torch.zeros(4, rank), torch.zeros(rank, 4))})
     return SavedAdapter(folder=Path("/adapters") / name, base_model="", scales={"x": 1.0}, rank=rank, weights=weights)
 
 
@@ -122,7 +122,7 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
 def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
     """vLLM reads one rank and one scale, and would give other answers without a word."""
     rank = 2 if differs == "rank" else 4
-    weights = adapter("a").weights | {"y": (torch.zeros(4, rank), torch.zeros(rank, 4))}
+    weights = AdapterWeights({**adapter("a").weights, "y": (torch.zeros(4, rank), torch.zeros(rank, 4))})
     scales = {"x": 1.0, "y": 1.0 if differs == "rank" else 0.5}
     with pytest.raises(UnsupportedError, match=r"one rank and one scale .*adapter_config\.json"):
         complete([adapter("b"), dataclasses.replace(adapter("a"), weights=weights, scales=scales)], [[5]])

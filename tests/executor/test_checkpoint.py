@@ -24,13 +24,15 @@ NAMES = ModuleNames(modules=frozenset(module.name for module in MODULES), model_
 
 def adapter(seed: int) -> AdapterWeights:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        module.name: (
-            torch.randn(module.in_features, 3, generator=generator),
-            torch.randn(3, module.out_features, generator=generator),
-        )
-        for module in MODULES
-    }
+    return AdapterWeights(
+        {
+            module.name: (
+                torch.randn(module.in_features, 3, generator=generator),
+                torch.randn(3, module.out_features, generator=generator),
+            )
+            for module in MODULES
+        }
+    )
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from alto.spec.objectives import OrpoSettings
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:
     """The only job of a task, and a clone of it."""
-    task = Task(model="alto-tiny", dataset="rows.jsonl", **keys)
+    task = Task(**{"model": "alto-tiny", "dataset": "rows.jsonl"} | keys)
     [origin] = task.jobs
     others = [SimpleNamespace(id=origin.id, config=origin.config)]
-    return origin, clone_job(origin, changes, others, warm=False, method=task.method)
+    return origin, clone_job(origin, changes, others, warm=False, task=task)
 
 
 def test_settings_of_the_method_can_be_changed() -> None:
@@ -33,9 +33,21 @@ def test_a_setting_taken_away_is_the_default_again() -> None:
     assert other.config.objective == OrpoSettings(beta=0.1)
 
 
+def test_weights_taken_away_are_those_of_the_sources_again() -> None:
+    sources = [{"path": "maths.jsonl", "weight": 3}, {"path": "chat.jsonl"}]
+    _, other = clone({"mixture_weights": None}, dataset=sources, mixture_weights={"maths": 1, "chat": 1})
+    assert dict(other.config.mixture_weights or ()) == {"maths": 0.75, "chat": 0.25}
+
+
+MIXTURE = {"dataset": [{"path": "maths.jsonl"}, {"path": "chat.jsonl"}]}
+
+
 @pytest.mark.parametrize(
     ("keys", "changes", "error", "reason"),
     [
+        (MIXTURE, {"mixture_weights": {"maths": 1}}, SpecError, "a weight for every source .maths, chat., found"),
+        (MIXTURE, {"mixture_weights": {"maths": 1, "chat": 1, "code": 2}}, SpecError, "found 'maths', 'chat', 'code'"),
+        ({}, {"mixture_weights": {"maths": 1}}, SpecError, "found one dataset"),
         ({}, {"beta": 0.2}, UnknownKeyError, "found with method 'sft'"),
         ({"method": "orpo"}, {"loss_type": "ipo"}, UnknownKeyError, "found with method 'orpo'"),
         ({"method": "dpo"}, {"loss_type": "simpo"}, SpecError, "found 'simpo'"),

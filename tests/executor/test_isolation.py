@@ -6,13 +6,13 @@ The oracle is Hugging Face PEFT with torch's AdamW, or bitsandbytes', on the unm
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from optional import needs_bitsandbytes
 from oracle import SoloJob, flat, relative_distance
 from resident_jobs import (
     DATA,
@@ -39,9 +39,6 @@ from alto.spec import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
-)
 
 PADDINGS = (9, 31, -2, -7)
 
@@ -97,6 +94,13 @@ MIXED_OPTIMIZERS = [
     {"lr": 5e-4, "r": 48, "batch_size": 4, "optim": "adamw_8bit", "max_grad_norm": 0.05, "seed": 33},
     {"lr": 5e-4, "r": 8, "batch_size": 3, "optim": "adamw_torch", "loraplus_lr_ratio": 4.0, "seed": 34},
     {"lr": 1e-4, "r": 64, "batch_size": 1, "optim": "adamw_8bit", "loraplus_lr_ratio": 16.0, "seed": 35},
+]
+OPTIMIZERS_OF_TORCH = [
+    {"lr": 1e-2, "r": 8, "batch_size": 2, "optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "seed": 51},
+    {"lr": 1e-3, "r": 16, "batch_size": 3, "optim": "rmsprop", "weight_decay": 0.1, "max_grad_norm": 0.05, "seed": 52},
+    {"lr": 1e-2, "r": 8, "batch_size": 1, "optim": "adagrad", "optim_args": "lr_decay=0.1", "seed": 53},
+    {"lr": 1e-3, "r": 8, "batch_size": 2, "optim": "adafactor", "weight_decay": 0.1, "seed": 54},
+    {"lr": 1e-3, "r": 8, "batch_size": 2, "optim": "adafactor", "loraplus_lr_ratio": 4.0, "seed": 55},
 ]
 CHAOTIC = [
     {"lr": 5e-3, "r": 32, "batch_size": 1, "seed": 9},
@@ -223,9 +227,13 @@ def test_jobs_whose_modules_differ_in_rank_and_scale_equal_peft_alone(name: str)
             assert_same_step(found[job.id], solo.train_step())
 
 
-@needs_bitsandbytes
-def test_jobs_with_different_optimizers_equal_peft_alone() -> None:
-    bank = Bank(make_model("llama"), make_task(MIXED_OPTIMIZERS), slots=[4, 1, 0, 5, 2])
+@pytest.mark.parametrize(
+    "configs",
+    [pytest.param(MIXED_OPTIMIZERS, marks=needs_bitsandbytes), OPTIMIZERS_OF_TORCH],
+    ids=["bitsandbytes", "torch"],
+)
+def test_jobs_with_different_optimizers_equal_peft_alone(configs: list[dict[str, object]]) -> None:
+    bank = Bank(make_model("llama"), make_task(configs), slots=[4, 1, 0, 5, 2])
     for step in range(8):
         states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
         found = bank.step()
@@ -237,9 +245,15 @@ def test_jobs_with_different_optimizers_equal_peft_alone() -> None:
             assert_same_step(found[job.id], solo.train_step())
 
 
-@needs_bitsandbytes
-def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(tmp_path: Path) -> None:
-    stays, leaves, back = (Bank(make_model("llama"), make_task(MIXED_OPTIMIZERS)) for _ in range(3))
+@pytest.mark.parametrize(
+    "configs",
+    [pytest.param(MIXED_OPTIMIZERS, marks=needs_bitsandbytes), OPTIMIZERS_OF_TORCH],
+    ids=["bitsandbytes", "torch"],
+)
+def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(
+    configs: list[dict[str, object]], tmp_path: Path
+) -> None:
+    stays, leaves, back = (Bank(make_model("llama"), make_task(configs)) for _ in range(3))
     names = ModuleNames.of(make_model("llama"))
     for _ in range(3):
         stays.step()

@@ -5,12 +5,12 @@ Oracle: transformers loads and quantises, PEFT adapts, torch's AdamW steps (``te
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optional import needs_bitsandbytes
 from oracle import SoloJob, StepFacts, flat, relative_distance
 from peft import PeftModel
 from resident_jobs import DATA, STABLE, Bank, assert_same_step, make_model, make_task
@@ -22,9 +22,6 @@ from alto.spec import BaseModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'alto-lora[bnb]'"
-)
 BITS = [pytest.param(4, marks=needs_bitsandbytes), pytest.param(8, marks=needs_bitsandbytes)]
 JOBS = [STABLE[1], STABLE[2], STABLE[6]]
 

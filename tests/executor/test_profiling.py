@@ -147,6 +147,14 @@ def test_a_profile_is_measured_once_and_again_when_asked_or_when_the_task_is_ano
     assert cache.load("profiles", json.loads("{}")) is None
 
 
+def test_adapters_on_experts_are_measured_for_themselves(tmp_path: Path):
+    from alto.executor.profiling.profile import _key
+
+    tasks = make_task(tmp_path), make_task(tmp_path, target_parameters=["experts.down_proj"])
+    plain, on_experts = (_key(task, [], torch.device("cpu"), 1)["jobs"] for task in tasks)
+    assert plain != on_experts
+
+
 def _point(**changes: object) -> dict[str, object]:
     return {"num_jobs": 1, "num_tokens": 10, "peak_bytes": 10, **changes}
 

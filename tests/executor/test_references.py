@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import math
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from optional import needs_bitsandbytes
 from preference_pairs import make_pairs
 from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 
@@ -225,7 +225,7 @@ def test_a_task_goes_on_with_the_passes_that_the_base_fitted_into(base: Base, tm
     assert told["max_tokens_per_pass"] <= 150
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@needs_bitsandbytes
 def test_a_quantised_base_is_its_own_reference() -> None:
     task = TASK.replace(model="alto-tiny", load_in_4bit=True)
     quantised = Bank(load_network(task.base_model), task, data=PAIRS)

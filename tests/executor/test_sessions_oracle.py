@@ -80,12 +80,7 @@ class Observer:
             self._before = {self._key(job): self._state(job) for job in jobs}
             self._losses = backward(jobs)
             bank = trainer.bank
-            self._gradients = {
-                self._key(job): flat(
-                    {m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, job.slot)}
-                )
-                for job in jobs
-            }
+            self._gradients = {self._key(job): flat(bank.read(job.slot, bank.grads_ZP)) for job in jobs}
             return self._losses
 
         def observed_update(jobs: list[JobState]) -> Tensor:

@@ -57,8 +57,11 @@ def test_a_step_waits_for_the_device_once(settings: dict[str, object], architect
 
 
 @pytest.mark.usefixtures("eight_bit_as_on_a_gpu")
-def test_so_does_one_with_optimizers_of_both_kinds() -> None:
-    assert_one_wait(make_bank({}, optims=("adamw_torch", "adamw_8bit", "adamw_torch")))
+@pytest.mark.parametrize(
+    "optims", [("adamw_torch", "adamw_8bit", "adamw_torch"), ("sgd", "rmsprop", "adagrad"), ("adafactor",) * 3], ids=str
+)
+def test_so_does_one_with_optimizers_of_other_kinds(optims: tuple[str, ...]) -> None:
+    assert_one_wait(make_bank({}, optims=optims))
 
 
 def assert_one_wait(bank: Bank) -> None:

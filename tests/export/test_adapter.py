@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from alto.export.adapter import export_best
-from alto.records import ExitReason, JobResult, TaskResult
+from alto.records import ExitReason, JobResult, LabelSet, TaskResult
 
 CONFIG = {"learning_rate": 3e-4, "r": 8, "target_modules": "all-linear"}
 
@@ -61,7 +61,15 @@ def base_model_of(folder: Path) -> str:
 
 
 def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, base_model_of, model="o'base", dataset="rows.jsonl", method="sft")
+    folder = export_best(
+        result,
+        best_of_job,
+        base_model_of,
+        model="o'base",
+        model_class="AutoModelForCausalLM",
+        dataset="rows.jsonl",
+        method="sft",
+    )
     assert str(folder) == result.adapter_dir
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -83,13 +91,40 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskResult, best_of_job
     }
 
 
+def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: TaskResult, best_of_job: Path) -> None:
+    labels = LabelSet(problem_type="single_label_classification", names=("bad", "good"))
+    keys = {
+        "model": "m",
+        "dataset": "d",
+        "method": "classification",
+        "labels": labels,
+        "model_class": "AutoModelForCausalLM",
+    }
+    folder = export_best(result, best_of_job, base_model_of, **keys)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained(" in card
+    assert "num_labels=2, problem_type='single_label_classification', id2label={0: 'bad', 1: 'good'}" in card
+    assert json.loads((folder / "labels.json").read_text())["label2id"] == {"bad": 0, "good": 1}
+
+
 def test_the_job_keeps_its_own_copy(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
+    export_best(
+        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
+    )
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, best_of_job: Path) -> None:
-    folder = export_best(result, best_of_job, base_model_of, model="o'base", dataset="rows.jsonl", method="sft")
+    folder = export_best(
+        result,
+        best_of_job,
+        base_model_of,
+        model="o'base",
+        model_class="AutoModelForCausalLM",
+        dataset="rows.jsonl",
+        method="sft",
+    )
     card = (folder / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["base_model"] == "/models/o'base"
@@ -103,6 +138,16 @@ def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskResult, bes
     assert 'from_pretrained("/models/o\'base")' in code
 
 
+def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskResult, best_of_job: Path) -> None:
+    facts = {"model": "m", "dataset": "d", "method": "sft"}
+    folder = export_best(result, best_of_job, base_model_of, model_class="AutoModelForImageTextToText", **facts)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "from transformers import AutoModelForImageTextToText\n" in card
+    assert "base = AutoModelForImageTextToText.from_pretrained(" in card
+    assert "AutoModelForCausalLM" not in card
+    assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "image-text-to-text"
+
+
 @pytest.fixture
 def chosen_by_accuracy(result: TaskResult) -> TaskResult:
     metrics = {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": float("nan")}
@@ -114,7 +159,15 @@ def chosen_by_accuracy(result: TaskResult) -> TaskResult:
 def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     chosen_by_accuracy: TaskResult, best_of_job: Path
 ) -> None:
-    folder = export_best(chosen_by_accuracy, best_of_job, base_model_of, model="m", dataset="d", method="dpo")
+    folder = export_best(
+        chosen_by_accuracy,
+        best_of_job,
+        base_model_of,
+        model="m",
+        model_class="AutoModelForCausalLM",
+        dataset="d",
+        method="dpo",
+    )
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["metric"] == "reward_accuracy"
     assert metrics["metrics"] == {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": "nan"}
@@ -127,7 +180,11 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
 
 
 def test_exporting_again_replaces(result: TaskResult, best_of_job: Path) -> None:
-    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
+    export_best(
+        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
+    )
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
-    export_best(result, best_of_job, base_model_of, model="m", dataset="d", method="sft")
+    export_best(
+        result, best_of_job, base_model_of, model="m", model_class="AutoModelForCausalLM", dataset="d", method="sft"
+    )
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

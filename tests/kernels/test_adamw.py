@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from kernel_backends import BACKENDS
 from torch import Tensor
 
-from alto.kernels import torch_backend
+from alto.kernels import RowParts, torch_backend
 
 SETTINGS = {
     0: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
@@ -17,8 +18,8 @@ SETTINGS = {
     3: {"lr": 1e-1, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.01},
 }
 RATES_OF_B = {0: 1e-3, 2: 2e-1, 3: 2e-2}
-SIZES = {0: (12, 37), 2: (5, 11), 3: (29, 30)}
-"""Of every trained row, where its ``A`` end and its ``B`` begin, and where these end."""
+PARTS = {0: RowParts(12, 30, 33, 37), 2: RowParts(5, 8, 11, 11), 3: RowParts(27, 28, 28, 30)}
+"""Of every trained row."""
 NUM_ROWS, ROW_SIZE, NUM_STEPS = 5, 37, 30
 NAMES = ("params", "grads", "exp_avg", "exp_avg_sq")
 NAN = float("nan")
@@ -34,8 +35,8 @@ class Bank:
         self.dtype = dtype
         self.generator = torch.Generator().manual_seed(3)
         self.behind_ZP = torch.zeros(NUM_ROWS, ROW_SIZE, dtype=torch.bool)
-        for slot, (_, end) in SIZES.items():
-            self.behind_ZP[slot, end:] = True
+        for slot, parts in PARTS.items():
+            self.behind_ZP[slot, parts.end :] = True
         self.params, self.grads = self.draw(), self.draw_grads()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.params), torch.zeros_like(self.params)
 
@@ -57,7 +58,7 @@ class Bank:
             self.exp_avg,
             self.exp_avg_sq,
             slots,
-            sizes=[SIZES[slot] for slot in slots],
+            parts=[PARTS[slot] for slot in slots],
             steps=steps,
             learning_rates=[(SETTINGS[slot]["lr"], RATES_OF_B[slot]) for slot in slots],
             betas=[setting["betas"] for setting in settings],
@@ -68,18 +69,23 @@ class Bank:
 
 
 class Alone:
-    """One row's ``A`` and ``B`` under PyTorch's own optimizer."""
+    """One row's parts under PyTorch's own optimizer."""
 
     def __init__(self, row_P: Tensor, slot: int) -> None:
-        a_end, end = SIZES[slot]
-        self.parts = [(slice(0, a_end), SETTINGS[slot]["lr"]), (slice(a_end, end), RATES_OF_B[slot])]
-        self.parameters = [torch.nn.Parameter(row_P[part].clone()) for part, _ in self.parts]
-        groups = [{"params": [p], "lr": rate} for p, (_, rate) in zip(self.parameters, self.parts, strict=True)]
-        self.optimizer = torch.optim.AdamW(groups, **SETTINGS[slot])
+        parts, settings = PARTS[slot], SETTINGS[slot]
+        self.parts = [slice(*ends) for ends in itertools.pairwise((0, *parts))]
+        self.parameters = [torch.nn.Parameter(row_P[part].clone()) for part in self.parts]
+        rates = (settings["lr"], RATES_OF_B[slot], RATES_OF_B[slot], settings["lr"])
+        decays = (settings["weight_decay"], settings["weight_decay"], 0.0, settings["weight_decay"])
+        groups = [
+            {"params": [parameter], "lr": rate, "weight_decay": decay}
+            for parameter, rate, decay in zip(self.parameters, rates, decays, strict=True)
+        ]
+        self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self, gradient_P: Tensor) -> Tensor:
-        """The row's matrices after a step on ``gradient_P``."""
-        for parameter, (part, _) in zip(self.parameters, self.parts, strict=True):
+        """The row's tensors after a step on ``gradient_P``."""
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
             parameter.grad = gradient_P[part].clone()
         self.optimizer.step()
         return torch.cat([parameter.data for parameter in self.parameters])
@@ -112,8 +118,8 @@ def test_many_steps_equal_torch_and_touch_nothing_else(ops: ModuleType, dtype: t
         of_resting = bank.bits(resting)
         bank.step(ops, slots, [counts[slot] for slot in slots], scales)
         for slot, row_P in expected.items():
-            torch.testing.assert_close(bank.params[slot, : SIZES[slot][1]], row_P, rtol=limit, atol=limit)
-            assert not bank.grads[slot, : SIZES[slot][1]].any(), "the gradient was not forgotten"
+            torch.testing.assert_close(bank.params[slot, : PARTS[slot].end], row_P, rtol=limit, atol=limit)
+            assert not bank.grads[slot, : PARTS[slot].end].any(), "the gradient was not forgotten"
         assert all(torch.equal(one, other) for one, other in zip(bank.bits(resting), of_resting, strict=True))
     assert min(counts.values()) > 10
     assert len(set(counts.values())) > 1, "rows should be at different steps"
@@ -126,8 +132,8 @@ def test_nan_in_one_row_leaves_every_bit_of_the_others(ops: ModuleType) -> None:
     beside_nan.grads[2] = NAN
     for bank in (clean, beside_nan):
         bank.step(ops, [0, 2, 3], [1, 1, 1], [1.0, NAN if bank is beside_nan else 1.0, 1.0])
-    assert beside_nan.params[2, : SIZES[2][1]].isnan().all()
-    assert not beside_nan.grads[2, : SIZES[2][1]].any(), "a gradient of NaN is forgotten too"
+    assert beside_nan.params[2, : PARTS[2].end].isnan().all()
+    assert not beside_nan.grads[2, : PARTS[2].end].any(), "a gradient of NaN is forgotten too"
     others = [0, 1, 3, 4]
     assert all(torch.equal(one, other) for one, other in zip(clean.bits(others), beside_nan.bits(others), strict=True))
 
@@ -152,7 +158,7 @@ def test_a_row_with_one_rate_is_one_fused_call(monkeypatch: pytest.MonkeyPatch) 
         ),
     )
     Bank().step(torch_backend, [0, 2], [1, 1], [1.0, 1.0])
-    assert sizes == [[37], [5], [6]], "row 0 whole; row 2 with its A and its B apart"
+    assert sizes == [[37], [5], [3], [3]], "row 0 whole; row 2 with its A, its B and its vectors without decay apart"
 
 
 class TestRowNorms:

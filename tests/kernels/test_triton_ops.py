@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kernel_backends import TRITON
 from torch import Tensor
 
-from alto.kernels import DropoutKey, LoraOperands, TokenSchedule, choose_backend
+from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
 from alto.kernels.dropout import dropout_factor, kept_factor
 
 REFERENCE = choose_backend("reference")
@@ -340,7 +340,12 @@ def test_every_dtype_of_base_and_bank(ops: ModuleType, base: torch.dtype, bank: 
 class TestRows:
     """The optimizer's kernels on rows of many blocks."""
 
-    SIZES = ((1500, 3001), (1024, 2048), (0, 40_007), (7, 7))
+    PARTS = (
+        RowParts(1500, 3001, 3001, 3001),
+        RowParts(1024, 1300, 1700, 2048),
+        RowParts(0, 20_000, 40_007, 40_007),
+        RowParts(7, 7, 7, 7),
+    )
 
     def banks(self, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -350,7 +355,7 @@ class TestRows:
         ops.bank_adamw(
             *banks,
             rows,
-            sizes=[self.SIZES[row] for row in rows],
+            parts=[self.PARTS[row] for row in rows],
             steps=[2 + row for row in rows],
             learning_rates=[(0.1 * (1 + row), 0.3) for row in rows],
             betas=[(0.9, 0.99)] * len(rows),
@@ -383,6 +388,6 @@ class TestRows:
         norms = ops.row_norms(together[1], [2, 0, 1], [40_007, 3001, 2048])
         self.step(ops, together, [2, 0, 3, 1])
         for row, norm in ((2, norms[0]), (0, norms[1]), (1, norms[2])):
-            assert torch.equal(ops.row_norms(alone[1], [row], [self.SIZES[row][1]])[0], norm)
+            assert torch.equal(ops.row_norms(alone[1], [row], [self.PARTS[row].end])[0], norm)
             self.step(ops, alone, [row])
             assert all(torch.equal(one[row], other[row]) for one, other in zip(together, alone, strict=True))

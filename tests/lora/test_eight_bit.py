@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+from optional import needs_bitsandbytes
 
 from alto.errors import UnsupportedError
 from alto.lora import (
@@ -23,7 +23,7 @@ from alto.lora import (
 from alto.lora import eight_bit as eight_bit_module
 from alto.lora import optimizer as optimizer_module
 from alto.spec import JobConfig
-from alto.spec.job_config import OptimizerName
+from alto.spec.optimizers import OptimizerName
 
 MODULES = (
     TargetModule(name="q", in_features=96, out_features=128),
@@ -46,11 +46,6 @@ CONFIGS = (
 )
 CLIPPED, IN_32_BITS, UNCLIPPED = range(3)
 EIGHT_BIT = (CLIPPED, UNCLIPPED)
-
-needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed: pip install 'alto-lora[bnb]'",
-)
 
 
 class World:
@@ -238,8 +233,8 @@ def test_paged_memory_is_taken_over_by_the_next_job_of_that_shape(monkeypatch: p
     ranks_made = []
 
     class Counted(eight_bit_module.EightBitAdamW):
-        def __init__(self, matrices: Mapping[str, torch.Tensor], *, paged: bool) -> None:
-            super().__init__(matrices, paged=paged)
+        def __init__(self, matrices: Mapping[str, torch.Tensor], **settings: Any) -> None:
+            super().__init__(matrices, **settings)
             ranks_made.append(matrices["q.A"].shape[0])
 
     monkeypatch.setattr(optimizer_module, "EightBitAdamW", Counted)

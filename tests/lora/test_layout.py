@@ -33,9 +33,9 @@ def test_an_adapter_fills_its_row_from_the_start_without_gap_or_overlap(
         a += 1.0
         b += 2.0
     # A gap would leave a zero, an overlap a three.
-    assert (places.a_end, places.end) == (5 * rank * len(shape.targets), shape.num_parameters)
-    assert (bank.params_ZP[1, : places.a_end] == 1.0).all()
-    assert (bank.params_ZP[1, places.a_end : places.end] == 2.0).all()
+    assert (places.parts.a_end, places.end) == (5 * rank * len(shape.targets), shape.num_parameters)
+    assert (bank.params_ZP[1, : places.parts.a_end] == 1.0).all()
+    assert (bank.params_ZP[1, places.parts.a_end : places.end] == 2.0).all()
     assert not bank.params_ZP[1, places.end :].any()
     assert not bank.params_ZP[0].any()
 
@@ -65,7 +65,7 @@ def test_all_a_come_before_all_b_and_members_of_a_group_side_by_side() -> None:
         ((2, 2), 0, (22, 26)),
         ((2,), 12, (34,)),
     ]
-    assert (places.a_end, places.end) == (22, 36)
+    assert (places.parts.a_end, places.end) == (22, 36)
 
 
 def test_rows_begin_where_vectors_may() -> None:

@@ -11,7 +11,16 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.kernels import DropoutKey, TokenSchedule
-from alto.lora import AdapterBank, AdapterShape, BankLayout, ForwardContext, TargetModule, find_targets, inject
+from alto.lora import (
+    AdapterBank,
+    AdapterShape,
+    AdapterWeights,
+    BankLayout,
+    ForwardContext,
+    TargetModule,
+    find_targets,
+    inject,
+)
 from alto.lora import linear_modules as all_modules
 
 # PEFT asks transformers for a property under its old name.
@@ -39,7 +48,7 @@ def with_adapters(
         weights = {
             name: (a, 0.1 * torch.randn(b.shape, generator=generator)) for name, (a, b) in bank.read(slot).items()
         }
-        bank.write(slot, weights)
+        bank.write(slot, AdapterWeights(weights))
     return backbone, bank, context
 
 

@@ -32,13 +32,15 @@ ModelFactory = Callable[..., PreTrainedModel]
 
 def random_weights(targets: tuple[TargetModule, ...], rank: int = 3) -> AdapterWeights:
     generator = torch.Generator().manual_seed(0)
-    return {
-        module.name: (
-            torch.randn(module.in_features, rank, generator=generator) / 6,
-            torch.randn(rank, module.out_features, generator=generator) / 6,
-        )
-        for module in targets
-    }
+    return AdapterWeights(
+        {
+            module.name: (
+                torch.randn(module.in_features, rank, generator=generator) / 6,
+                torch.randn(rank, module.out_features, generator=generator) / 6,
+            )
+            for module in targets
+        }
+    )
 
 
 def written(model: PreTrainedModel, folder: Path, names: str | list[str]) -> AdapterWeights:

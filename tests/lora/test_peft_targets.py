@@ -31,13 +31,15 @@ TARGETS = {
 
 def written(model: PreTrainedModel, folder: Path, config: JobConfig) -> AdapterWeights:
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        target.name: (
-            torch.randn(target.in_features, config.r, generator=generator) / 6,
-            torch.randn(config.r, target.out_features, generator=generator) / 6,
-        )
-        for target in find_targets(model, config.target_modules)
-    }
+    weights = AdapterWeights(
+        {
+            target.name: (
+                torch.randn(target.in_features, config.r, generator=generator) / 6,
+                torch.randn(config.r, target.out_features, generator=generator) / 6,
+            )
+            for target in find_targets(model, config.target_modules)
+        }
+    )
     write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
     return weights
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from alto.errors import SpecError, TargetModuleError
 from alto.lora import (
+    AdapterWeights,
     ModuleNames,
     adapter_scale,
     adapter_shape,
@@ -148,7 +149,7 @@ def test_an_export_loads_in_peft_and_here_with_the_same_logits(
         )
         for module, rank in zip(shape.targets, shape.ranks, strict=True)
     }
-    write_adapter(tmp_path, weights, config, "base", ModuleNames.of(model))
+    write_adapter(tmp_path, AdapterWeights(weights), config, "base", ModuleNames.of(model))
     saved = read_saved_adapter(tmp_path)
     ids = torch.arange(12)[None]
     assert find_shared_inputs(model, lambda: model(input_ids=ids))

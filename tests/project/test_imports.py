@@ -28,6 +28,7 @@ CONTRACTS: dict[str, dict[str, Any]] = {options["id"]: options for options in CO
 ALLOWED = {
     "spec": ("errors", "records"),
     "lora": ("kernels",),
+    "data": ("runs",),
     "objectives": ("backbone", "data"),
     "executor": ("early_exit", "scheduler", "search", "data", "backbone", "lora", "objectives", "kernels"),
     "evaluation": ("data", "backbone", "lora", "objectives", "runs"),
@@ -64,7 +65,7 @@ BREACHES = [
     ("light", "alto.executor", "optuna"),
     ("pure", "alto.search", "torch"),
     ("decisions", "alto.evaluation", "alto.early_exit"),
-    ("runs", "alto.data", "alto.runs"),
+    ("runs", "alto.lora", "alto.runs"),
     ("ends", "alto.export", "alto.executor"),
     ("ends", "alto.executor", "alto.export"),
     ("ends", "alto.executor", "alto.evaluation"),

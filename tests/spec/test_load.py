@@ -74,7 +74,7 @@ def test_what_is_written_reads_back(write):
         (BASE + "1: 2\n", SpecError, "should have text for keys, found 1"),
         (BASE + "lerning_rate: 0.1\n", UnknownKeyError, "In .*task.yaml: .*'learning_rate'"),
         (BASE + "lr: 0.1\nlearning_rate: 0.1\n", ConflictingKeysError, "both 'lr' and 'learning_rate'"),
-        (BASE + "use_dora: true\n", UnsupportedError, "In .*task.yaml: .*'use_dora'"),
+        (BASE + "use_qalora: true\n", UnsupportedError, "In .*task.yaml: .*'use_qalora'"),
     ],
 )
 def test_refused_naming_the_file(write, text, error, reason):

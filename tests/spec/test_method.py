@@ -10,9 +10,10 @@ from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings,
 
 
 def test_methods_of_alto() -> None:
-    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto")
-    assert [find_method(name).entry.needs_reference for name in OWN_METHODS] == [False, True, False, False, True]
-    assert [learns_from_pairs(name) for name in OWN_METHODS] == [False, True, True, True, False]
+    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto", "classification", "regression")
+    assert [name for name in OWN_METHODS if find_method(name).entry.needs_reference] == ["dpo", "kto"]
+    assert [name for name in OWN_METHODS if learns_from_pairs(name)] == ["dpo", "orpo", "cpo"]
+    assert [name for name in OWN_METHODS if find_method(name).entry.problem_types] == ["classification", "regression"]
 
 
 def test_a_form_of_a_loss_is_no_method() -> None:

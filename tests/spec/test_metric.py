@@ -33,9 +33,10 @@ def test_a_metric_of_the_method_is_kept_in_its_file(method: str, metric: str) ->
             "metric should be loss with method 'sft', found 'reward_accuracy'.*dpo or orpo",
         ),
         (
-            {"method": "dpo", "metric": "accuracy"},
-            "metric should be loss or reward_accuracy or reward_margin with method 'dpo', found 'accuracy'.*correct it",
+            {"method": "dpo", "metric": "wins"},
+            "metric should be loss or reward_accuracy or reward_margin with method 'dpo', found 'wins'.*correct it",
         ),
+        ({"method": "dpo", "metric": "accuracy"}, "found 'accuracy'.*change the method to classification"),
         ({"method": "dpo", "metric": "kl"}, "found 'kl'"),
         ({"method": "dpo", "metric": 3}, "metric"),
         ({"method": "dpo", "metric": ""}, "metric"),

@@ -41,6 +41,11 @@ def test_weights_are_searched_beside_other_keys() -> None:
     ]
 
 
+def test_equal_weights_are_refused_in_any_order_of_names() -> None:
+    with pytest.raises(SpecError, match="found job-000 and job-001 alike"):
+        make(search_space={"mixture_weights": [{"maths": 1, "chat": 2}, {"chat": 2, "maths": 1}]})
+
+
 @pytest.mark.parametrize(
     "keys",
     [

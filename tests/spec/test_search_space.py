@@ -151,7 +151,7 @@ def test_varied_names_the_columns_worth_showing():
         ({"rnk": [8]}, UnknownKeyError, r"search_space has the unknown key 'rnk'. Did you mean 'rank'"),
         ({"pair": {}}, UnknownKeyError, r"Did you mean 'paired'"),
         ({"lr": 1, "learning_rate": 1}, ConflictingKeysError, r"both 'lr' and 'learning_rate'"),
-        ({"use_dora": [True, False]}, UnsupportedError, r"search_space has the key 'use_dora'"),
+        ({"use_qalora": [True, False]}, UnsupportedError, r"search_space has the key 'use_qalora'"),
         ({"paired": 3}, SpecError, r"^search_space.paired\[0\] should map fields"),
         ({"paired": {}}, SpecError, r"found none"),
         ({"paired": {"r": [1, 2], "lr": [1]}}, SpecError, r"equally many .* r with 2, learning_rate with 1"),
@@ -308,3 +308,40 @@ def test_warmup_is_sampled_in_whole_steps_or_as_a_share():
     shares = SearchSpace.parse({"warmup_steps": {"min": 0.0, "max": 0.2, "num": 4}})
     assert len({values["warmup_steps"] for values in shares.expand(0)}) == 4
     assert all(0 < values["warmup_steps"] < 0.2 for values in shares.expand(0))
+
+
+def test_no_more_configurations_are_drawn_than_there_are():
+    space = SearchSpace.parse({"r": [8, 16], "learning_rate": [1e-4, 1e-3]})
+    assert len(space.sample(space.num_distinct, 0)) == 4
+    with pytest.raises(SpecError, match=r"should have 5 different configurations to draw, found 4\. Add values"):
+        space.sample(5, 0)
+
+
+def test_paired_values_that_repeat_count_once():
+    space = SearchSpace.parse({"paired": {"r": [8, 8, 16], "learning_rate": [1e-4, 1e-4, 1e-3]}})
+    assert space.num_distinct == 2
+    assert {config["r"] for config in space.sample(2, 0)} == {8, 16}
+
+
+def test_a_name_that_is_not_auto_is_refused_with_the_one_that_is():
+    with pytest.raises(SpecError, match=r"or be 'auto', found 'automatic'\. Write auto"):
+        Task(model="alto-tiny", dataset="rows.jsonl", search_space="automatic")
+
+
+def test_extremes_are_all_listed_values_and_both_ends_of_ranges():
+    ends = {"learning_rate": {"min": 1e-5, "max": 1e-3}, "r": [8, 16]}
+    space = SearchSpace.parse({**ends, "paired": {"seed": [1, 2], "adam_beta1": [0.8, 0.9]}})
+    found = list(space.extremes(0))
+    assert len(found) == 8
+    assert {config["learning_rate"] for config in found} == {1e-5, 1e-3}
+    assert {(config["seed"], config["adam_beta1"]) for config in found} == {(1, 0.8), (2, 0.9)}
+
+
+def test_what_a_search_may_suggest_is_checked_before_it_begins():
+    """None of the jobs that begin with the task is near the end of the range."""
+    schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.001e-5}}
+    space = {"learning_rate": {"min": 1e-5, "max": 1e-3}, "r": [8, 16]}
+    with pytest.raises(SpecError, match="may choose any of them, found learning_rate=1e-05, r=8: lr_scheduler_type"):
+        Task(model="alto-tiny", dataset="rows.jsonl", search="tpe", search_space=space, **schedule)
+    above = {"learning_rate": {"min": 2e-5, "max": 1e-3}, "r": [8, 16]}
+    assert len(Task(model="alto-tiny", dataset="rows.jsonl", search="tpe", search_space=above, **schedule).jobs) > 1

@@ -37,7 +37,11 @@ def test_defaults():
         "test_split": None,
         "max_samples": None,
         "data_seed": 42,
+        "problem_type": None,
+        "num_labels": None,
+        "id2label": None,
         "on_bad_row": "error",
+        "token_cache": "auto",
         "train_on": "completion",
         "chat_template": None,
         "method": "sft",
@@ -237,6 +241,17 @@ def test_early_exit_forms():
     assert task(early_exit=False).early_exit == EarlyExit(enabled=False)
     assert task(early_exit={"policy": "paper"}).early_exit == EarlyExit(policy="paper")
     assert task(early_exit=EarlyExit(policy="paper")).early_exit == EarlyExit(policy="paper")
+
+
+@pytest.mark.parametrize("method", ["sft", "classification", "dpo", "orpo", "cpo", "kto"])
+def test_methods_that_compare_replies_keep_more_jobs_for_longer(method):
+    preset = "preferences" if method in ("dpo", "orpo", "cpo", "kto") else None
+    plain = task(method=method)
+    assert plain.early_exit == EarlyExit(preset=preset)
+    assert Task(**plain.to_dict()) == plain
+    assert task(method=method, early_exit={"finish_from": 0.6}).early_exit == EarlyExit(preset=preset, finish_from=0.6)
+    for own in ({"preset": "cautious"}, {"rungs": [[0.1, 0.5]]}, {"policy": "paper"}, {"select_ratio": 0.5}):
+        assert task(method=method, early_exit=own).early_exit == EarlyExit(**own)
 
 
 def test_fixed_fields_reach_every_job_and_warmup_ratio_is_the_schedules():

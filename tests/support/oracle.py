@@ -1,4 +1,4 @@
-"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and torch's (or bitsandbytes') AdamW on an
+"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and the Trainer's optimizer on an
 unmodified model; on preference pairs with the loss of TRL's ``DPOTrainer``.
 
 Nothing of ALTO's arithmetic is used: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
@@ -7,20 +7,23 @@ optimizer (or bitsandbytes') and clipping, transformers' learning-rate schedule.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from architectures import build_tiny
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from preference_pairs import whole_sequences
 from tiny import load_tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
 from alto.data import DataOrder, EncodedDataset, MixtureOrder
 from alto.lora import AdapterWeights, OptimizerState
@@ -32,7 +35,8 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What one optimizer step did; matrices by ``<module>.A`` (``[K, r]``) and ``<module>.B`` (``[r, N]``)."""
+    """What one optimizer step did; matrices by ``<module>.A`` (``[K, r]``) and ``<module>.B`` (``[r, N]``), further
+    tensors by their names."""
 
     loss: float
     grad_norm: float
@@ -85,15 +89,15 @@ class SoloJob:
         self._parameters = {
             _plain_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
-        # With a ratio of 1 this is AdamW over all parameters at one rate.
+        optimizer, settings = _optimizer(config)
+        # With a ratio of 1 this is one optimizer over all parameters at one rate.
         self._optimizer = create_loraplus_optimizer(
             self.model,
-            _optimizer_class(config),
+            optimizer,
             lr=config.learning_rate,
             loraplus_lr_ratio=config.loraplus_lr_ratio,
             loraplus_weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
+            **settings,
         )
         total = config.total_steps(len(dataset))
         self._scheduler = get_scheduler(
@@ -105,10 +109,10 @@ class SoloJob:
         )
 
     def load(self, weights: AdapterWeights, optimizer: OptimizerState | None = None) -> None:
-        """Continue from a given adapter and AdamW state."""
+        """Continue from a given adapter and optimizer state."""
         for name, parameter in self._parameters.items():
             with torch.no_grad():
-                parameter.copy_(_pick(weights, name).T)
+                parameter.copy_(_turned(name, flat(weights)[name]))
             if optimizer is not None and optimizer.step:
                 self._optimizer.state[parameter] = self._state_of(name, optimizer)
         if optimizer is not None:
@@ -125,14 +129,20 @@ class SoloJob:
             if key.startswith(f"{name}.")
         }
         if "exp_avg" in parts:
-            return {"step": torch.tensor(float(optimizer.step))} | {part: parts[part].T.clone() for part in parts}
+            return {"step": torch.tensor(float(optimizer.step))} | {
+                part: _turned(name, parts[part]).clone() for part in parts
+            }
+        if self.config.optim == "adafactor":
+            return parts | {"step": optimizer.step}
+        if not self.config.optim.endswith("8bit"):
+            return parts
         if "absmax1" in parts:
             maps = self._optimizer.name2qmap
             parts |= {"qmap1": maps["dynamic"], "qmap2": maps["udynamic"]}
         return {"step": optimizer.step} | parts
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().T.clone() for name, parameter in self._parameters.items()}
+        return {name: _turned(name, parameter.detach()).clone() for name, parameter in self._parameters.items()}
 
     def train_step(self) -> StepFacts:
         before = self.weights()
@@ -140,7 +150,7 @@ class SoloJob:
         loss = self._loss(padded_batch(self._dataset, rows, self._padding))
         self._optimizer.zero_grad()
         loss.backward()
-        gradients = {name: parameter.grad.T.clone() for name, parameter in self._parameters.items()}
+        gradients = {name: _turned(name, parameter.grad).clone() for name, parameter in self._parameters.items()}
         limit = self.config.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
@@ -275,6 +285,8 @@ def peft_settings(config: JobConfig) -> dict[str, Any]:
         "alpha_pattern": dict(config.alpha_pattern),
         "lora_dropout": 0.0,
         "use_rslora": config.use_rslora,
+        "bias": config.bias,
+        "use_dora": config.use_dora,
         "task_type": "CAUSAL_LM",
     }
 
@@ -326,10 +338,11 @@ def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0)
 
 
 def flat(weights: AdapterWeights) -> dict[str, Tensor]:
-    """Matrices by the names that :class:`StepFacts` uses."""
-    return {
+    """Tensors by the names that :class:`StepFacts` uses."""
+    matrices = {
         f"{name}.{which}": matrix for name, pair in weights.items() for which, matrix in zip("AB", pair, strict=True)
     }
+    return matrices | weights.extras
 
 
 def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -340,20 +353,51 @@ def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     return (apart / size) ** 0.5 if size else apart**0.5
 
 
-def _optimizer_class(config: JobConfig) -> type[torch.optim.Optimizer]:
-    if config.optim == "adamw_torch":
-        return torch.optim.AdamW
-    assert config.optim == "adamw_8bit"
-    from bitsandbytes.optim import AdamW8bit
+def _optimizer(config: JobConfig) -> tuple[Any, dict[str, Any]]:
+    """The class of the optimizer and its settings as transformers' Trainer chooses them, but for its rates."""
+    args = ",".join(f"{name}={value}" for name, value in config.optim_args)
+    with tempfile.TemporaryDirectory() as folder, _kept_accelerator():
+        arguments = TrainingArguments(
+            output_dir=folder,
+            optim=config.optim,
+            optim_args=args or None,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_epsilon=config.adam_epsilon,
+            use_cpu=True,
+        )
+    optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    return optimizer, {name: value for name, value in settings.items() if name != "lr"}
 
-    return AdamW8bit
+
+@contextlib.contextmanager
+def _kept_accelerator() -> Iterator[None]:
+    """The state that all of accelerate shares stays: new training arguments clear it, and a trainer that was made
+    before would miss it."""
+    states = (AcceleratorState._shared_state, PartialState._shared_state)
+    kept = [dict(state) for state in states]
+    try:
+        yield
+    finally:
+        for state, values in zip(states, kept, strict=True):
+            state.clear()
+            state.update(values)
 
 
 def _plain_name(name: str) -> str:
-    """``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``."""
-    return name.removeprefix(PREFIX).replace(".lora_A.default.weight", ".A").replace(".lora_B.default.weight", ".B")
+    """``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``; further tensors have ALTO's names."""
+    name = name.removeprefix(PREFIX)
+    for theirs, ours in (
+        (".lora_A.default.weight", ".A"),
+        (".lora_B.default.weight", ".B"),
+        (".lora_magnitude_vector.default.weight", ".lora_magnitude_vector"),
+        (".base_layer.", "."),
+        (".modules_to_save.default.", "."),
+    ):
+        name = name.replace(theirs, ours)
+    return name
 
 
-def _pick(weights: AdapterWeights, name: str) -> Tensor:
-    module, which = name.rsplit(".", 1)
-    return weights[module]["AB".index(which)]
+def _turned(name: str, tensor: Tensor) -> Tensor:
+    """A low-rank matrix in the other orientation; a further tensor as it is."""
+    return tensor.T if name.endswith((".A", ".B")) else tensor

@@ -100,10 +100,7 @@ class Slots:
         here = self.here(jobs)
         before = {job.id: flat(bank.read(local_slot)) for job, local_slot in here}
         losses = dict(zip([job.id for job in jobs], trainer.read(trainer.backward(jobs)), strict=True))
-        gradients = {
-            job.id: flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, local_slot)})
-            for job, local_slot in here
-        }
+        gradients = {job.id: flat(bank.read(local_slot, bank.grads_ZP)) for job, local_slot in here}
         norms = trainer.update(jobs).tolist()
         facts = {}
         for (job, local_slot), norm in zip(here, norms, strict=True):

@@ -107,6 +107,11 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
         "init_lora_weights": "default",
         "loraplus_lr_ratio": 1.0,
         "optim": "adamw_torch",
+        "bias": "none",
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "rank_pattern": {},
+        "alpha_pattern": {},
         "label_smoothing": 0.0,
     }
     paired = {key: [config.get(key, defaults.get(key)) for config in filled] for key in sorted(keys)}
@@ -181,7 +186,7 @@ class Bank:
 
     def _gradients(self, job: JobState) -> dict[str, torch.Tensor]:
         bank = self.trainer.bank
-        return flat({m.name: (a.clone(), b.clone()) for m, a, b in bank.matrices(bank.grads_ZP, job.slot)})
+        return flat(bank.read(job.slot, bank.grads_ZP))
 
 
 def assert_same_step(found: StepFacts, expected: StepFacts) -> None:

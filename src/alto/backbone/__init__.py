@@ -1,6 +1,7 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
 from alto.backbone.backbone import Backbone
+from alto.backbone.classifier import check_classifier, classifier_of
 from alto.backbone.embeddings import changed_embeddings
 from alto.backbone.fingerprint import base_differences, base_fingerprint, tokenizer_fingerprint
 from alto.backbone.limits import limits_of
@@ -10,6 +11,7 @@ from alto.backbone.load import (
     load_config,
     load_network,
     load_tokenizer,
+    loading_class,
     resolve_model,
 )
 from alto.backbone.memory import device_name, is_out_of_memory, release_memory
@@ -23,6 +25,8 @@ __all__ = [
     "base_fingerprint",
     "build_skeleton",
     "changed_embeddings",
+    "check_classifier",
+    "classifier_of",
     "config_notes",
     "device_name",
     "is_out_of_memory",
@@ -31,6 +35,7 @@ __all__ = [
     "load_config",
     "load_network",
     "load_tokenizer",
+    "loading_class",
     "release_memory",
     "resolve_model",
     "tokenizer_fingerprint",

@@ -48,7 +48,12 @@ def limits_of(config: PreTrainedConfig) -> ModelLimits:
     positions = said if isinstance(said, int) and said > 0 else None
     if positions is not None:
         positions = max(positions, _stretched(text))
-    return ModelLimits(max_positions=positions, vocab_size=getattr(text, "vocab_size", None))
+    padding = getattr(text, "pad_token_id", None)
+    return ModelLimits(
+        max_positions=positions,
+        vocab_size=getattr(text, "vocab_size", None),
+        pad_token_id=padding if isinstance(padding, int) else None,
+    )
 
 
 def _stretched(config: Any) -> int:

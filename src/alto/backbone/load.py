@@ -23,7 +23,15 @@ from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
 from alto.spec.base_model import LOAD_IN_4BIT
 
-__all__ = ["SHIPPED_MODELS", "load_backbone", "load_config", "load_network", "load_tokenizer", "resolve_model"]
+__all__ = [
+    "SHIPPED_MODELS",
+    "load_backbone",
+    "load_config",
+    "load_network",
+    "load_tokenizer",
+    "loading_class",
+    "resolve_model",
+]
 
 SHIPPED_MODELS = ("alto-tiny",)
 
@@ -124,6 +132,16 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
             f"as its chat template needs, found {type(tokenizer).__name__}, which is written in Python and does not; "
             "save a fast tokenizer beside the model, or remove the chat template: turns are then encoded one by one"
         )
+
+
+def loading_class(spec: BaseModelSpec) -> str:
+    """Name of transformers' class that loads a base model.
+
+    Raises:
+        ModelNotFoundError, ModelError: As :func:`load_config`.
+    """
+    name: str = auto_class(load_config(spec)).__name__
+    return name
 
 
 def load_network(

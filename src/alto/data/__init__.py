@@ -10,23 +10,26 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
+from alto.data.cached_rows import read_task_rows
+from alto.data.conversation import (
+    Conversation,
+    ConversationWithTools,
+    LabelledConversation,
+    LabelledText,
+    Message,
+    Pair,
+)
+from alto.data.conversations import encode_dataset
 from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of
-from alto.data.encode import EncodedRow, encode_conversation, encode_dataset, encode_prompt
+from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
 from alto.data.mismatched import mismatched_rows
 from alto.data.mixture import MixtureOrder
 from alto.data.pairs import encode_pairs
 from alto.data.preview import preview_rows
+from alto.data.reading import HeldoutRows, read_heldout_rows
 from alto.data.split import DataOrder, sample_rows, split_rows
-from alto.data.task_data import (
-    EvaluationSplit,
-    HeldoutRows,
-    TaskData,
-    TaskRows,
-    encode_rows,
-    read_heldout_rows,
-    read_task_rows,
-)
+from alto.data.task_data import EvaluationSplit, TaskData
+from alto.data.task_rows import ReadRows, TaskRows, encode_rows
 
 __all__ = [
     "IGNORED",
@@ -40,10 +43,12 @@ __all__ = [
     "HeldoutRows",
     "JobRows",
     "LabelledConversation",
+    "LabelledText",
     "Message",
     "MixtureOrder",
     "Pair",
     "PassSize",
+    "ReadRows",
     "Span",
     "TaskData",
     "TaskRows",

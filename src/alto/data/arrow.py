@@ -1,56 +1,59 @@
 """Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
 
-Rows stay in Arrow's memory until they are read, so drawing a few rows of a large dataset is cheap.
+Rows of the hub stay in Arrow's memory-mapped files until they are read, so drawing a few rows of a large dataset is
+cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
+from alto.data.lazy import LazySequence
 from alto.data.rows import FaultKind, RawRow, RowFault, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
-__all__ = ["load_hub_dataset", "read_parquet"]
+__all__ = ["HubRows", "load_hub_dataset", "parquet_rows"]
 
+_BATCH_ROWS = 1024
 _REACH_SECONDS = 10.0
 
 
-class _ArrowRows(Sequence[RawRow]):
-    """Rows of an Arrow table, each converted when it is read; one that cannot be has a fault."""
+class HubRows(LazySequence[RawRow]):
+    """Rows of one split of a hub dataset, each converted when it is read; one that cannot be has a fault.
 
-    def __init__(self, num_rows: int, row: Callable[[int], Mapping[str, Any]], name: str) -> None:
-        self._num_rows = num_rows
-        self._row = row
+    Attributes:
+        identity: What the rows are: a name of the split, and a digest of its content.
+        num_bytes: Their size in Arrow's memory.
+    """
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.identity = (name, rows._fingerprint)
+        self.num_bytes: int = rows.data.nbytes
+        self._rows = rows
         self._name = name
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> RawRow: ...
+    def _item(self, index: int) -> RawRow:
+        return _raw_row(partial(self._rows.__getitem__, index), f"{self._name}: row {index + 1}")
 
-    @overload
-    def __getitem__(self, index: slice) -> list[RawRow]: ...
 
-    def __getitem__(self, index: int | slice) -> RawRow | list[RawRow]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
-        if not 0 <= index < self._num_rows:
-            raise IndexError(index)
-        where = f"{self._name}: row {index + 1}"
-        try:
-            return RawRow(where, {name: _without_nulls(value) for name, value in self._row(index).items()})
-        except UnicodeDecodeError as error:
-            fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
-        except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
-            reason = (
-                f"expected values that Python can hold, found one that it cannot ({quoted(str(error))}); leave its "
-                "column out"
-            )
-            fault = RowFault(FaultKind.UNREADABLE, reason)
-        return RawRow(where, {}, fault)
+def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
+    try:
+        return RawRow(where, {name: _without_nulls(value) for name, value in read().items()})
+    except UnicodeDecodeError as error:
+        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
+    except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
+        reason = (
+            f"expected values that Python can hold, found one that it cannot ({quoted(str(error))}); leave its "
+            "column out"
+        )
+        fault = RowFault(FaultKind.UNREADABLE, reason)
+    return RawRow(where, {}, fault)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -60,8 +63,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read_parquet(path: Path) -> Sequence[RawRow]:
-    """Rows of one Parquet file.
+def parquet_rows(path: Path) -> Iterator[RawRow]:
+    """Rows of one Parquet file, of which a part is in memory at a time.
 
     Raises:
         DataFormatError: It is no Parquet file, or has two columns of one name.
@@ -72,24 +75,27 @@ def read_parquet(path: Path) -> Sequence[RawRow]:
         from pyarrow import parquet
     except ImportError:
         raise _missing(f"{path.name}: Parquet files") from None
+    number = 0
     try:
-        table = parquet.ParquetFile(path).read()
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataFormatError(f"{path}: expected every column once, found {quoted(names)}; rename one")
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield _raw_row(partial(_values, batch, index), f"{path}: row {number}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataFormatError(
             f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write the file again"
         ) from None
-    names = table.column_names
-    if len(set(names)) < len(names):
-        raise DataFormatError(f"{path}: expected every column once, found {quoted(names)}; rename one")
-    columns = [table.column(name) for name in names]
-
-    def row(index: int) -> dict[str, Any]:
-        return {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
-
-    return _ArrowRows(table.num_rows, row, str(path))
 
 
-def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Sequence[RawRow]]:
+def _values(batch: Any, index: int) -> dict[str, Any]:
+    return {name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, HubRows]:
     """All splits of a hub dataset, downloaded where they are not in the cache.
 
     Args:
@@ -118,7 +124,7 @@ def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Se
             f"{key}: expected a dataset that can be loaded, found {name} ({_first_line(error)}); "
             "check dataset_config and the dataset's page"
         ) from error
-    return {str(split): _ArrowRows(len(rows), rows.__getitem__, f"{name} ({split})") for split, rows in splits.items()}
+    return {str(split): HubRows(rows, f"{name} ({split})") for split, rows in splits.items()}
 
 
 def _check_hub(name: str, key: str) -> None:

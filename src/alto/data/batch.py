@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from alto.data.dataset import EncodedDataset
+from alto.records import LabelSet, RowLabel
 
 __all__ = [
     "BatchTotals",
@@ -86,7 +87,7 @@ class JobRows:
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.dataset.input_ids[row].numel() for row in self.rows)
+        return sum(self.dataset.num_row_tokens[row] for row in self.rows)
 
     @property
     def size(self) -> PassSize:
@@ -113,6 +114,12 @@ class JobRows:
     def labels(self) -> tuple[bool, ...]:
         """Whether each of these rows is labelled as desirable; false where there are no labels."""
         return tuple(map(self._is_desirable, self.rows))
+
+    @property
+    def classes(self) -> tuple[RowLabel, ...]:
+        """The label of each of these rows; empty where they are no texts with labels."""
+        known = self.dataset.classes
+        return () if known is None else tuple(known[row] for row in self.rows)
 
     def _is_desirable(self, row: int) -> bool:
         return self.dataset.labels is not None and self.dataset.labels[row]
@@ -147,6 +154,8 @@ class TokenBatch:
         job_chosen: Trained tokens of the chosen replies of each job's whole batch.
         job_desirable: Rows of each job's whole batch that are labelled as desirable.
         row_labels: Whether each row is labelled as desirable.
+        job_label_sets: The labels of each job's rows; None where they are no texts with labels.
+        row_classes: The label of every text with a label, in the order of the rows.
         job_first_tokens: Tokens of each job's batch before these rows.
         job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
         references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
@@ -173,10 +182,18 @@ class TokenBatch:
     job_first_tokens: tuple[int, ...]
     job_desirable: tuple[int, ...] = ()
     row_labels: tuple[bool, ...] = ()
+    job_label_sets: tuple[LabelSet | None, ...] = ()
+    row_classes: tuple[RowLabel, ...] = ()
     job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
     reference_tails_Q2: Tensor | None = None
     kl_J: Tensor | None = None
+
+    @property
+    def _classified_rows(self) -> tuple[int, ...]:
+        """Rows of each job in ``row_classes``."""
+        of_jobs = zip(self.job_rows, self.job_label_sets, strict=True)
+        return tuple(0 if labels is None else count for count, labels in of_jobs)
 
     def part(self, first: int, last: int) -> TokenBatch:
         """Jobs ``first`` to ``last - 1`` as a batch of their own; tensors are views, except ``loss_positions_S``."""
@@ -200,6 +217,8 @@ class TokenBatch:
             job_first_tokens=self.job_first_tokens[first:last],
             job_desirable=self.job_desirable[first:last],
             row_labels=self.row_labels[_range(self.job_rows, first, last)],
+            job_label_sets=self.job_label_sets[first:last],
+            row_classes=self.row_classes[_range(self._classified_rows, first, last)],
             job_references=self.job_references[first:last],
             references_Q2=_rows(self.references_Q2, references),
             reference_tails_Q2=_rows(self.reference_tails_Q2, references),
@@ -241,6 +260,8 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         job_chosen=tuple(total.num_chosen for total in totals),
         job_desirable=tuple(total.num_desirable for total in totals),
         row_labels=tuple(label for job in jobs for label in job.labels),
+        job_label_sets=tuple(job.dataset.label_set for job in jobs),
+        row_classes=tuple(label for job in jobs for label in job.classes),
         job_first_tokens=tuple(job.first_token for job in jobs),
         job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias, overload
+
+from alto.records import RowLabel
 
 __all__ = [
     "REASONING_KEYS",
     "Conversation",
     "ConversationWithTools",
     "LabelledConversation",
+    "LabelledText",
     "Message",
     "Pair",
     "Row",
@@ -147,16 +150,24 @@ class Pair:
         return self.chosen, self.rejected
 
 
-Row: TypeAlias = Conversation | Pair
-"""A conversation to learn from, or a pair of them."""
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """A text, or two, or a conversation, and its label."""
+
+    text: str | Conversation
+    text_pair: str | None
+    label: RowLabel
 
 
-def unpaired(rows: Sequence[Row]) -> list[Row]:
+Row: TypeAlias = Conversation | Pair | LabelledText
+"""A conversation to learn from, a pair of them, or a text with a label."""
+
+
+def unpaired(rows: Iterable[Row]) -> Iterator[Row]:
     """``rows`` with two labelled conversations instead of each pair, the chosen one first."""
-    unpaired: list[Row] = []
     for row in rows:
         if isinstance(row, Pair):
-            unpaired += [LabelledConversation(row.chosen, True), LabelledConversation(row.rejected, False)]
+            yield LabelledConversation(row.chosen, True)
+            yield LabelledConversation(row.rejected, False)
         else:
-            unpaired.append(row)
-    return unpaired
+            yield row

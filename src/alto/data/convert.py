@@ -7,12 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message, Pair
+from alto.data.conversation import (
+    Conversation,
+    ConversationWithTools,
+    LabelledConversation,
+    LabelledText,
+    Message,
+    Pair,
+)
 from alto.data.formats import Layout
+from alto.data.labels import LabelError, LabelReader
 from alto.data.messages import read_message, read_template_options, read_tools
 from alto.data.rows import FaultKind, RawRow, RowError, RowFault, quoted
 
-__all__ = ["to_conversation", "to_labelled", "to_pair"]
+__all__ = ["label_of", "to_conversation", "to_labelled", "to_labelled_text", "to_pair"]
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
@@ -57,6 +65,37 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
         if trained and all(turn.is_empty for turn in trained):
             raise fields.wrong("two replies with a text", [turn.content for turn in side], FaultKind.EMPTY_REPLY)
     return Pair(chosen=chosen, rejected=rejected)
+
+
+def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> LabelledText:
+    """The text or texts of one row, or its turns, with its label.
+
+    Raises:
+        RowError: It could not be read; a column does not hold what the form needs; a text is empty; or the label is
+            missing or none of ``labels``. The message names file and line.
+    """
+    fields = _Fields(_checked(row, layout), layout)
+    text: str | Conversation
+    if layout.column("messages") is not None:
+        given = fields.get("messages")
+        is_sharegpt = isinstance(given, list) and bool(given) and isinstance(given[0], Mapping) and "from" in given[0]
+        text = tuple(fields.turns(given, "messages", is_sharegpt=is_sharegpt))
+        texts: list[str] = []
+    else:
+        texts = [fields.text(role) for role in ("text", "text_pair") if layout.column(role) is not None]
+        text = texts[0]
+    if any(not one.strip() for one in texts):
+        raise fields.wrong("a text", texts, FaultKind.EMPTY_REPLY)
+    try:
+        label = labels.read(fields.get("label"))
+    except LabelError as error:
+        raise fields.wrong(f"{fields.column('label')} to be {error}", fields.get("label"), error.kind) from None
+    return LabelledText(text, texts[1] if len(texts) > 1 else None, label)
+
+
+def label_of(row: RawRow, layout: Layout) -> object:
+    """What a row has in the column of labels; None where it has none."""
+    return _Fields(row, layout).get("label")
 
 
 def _checked(row: RawRow, layout: Layout) -> RawRow:

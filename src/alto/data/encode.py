@@ -10,27 +10,19 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from alto.data.conversation import Conversation, ConversationWithTools, LabelledConversation, Message
-from alto.data.dataset import IGNORED, EncodedDataset, Unread
-from alto.data.faults import FaultList
-from alto.data.limits import check_token_ids, row_limit
-from alto.data.rows import ConversationError, FaultKind, RowFault, quoted
+from alto.data.conversation import Conversation, ConversationWithTools, Message
+from alto.data.dataset import Unread
+from alto.data.rows import ConversationError, quoted
 from alto.data.template import ChatTemplate, given_keys, without_key
 from alto.errors import DataError
-from alto.records import ModelLimits
-from alto.spec import OnBadRow, TrainOn
+from alto.spec import TrainOn
 
 __all__ = [
     "EncodedRow",
     "Encoder",
     "closing_text",
     "encode_conversation",
-    "encode_dataset",
     "encode_prompt",
-    "ids_and_targets",
 ]
 
 
@@ -40,91 +32,6 @@ class EncodedRow:
 
     input_ids: tuple[int, ...]
     is_trained: tuple[bool, ...]
-
-
-def encode_dataset(
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    max_length: int,
-    what: str,
-    *,
-    limits: ModelLimits | None = None,
-    on_bad_row: OnBadRow = "error",
-    train_on: TrainOn = "completion",
-) -> EncodedDataset:
-    """Tokenise ``conversations``, cutting each at ``max_length`` tokens, or at the model's positions if fewer.
-
-    Args:
-        conversations: The rows, all with a label or none.
-        tokenizer: Tokenizer of the base model.
-        max_length: Tokens at which a row is cut.
-        what: Name of the split for messages, e.g. ``"training"``.
-        limits: Limits of the model; None where it has none.
-        on_bad_row: What is done about conversations that the chat template refuses.
-        train_on: Which tokens are trained: of all replies, of the last one, or all.
-
-    Raises:
-        BadRowsError: The chat template refuses some conversations, and these are not skipped, or all of them.
-        DataError: No row has a trained token left, or no row that is a conversation is left whole: the model would
-            never see the end of a reply. Or as :func:`encode_conversation`.
-        ModelError: The model has no embedding of a token.
-    """
-    limits = limits or ModelLimits()
-    limit = row_limit(max_length, limits)
-    encoder = Encoder(tokenizer, train_on)
-    input_ids, targets, labels = [], [], []
-    num_rows = num_truncated = num_masked = num_unrolled = 0
-    faults = FaultList(f"the {what} data")
-    for number, conversation in enumerate(conversations, start=1):
-        try:
-            rows = encoder.rows(conversation) or [EncodedRow((), ())]
-        except ConversationError as error:
-            faults.add(f"conversation {number} of the {what} data", RowFault(FaultKind.REFUSED, str(error)))
-            continue
-        num_unrolled += len(rows) > 1
-        for row in rows:
-            num_rows += 1
-            check_token_ids(row.input_ids, limits, tokenizer, f"example {num_rows} of the {what} data")
-            num_truncated += len(row.input_ids) > limit.num_tokens
-            num_masked += not any(row.is_trained[1:])
-            ids, sought = ids_and_targets(row, limit.num_tokens)
-            if (sought != IGNORED).any():
-                input_ids.append(ids)
-                targets.append(sought)
-                labels.append(getattr(conversation, "is_desirable", True))
-    refused = faults.settle(len(conversations), on_bad_row)
-    if not input_ids:
-        raise DataError(
-            f"expected rows to train on in the {what} data, found none of {num_rows} with a completion in "
-            f"{limit.name}; {limit.remedy} or check that completions are not empty"
-        )
-    if num_truncated == num_rows and conversations[0][-1].role != "text":
-        raise DataError(
-            f"expected rows of the {what} data to fit into {limit.name}, found all {num_rows} longer, so "
-            f"that the end of a reply would never be learned; {limit.remedy}"
-        )
-    return EncodedDataset(
-        input_ids=tuple(input_ids),
-        targets=tuple(targets),
-        num_truncated=num_truncated,
-        num_skipped=num_rows - len(input_ids),
-        num_masked=num_masked,
-        num_unrolled=num_unrolled,
-        num_shortened=encoder.num_shortened,
-        refused=() if refused is None else (refused,),
-        unread=encoder.unread,
-        labels=tuple(labels) if isinstance(conversations[0], LabelledConversation) else None,
-        max_length=limit.num_tokens,
-    )
-
-
-def ids_and_targets(row: EncodedRow, max_length: int) -> tuple[Tensor, Tensor]:
-    """Token ids of ``row``, cut, and the target of each position: position t predicts token t + 1."""
-    ids = torch.tensor(row.input_ids[:max_length], dtype=torch.long)
-    trained = torch.tensor(row.is_trained[:max_length], dtype=torch.bool)
-    targets = torch.full_like(ids, IGNORED)
-    targets[:-1] = torch.where(trained[1:], ids[1:], IGNORED)
-    return ids, targets
 
 
 def encode_conversation(

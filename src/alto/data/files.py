@@ -14,32 +14,53 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from alto.data.arrow import read_parquet
+from alto.data.arrow import parquet_rows
+from alto.data.row_store import MEMORY, RowStore
 from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataError, DataFormatError
 
-__all__ = ["FILE_ENDINGS", "read_file"]
+__all__ = ["FILE_ENDINGS", "read_file", "unpacked_bytes"]
 
 _MAX_GROWTH = 50
 _MIN_UNPACKED_BYTES = 256 * 1024**2
+_USUAL_GROWTH = 5
+"""Bytes of text in a byte of a packed file, about."""
 
 
-def read_file(path: Path, key: str) -> Sequence[RawRow]:
+def read_file(path: Path, key: str, store: RowStore = MEMORY) -> Sequence[RawRow]:
     """Every row of ``path``, in order; one that cannot be read has a fault instead of values.
 
     Args:
         key: The task's key that names the file, for messages.
+        store: Keeps the rows.
 
     Raises:
         DataFormatError: The ending is unknown, or the file as a whole has another format.
         DataError: There are no rows, or the file cannot be read.
         UnsupportedError: Parquet, without the package that reads it.
     """
+    rows = store.keep(_rows(path, key))
+    if not rows:
+        raise DataError(f"{key}: expected at least one row, found none in {path}; is it the right file?")
+    return rows
+
+
+def unpacked_bytes(path: Path) -> int:
+    """About how many bytes ``path`` has when it is unpacked.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    is_packed = path.name.lower().endswith((".gz", ".parquet"))
+    return path.stat().st_size * (_USUAL_GROWTH if is_packed else 1)
+
+
+def _rows(path: Path, key: str) -> Iterator[RawRow]:
     name = path.name.lower()
     ending = next((ending for ending in _READERS if name.endswith((ending, f"{ending}.gz"))), None)
     try:
         if name.endswith(".parquet"):
-            rows: Sequence[RawRow] = read_parquet(path)
+            yield from parquet_rows(path)
         elif ending is None:
             raise DataFormatError(
                 f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (or in .gz after one of the first ones), "
@@ -47,7 +68,7 @@ def read_file(path: Path, key: str) -> Sequence[RawRow]:
             )
         else:
             with _open(path) as lines:
-                rows = list(_READERS[ending](lines, str(path)))
+                yield from _READERS[ending](lines, str(path))
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
             raise DataFormatError(
@@ -56,9 +77,6 @@ def read_file(path: Path, key: str) -> Sequence[RawRow]:
         raise DataError(
             f"{key}: expected a readable file, found {path} ({error.strerror or quoted(str(error))}); check it"
         ) from error
-    if not rows:
-        raise DataError(f"{key}: expected at least one row, found none in {path}; is it the right file?")
-    return rows
 
 
 def _open(path: Path) -> IO[str]:

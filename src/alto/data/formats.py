@@ -17,6 +17,8 @@ form                          columns (optional ones in brackets)
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ``unpaired_preference``       the columns of ``prompt_completion``, and ``label``: whether the reply is desirable; only
                               where a method learns from labels
+``text_classification``       ``label`` or ``labels``, and a text in one of the columns of :data:`_TEXTS`, or two, or
+                              ``messages``; only where a method learns the labels of texts
 ============================  ================================================================================
 
 All but ``text``, ``raw_prompt_completion`` and ``openai_preference`` (whose ``input`` may hold ``tools``) may have
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
@@ -41,8 +43,21 @@ _NAMED_FORMS = ("raw_prompt_completion",)
 
 _PAIR_FORMS = ("preference", "openai_preference")
 _LABELLED_FORM = "unpaired_preference"
+_CLASSIFICATION_FORM = "text_classification"
 
 _Columns = tuple[tuple[str, str], ...]
+
+_TEXTS: tuple[_Columns, ...] = (
+    (("text", "text"),),
+    (("text", "sentence"),),
+    (("messages", "messages"),),
+    (("text", "text"), ("text_pair", "text_pair")),
+    (("text", "sentence1"), ("text_pair", "sentence2")),
+    (("text", "premise"), ("text_pair", "hypothesis")),
+    (("text", "question1"), ("text_pair", "question2")),
+    (("text", "question"), ("text_pair", "sentence")),
+)
+"""Ways to write the text, or the two texts, of a label; where several fit, one with two texts is taken."""
 
 _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("messages", (("messages", "messages"),)),
@@ -69,6 +84,7 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
         ("unpaired_preference", (("prompt", prompt), ("completion", completion), ("label", "label")))
         for prompt, completion in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
     ),
+    *(("text_classification", (*texts, ("label", label))) for texts in _TEXTS for label in ("label", "labels")),
 )
 """Every layout of a form: its roles, and their default columns."""
 
@@ -83,6 +99,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "preference": ("prompt", "input", "system", *_BESIDE_TURNS),
     "openai_preference": (),
     "unpaired_preference": ("system", *_BESIDE_TURNS),
+    "text_classification": (),
 }
 
 _PROMPTS: tuple[Mapping[str, str], ...] = (
@@ -131,6 +148,16 @@ class Layout:
         """Whether a row is a reply with a label."""
         return self.form == _LABELLED_FORM
 
+    @property
+    def is_classified(self) -> bool:
+        """Whether a row is a text with a label."""
+        return self.form == _CLASSIFICATION_FORM
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts a row has."""
+        return sum(role in ("text", "text_pair", "messages") for role, _ in self.columns)
+
 
 def find_layout(
     rows: Sequence[RawRow],
@@ -139,6 +166,7 @@ def find_layout(
     *,
     is_paired: bool | None = None,
     is_labelled: bool = False,
+    is_classified: bool = False,
 ) -> Layout:
     """The layout that fits most rows; the others have a fault (:meth:`Layout.misfit`).
 
@@ -148,44 +176,52 @@ def find_layout(
         columns: Roles to columns, where they differ from the defaults.
         is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
         is_labelled: Whether only labelled replies and pairs will do, the former where a dataset has both.
+        is_classified: Whether only texts with labels will do.
 
     Raises:
         DataFormatError: No layout fits any row, or several fit equally many and the first of these rows.
     """
-    rows = [row for row in rows if row.fault is None]
     candidates = [
         layout
         for layout in _candidates(form, columns)
-        if (layout.is_labelled or layout.is_paired if is_labelled else form != "auto" or not layout.is_labelled)
+        if layout.is_classified == is_classified
+        and (layout.is_labelled or layout.is_paired if is_labelled else form != "auto" or not layout.is_labelled)
     ]
     if not candidates:
         raise DataFormatError(
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
             f"{listed(columns)}; remove those that do not belong"
         )
-    _check_columns(rows, columns)
     first_with: dict[tuple[str, ...], RawRow] = {}
     counts: Counter[tuple[str, ...]] = Counter()
-    for row in rows:
+    for row in _readable(rows):
         names = tuple(row.values)
         first_with.setdefault(names, row)
         counts[names] += 1
+    _check_columns(first_with.values(), columns)
     num_fitting = {
         layout: sum(count for names, count in counts.items() if layout.misfit(first_with[names]) is None)
         for layout in candidates
     }
     if not any(num_fitting.values()):
-        raise _no_form(rows[0], _of_kind(candidates, is_paired), form)
+        raise _no_form(next(iter(first_with.values())), _of_kind(candidates, is_paired), form)
     common = _fitting_most(num_fitting)
     wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
-    if wanted and all(layout.is_paired != is_paired for layout in common) and 2 * max(wanted.values()) >= len(rows):
+    if (
+        wanted
+        and all(layout.is_paired != is_paired for layout in common)
+        and 2 * max(wanted.values()) >= counts.total()
+    ):
         common = _fitting_most(wanted)
     common = _of_kind(common, is_paired)
     if is_labelled:
         common = [layout for layout in common if layout.is_labelled] or common
+    if is_classified:
+        most_texts = max(layout.num_texts for layout in common)
+        common = [layout for layout in common if layout.num_texts == most_texts]
     if len(common) > 1:
         common = [layout for layout in common if layout.form != "text"]
-    first = next(row for row in rows if any(layout.misfit(row) is None for layout in common))
+    first = next(row for row in first_with.values() if any(layout.misfit(row) is None for layout in common))
     common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
         raise DataFormatError(
@@ -204,7 +240,11 @@ def _of_kind(layouts: list[Layout], is_paired: bool | None) -> list[Layout]:
     return [layout for layout in layouts if layout.is_paired == is_paired] or layouts
 
 
-def _check_columns(rows: Sequence[RawRow], columns: Mapping[str, str]) -> None:
+def _readable(rows: Iterable[RawRow]) -> Iterator[RawRow]:
+    return (row for row in rows if row.fault is None)
+
+
+def _check_columns(rows: Collection[RawRow], columns: Mapping[str, str]) -> None:
     if not columns:
         return
     names = {name: None for row in rows for name in row.values}  # in the dataset's order
@@ -223,6 +263,8 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     layouts = []
     for name, required in _REQUIRED:
         roles = {*dict(required), *_OPTIONAL[name]}
+        if "text" in columns and "text_pair" in dict(required) and "text_pair" not in columns:
+            continue  # the one text that is named is all
         if wanted in (name if name in _NAMED_FORMS else "auto", name) and roles.issuperset(columns):
             layouts.append(
                 Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
@@ -252,7 +294,7 @@ def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Co
 
 
 def _shape(rows: Sequence[RawRow], column: str) -> str:
-    for row in rows:
+    for row in _readable(rows):
         turns = row.values.get(column)
         if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
             return "sharegpt" if "from" in turns[0] else "messages"
@@ -263,6 +305,7 @@ def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormat
     what = "the columns of a form" if form == "auto" else f"the columns of the form {form}"
     is_paired = all(layout.is_paired for layout in candidates)
     roles = ("prompt", "chosen", "rejected") if is_paired else ("prompt", "completion")
+    roles = ("text", "label") if candidates[0].is_classified else roles
     example = ", ".join(f"{role}: <its column>" for role in roles)
     return DataFormatError(
         f"{row.where}: expected {what}: {_either(candidates)}; found {listed(row.values)}; name roles with "

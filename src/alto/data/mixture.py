@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 __all__ = ["MixtureOrder", "mixture_counts"]
 
@@ -57,7 +58,7 @@ class MixtureOrder:
         self._seed = seed
         self._steps_per_epoch = -(-sum(sizes) // batch_size)
         self._epoch = -1
-        self._rows: list[int] = []
+        self._rows_N = torch.empty(0, dtype=torch.int64)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -68,27 +69,28 @@ class MixtureOrder:
         """Row numbers of the step with 0-based index ``step``."""
         epoch, position = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._rows = epoch, self._rows_of_epoch(epoch)
-        return self._rows[position * self._batch_size : (position + 1) * self._batch_size]
+            self._epoch, self._rows_N = epoch, self._rows_of_epoch(epoch)
+        rows: list[int] = self._rows_N[position * self._batch_size :][: self._batch_size].tolist()
+        return rows
 
-    def _rows_of_epoch(self, epoch: int) -> list[int]:
-        drawn = [
-            first + row
-            for source, (first, size, count) in enumerate(zip(self._firsts, self._sizes, self._counts, strict=True))
-            for row in self._stream(source, size, epoch * count, count)
-        ]
-        return [drawn[index] for index in self._shuffle(len(drawn), "epoch", epoch)]
+    def _rows_of_epoch(self, epoch: int) -> Tensor:
+        drawn_N = torch.cat(
+            [
+                first + self._stream(source, size, epoch * count, count)
+                for source, (first, size, count) in enumerate(zip(self._firsts, self._sizes, self._counts, strict=True))
+            ]
+        )
+        return drawn_N[self._shuffle(len(drawn_N), "epoch", epoch)]
 
-    def _stream(self, source: int, size: int, start: int, count: int) -> list[int]:
+    def _stream(self, source: int, size: int, start: int, count: int) -> Tensor:
         """Rows ``start`` to ``start + count - 1`` of the endless stream of a source's shuffles."""
         if not count:
-            return []
+            return torch.empty(0, dtype=torch.int64)
         first, last = start // size, (start + count - 1) // size
-        rows = [row for number in range(first, last + 1) for row in self._shuffle(size, f"source {source}", number)]
-        return rows[start - first * size : start - first * size + count]
+        rows = torch.cat([self._shuffle(size, f"source {source}", number) for number in range(first, last + 1)])
+        return rows[start - first * size :][:count]
 
-    def _shuffle(self, size: int, what: str, number: int) -> list[int]:
+    def _shuffle(self, size: int, what: str, number: int) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}/{what}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        shuffled: list[int] = torch.randperm(size, generator=generator).tolist()
-        return shuffled
+        return torch.randperm(size, generator=generator)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alto.data.conversation import Conversation
 from alto.data.dataset import EncodedDataset, Unread
 from alto.data.encode import closing_text
 from alto.data.limits import RowLimit
-from alto.data.rows import quoted
+from alto.data.rows import listed, quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
@@ -17,6 +18,8 @@ __all__ = ["encoding_notes", "mixture_notes", "reading_notes", "test_notes", "to
 
 FEW_ROWS = 10
 """Validation rows below which their loss is mostly chance."""
+
+_MAX_LABELS = 12
 
 MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
@@ -53,6 +56,31 @@ def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str
         for name, count in train.sources
     )
     return [f"A mixture of {sources}. An epoch has {len(train):,} rows, drawn by the weights of each job."]
+
+
+def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    """Notices about the labels of texts: how many rows have each, and which no row has; empty of other rows."""
+    if train.label_set is None or train.label_set.problem_type == "regression":
+        return []
+    counts, of_validation = _label_counts(train), _label_counts(validation)
+    shown = [f"{quoted(name)[1:-1]} ({counts[name]:,})" for name in train.label_set.names[:_MAX_LABELS]]
+    more = len(train.label_set.names) - len(shown)
+    notes = [f"Labels and their training rows: {', '.join(shown)}{f' and {more:,} more' if more else ''}."]
+    for what, found in (("training", counts), ("validation", of_validation)):
+        absent = [name for name in train.label_set.names if not found[name]]
+        if absent:
+            notes.append(f"No {what} row has the label {listed(absent)}.")
+    return notes
+
+
+def _label_counts(dataset: EncodedDataset) -> Counter[str]:
+    assert dataset.label_set is not None
+    assert dataset.classes is not None
+    counts: Counter[str] = Counter()
+    for label in dataset.classes:
+        indices = (label,) if isinstance(label, int) else (index for index, mark in enumerate(label) if mark)
+        counts.update(dataset.label_set.names[index] for index in indices)
+    return counts
 
 
 def test_notes(num_rows: int, num_known: int) -> list[str]:
@@ -93,7 +121,7 @@ def _unread(unread: Unread) -> str:
     return f"{quoted(unread.what)[1:-1]} (of {of} messages)"
 
 
-def tokenizer_notes(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str]:
+def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
     """Notices about a tokenizer without an EOS token or a chat template.
 
     Raises:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from alto.data.conversation import Conversation, Pair
-from alto.data.dataset import IGNORED, EncodedDataset, Span
-from alto.data.encode import EncodedRow, Encoder, ids_and_targets
+from alto.data.conversations import ids_and_targets
+from alto.data.dataset import IGNORED, EncodedDataset, MemoryWriter, RowWriter, Span
+from alto.data.encode import EncodedRow, Encoder
 from alto.data.faults import FaultList
 from alto.data.limits import check_token_ids, row_limit
 from alto.data.rows import ConversationError, FaultKind, RowFault, quoted
@@ -30,6 +31,7 @@ def encode_pairs(
     limits: ModelLimits | None = None,
     share_prompts: bool = True,
     on_bad_row: OnBadRow = "error",
+    writer: RowWriter | None = None,
 ) -> EncodedDataset:
     """Tokenise ``pairs``, cutting each conversation at ``max_length`` tokens, or at the model's positions if these are
     fewer.
@@ -46,6 +48,7 @@ def encode_pairs(
         limits: Limits of the model; None where it has none.
         share_prompts: Whether the common beginning of both conversations goes through the model once.
         on_bad_row: What is done about pairs that the chat template refuses.
+        writer: Takes the rows; None keeps them in memory.
 
     Raises:
         BadRowsError: The chat template refuses some pairs, or shows several replies of one after the conversations part
@@ -56,7 +59,7 @@ def encode_pairs(
     limits = limits or ModelLimits()
     limit = row_limit(max_length, limits)
     encoder = Encoder(tokenizer)
-    input_ids, targets, spans = [], [], []
+    writer = MemoryWriter() if writer is None else writer
     num_truncated = num_alike = num_masked = 0
     faults = FaultList(f"the {what} data")
     for number, pair in enumerate(pairs, start=1):
@@ -83,26 +86,26 @@ def encode_pairs(
         if is_cut_off or torch.equal(chosen, rejected):
             continue
         prefix = _num_shared(*rows) if share_prompts else 0
-        input_ids.append(torch.cat([chosen, rejected[prefix:]]))
-        targets.append(torch.cat([chosen_targets, rejected_targets[prefix:]]))
-        spans.append((Span(chosen.numel()), Span(rejected.numel() - prefix, prefix)))
+        writer.add(
+            torch.cat([chosen, rejected[prefix:]]),
+            torch.cat([chosen_targets, rejected_targets[prefix:]]),
+            (Span(chosen.numel()), Span(rejected.numel() - prefix, prefix)),
+        )
     refused = faults.settle(len(pairs), on_bad_row)
-    if not input_ids:
+    if not len(writer):
         raise DataError(
             f"expected pairs to learn from in the {what} data, found none of {len(pairs)} with two different replies "
             f"in {limit.name}; {limit.remedy} or check that replies differ and are not empty"
         )
-    return EncodedDataset(
-        input_ids=tuple(input_ids),
-        targets=tuple(targets),
+    return EncodedDataset.of(
+        writer.rows(),
         num_truncated=num_truncated,
-        num_skipped=len(pairs) - len(input_ids) - (refused.num_bad if refused else 0),
+        num_skipped=len(pairs) - len(writer) - (refused.num_bad if refused else 0),
         num_masked=num_masked,
         num_alike=num_alike,
         num_shortened=encoder.num_shortened,
         refused=() if refused is None else (refused,),
         unread=encoder.unread,
-        spans=tuple(spans),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from alto.data.dataset import EncodedDataset
-from alto.data.task_data import TaskRows
+from alto.data.task_rows import ReadRows
 from alto.records import DataPreview, ModelLimits, PreviewExample, Segments
 from alto.spec import Task
 
@@ -19,7 +19,7 @@ _Tokens = Sequence[tuple[int, bool]]
 
 
 def preview_rows(
-    rows: TaskRows, tokenizer: Any, task: Task, *, num_rows: int, limits: ModelLimits | None = None
+    rows: ReadRows, tokenizer: Any, task: Task, *, num_rows: int, limits: ModelLimits | None = None
 ) -> DataPreview:
     """Counts of ``rows`` encoded with ``tokenizer`` and the model's ``limits``, and the first ``num_rows`` examples.
 
@@ -52,7 +52,7 @@ def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExampl
     first, *others = _sequences(dataset, row)
     num_tokens = dataset.input_ids[row].numel()
     if not others:
-        return PreviewExample(num_tokens=num_tokens, segments=_segments(first, tokenizer))
+        return PreviewExample(num_tokens=num_tokens, segments=_segments(first, tokenizer), label=_label(dataset, row))
     (second,) = others
     both = zip(first, second, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and not pair[0][1], both))
@@ -62,6 +62,18 @@ def _example(dataset: EncodedDataset, row: int, tokenizer: Any) -> PreviewExampl
         chosen=_segments(first[shared:], tokenizer),
         rejected=_segments(second[shared:], tokenizer),
     )
+
+
+def _label(dataset: EncodedDataset, row: int) -> str:
+    """The names of a row's labels, or its numbers; empty where it has none."""
+    if dataset.classes is None or dataset.label_set is None:
+        return ""
+    label, names = dataset.classes[row], dataset.label_set.names
+    if isinstance(label, int):
+        return names[label]
+    if dataset.label_set.problem_type == "regression":
+        return ", ".join(f"{number:g}" for number in label)
+    return ", ".join(name for name, mark in zip(names, label, strict=True) if mark) or "none"
 
 
 def _sequences(dataset: EncodedDataset, row: int) -> list[_Tokens]:

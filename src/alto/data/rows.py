@@ -34,6 +34,8 @@ class FaultKind(StrEnum):
     EMPTY_REPLY = "with an empty reply or text"
     EQUAL_REPLIES = "with two equal replies"
     UNLIKE_PROMPTS = "with conversations that do not part in a reply"
+    NO_LABEL = "without a label"
+    UNKNOWN_LABEL = "with a label that is not among the others"
     REFUSED = "refused by the chat template"
 
 

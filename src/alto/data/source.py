@@ -1,21 +1,24 @@
-"""Reads the rows of a named dataset: a local file, a preset, or a dataset of the hub."""
+"""Finds a named dataset: a local file, a preset, or a dataset of the hub."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from alto.data.arrow import load_hub_dataset
-from alto.data.files import FILE_ENDINGS, read_file
+from alto.data.arrow import HubRows, load_hub_dataset
+from alto.data.files import FILE_ENDINGS, read_file, unpacked_bytes
+from alto.data.identity import file_digest
 from alto.data.presets import PRESETS, Preset, find_preset, nearest_preset
+from alto.data.row_store import RowStore
 from alto.data.rows import RawRow, listed
 from alto.data.split import carve_rows
 from alto.errors import DataError, DataFileNotFoundError
 from alto.spec.data_keys import DataKeys
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "Splits", "open_source"]
 
 DEFAULT_MAX_LENGTH = 1024
 """Default of ``max_length``, where neither a task nor a preset sets it."""
@@ -24,25 +27,41 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Splits:
     """Rows of a dataset before their form is known.
 
     Attributes:
         train: A file's rows, or those of the split to train on.
         validation, test: The dataset's own; None where it has none.
-        form: Form of the rows, from a preset; ``auto`` elsewhere.
-        max_length: Tokens of a row, where a task leaves it open.
     """
 
     train: Sequence[RawRow]
     validation: Sequence[RawRow] | None = None
     test: Sequence[RawRow] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A dataset that was found, and whose rows are not read yet.
+
+    Attributes:
+        read: Its rows; raises as :func:`alto.data.files.read_file` does.
+        identity: What the rows are, as JSON values; it is another one when they have changed. Takes the folder that
+            keeps digests of files.
+        num_bytes: About the size of its text.
+        form: Form of the rows, from a preset; ``auto`` elsewhere.
+        max_length: Tokens of a row, where a task leaves it open.
+    """
+
+    read: Callable[[RowStore], Splits]
+    identity: Callable[[Path], Sequence[Any]]
+    num_bytes: int
     form: str = "auto"
     max_length: int = DEFAULT_MAX_LENGTH
 
 
 def open_source(name: str, key: str, task: DataKeys) -> Source:
-    """The rows of the dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
+    """The dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
 
     Args:
         task: Its keys about data; of one source of a mixture, those of the source.
@@ -51,14 +70,13 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
 
     Raises:
         DataFileNotFoundError: There is no such file, preset or hub dataset.
-        DataError: It cannot be read or reached, or lacks a split.
-        DataFormatError: A file's content does not match its ending.
+        DataError: It cannot be reached, or lacks a split.
         UnsupportedError: A package that reads it is not installed.
     """
     is_own = name == task.dataset
     path = Path(name).expanduser()
     if _exists(path):
-        return Source(train=_read_file(path, name, key, task if is_own else None))
+        return _file(path, name, key, task if is_own else None)
     preset = find_preset(name)
     if preset is None:
         if not _is_hub_id(name):
@@ -66,23 +84,30 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
         preset = Preset(names=(), hub_id=name, form="auto", max_length=DEFAULT_MAX_LENGTH)
     config = task.dataset_config if is_own else None
     splits = load_hub_dataset(preset.hub_id, config or preset.config, key)
-    train_split = task.dataset_train_split if is_own else None
+    own_split = task.dataset_train_split if is_own else None
+    train_split = own_split or preset.train_split
     test_split = (task.dataset_test_split if is_own else None) or preset.test_split
 
-    train: Sequence[RawRow]
-    validation: Sequence[RawRow] | None
-    test: Sequence[RawRow] | None
-    if preset.row_counts is not None and train_split is None:
-        train, validation, test = carve_rows(
-            _split(splits, preset.train_split, "dataset_train_split", name), preset.row_counts, task.data_seed
-        )
-    else:
-        train_split = train_split or preset.train_split
-        train = _split(splits, train_split, "dataset_train_split", name)
-        validation, test = (splits.get(split) if split != train_split else None for split in ("validation", "test"))
+    train = _split(splits, train_split, "dataset_train_split", name)
+    validation, test = (splits.get(split) if split != train_split else None for split in ("validation", "test"))
     if test_split is not None:
         test = _split(splits, test_split, "dataset_test_split", name)
-    return Source(train=train, validation=validation, test=test, form=preset.form, max_length=preset.max_length)
+    counts = preset.row_counts if own_split is None else None
+
+    def read(store: RowStore) -> Splits:
+        if counts is None:
+            return Splits(train=train, validation=validation, test=test)
+        carved = carve_rows(train, counts, task.data_seed, store=store)
+        return Splits(train=carved[0], validation=carved[1], test=carved[2] if test_split is None else test)
+
+    used = [split for split in (train, validation, test) if split is not None]
+    return Source(
+        read=read,
+        identity=lambda _: [split.identity for split in used],
+        num_bytes=sum(split.num_bytes for split in used),
+        form=preset.form,
+        max_length=preset.max_length,
+    )
 
 
 def _exists(path: Path) -> bool:
@@ -92,8 +117,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _read_file(path: Path, name: str, key: str, task: DataKeys | None) -> Sequence[RawRow]:
-    """The rows of ``path``; ``task`` is given where its keys about splits apply to this file."""
+def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
+    """The file ``path``; ``task`` is given where its keys about splits apply to it."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
@@ -109,14 +134,18 @@ def _read_file(path: Path, name: str, key: str, task: DataKeys | None) -> Sequen
                 f"{field}: expected a hub dataset, which has configurations and splits, found the file {name}; remove "
                 "the key, and name the rows to validate on with validation_dataset"
             )
-    return read_file(path, key)
+    return Source(
+        read=lambda store: Splits(train=read_file(path, key, store)),
+        identity=lambda folder: [str(path), file_digest(path, folder)],
+        num_bytes=unpacked_bytes(path),
+    )
 
 
 def _is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.lower().endswith((*FILE_ENDINGS, ".gz"))
 
 
-def _split(splits: Mapping[str, Sequence[RawRow]], split: str, key: str, name: str) -> Sequence[RawRow]:
+def _split(splits: Mapping[str, HubRows], split: str, key: str, name: str) -> HubRows:
     if split not in splits:
         raise DataError(
             f"{key}: expected a split of {name} ({listed(splits)}), found {split!r}; set the key to one of them"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
+from alto.data.row_store import MEMORY, RowStore
 from alto.errors import DataError
 
 __all__ = ["DataOrder", "carve_rows", "sample_rows", "split_rows"]
@@ -16,17 +18,16 @@ __all__ = ["DataOrder", "carve_rows", "sample_rows", "split_rows"]
 Row = TypeVar("Row")
 
 
-def sample_rows(rows: Sequence[Row], count: int | None, seed: int) -> list[Row]:
+def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Row]:
     """``count`` of ``rows`` drawn with a fixed seed, in their original order; all of them when ``count`` is None."""
     if count is None or count >= len(rows):
-        return list(rows)
-    chosen = sorted(random.Random(seed).sample(range(len(rows)), count))
-    return [rows[index] for index in chosen]
+        return store.choose(rows, range(len(rows)))
+    return store.choose(rows, sorted(random.Random(seed).sample(range(len(rows)), count)))
 
 
 def split_rows(
-    rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split"
-) -> tuple[list[Row], list[Row]]:
+    rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
+) -> tuple[Sequence[Row], Sequence[Row]]:
     """Training rows and rows set aside, drawn with a fixed seed, each in original order.
 
     Args:
@@ -34,6 +35,7 @@ def split_rows(
         share: Share of the rows set aside, in (0, 1).
         seed: Seed of the split.
         key: The task's key of that share, for messages.
+        store: Keeps the rows.
 
     Raises:
         DataError: There are fewer than two rows to split.
@@ -45,12 +47,13 @@ def split_rows(
         )
     count = min(len(rows) - 1, max(1, round(share * len(rows))))
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
-    training = [row for index, row in enumerate(rows) if index not in chosen]
-    set_aside = [row for index, row in enumerate(rows) if index in chosen]
-    return training, set_aside
+    left = array("q", (index for index in range(len(rows)) if index not in chosen))
+    return store.choose(rows, left), store.choose(rows, sorted(chosen))
 
 
-def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[list[Row]]:
+def carve_rows(
+    rows: Sequence[Row], counts: Sequence[int], seed: int, *, store: RowStore = MEMORY
+) -> list[Sequence[Row]]:
     """Disjoint parts of ``counts`` rows, drawn with a fixed seed, each in original order.
 
     Raises:
@@ -62,7 +65,7 @@ def carve_rows(rows: Sequence[Row], counts: Sequence[int], seed: int) -> list[li
             f"{len(rows)}; name the splits with dataset_train_split and validation_split"
         )
     drawn = iter(random.Random(seed).sample(range(len(rows)), sum(counts)))
-    return [[rows[index] for index in sorted(itertools.islice(drawn, count))] for count in counts]
+    return [store.choose(rows, sorted(itertools.islice(drawn, count))) for count in counts]
 
 
 class DataOrder:
@@ -83,12 +86,13 @@ class DataOrder:
         self._seed = seed
         self._steps_per_epoch = -(-num_rows // batch_size)
         self._epoch = -1
-        self._permutation: list[int] = []
+        self._permutation_N = torch.empty(0, dtype=torch.int64)
 
     def rows_of_step(self, step: int) -> list[int]:
         """Row numbers of the step with 0-based index ``step``."""
         epoch, position = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(self._num_rows, generator=generator).tolist()
-        return self._permutation[position * self._batch_size : (position + 1) * self._batch_size]
+            self._epoch, self._permutation_N = epoch, torch.randperm(self._num_rows, generator=generator)
+        rows: list[int] = self._permutation_N[position * self._batch_size :][: self._batch_size].tolist()
+        return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, resolve_model
+from alto.backbone import SHIPPED_MODELS, Backbone, base_fingerprint, limits_of, loading_class, resolve_model
 from alto.data import read_task_rows
 from alto.engine.resident_base import ResidentBase
 from alto.errors import AltoError, RunWriteError
@@ -158,6 +158,8 @@ class TaskRunner:
         trackers = chosen_trackers(task) if self.ranks.is_first else {}
         objective = find_objective(task.method)
         rows = read_task_rows(task)  # before a model is downloaded
+        if rows.labels is not None:
+            task = task.with_labels(rows.labels.labels)
         load = self._resident_base.load if self._resident_base is not None else load_base
         backbone = load(
             task.base_model, self.device, self.ranks, gradient_checkpointing=task.gradient_checkpointing is True
@@ -258,9 +260,11 @@ class TaskRunner:
                 run_dir.job(result.best_job, "best"),
                 adapter_base_model,
                 model=task.model,
+                model_class=loading_class(task.base_model),
                 dataset=task.dataset_name,
                 method=task.method,
                 chat_template=task.base_model.chat_template,
+                labels=task.label_set,
             )
         return replace(result, notices=_reported(run_dir))
 

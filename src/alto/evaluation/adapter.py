@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError
-from alto.lora import SavedAdapter, ServedAdapters, adaptable, serving
+from alto.lora import HEAD, SavedAdapter, ServedAdapters, adaptable, biases_of, magnitude_of, serving
 
 __all__ = ["loaded_adapters"]
 
@@ -42,6 +42,7 @@ def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> No
             f"(its output head aside), found that {absent[0]}{others} is not; name the model it was trained on with "
             "--base"
         )
+    _check_extras(network, adapter, base)
     for name, (a_KR, b_RN) in adapter.weights.items():
         experts, wanted = modules[name].num_experts, (modules[name].in_features, modules[name].out_features)
         found = (a_KR.shape[-2], b_RN.shape[-1])
@@ -51,4 +52,18 @@ def _check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> No
                 f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
                 f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; name the model it was "
                 "trained on with --base"
+            )
+
+
+def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str) -> None:
+    shapes = biases_of(network) | {
+        magnitude_of(module.name): (module.out_features,) for module in adaptable(network) if not module.num_experts
+    }
+    for name, tensor in adapter.weights.extras.items():
+        if name != HEAD and shapes.get(name) != tensor.shape:
+            found = f"of {tuple(tensor.shape)}" if name in shapes else "which the model does not have"
+            raise TargetModuleError(
+                f"{adapter.folder}: expected magnitudes of linear layers, and biases of these and of LayerNorm, of the "
+                f"base model {base}, found {name}, {found}; name the model it was trained on "
+                "with --base, or evaluate it with PEFT"
             )

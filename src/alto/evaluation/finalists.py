@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
-from alto.data import Conversation, Pair
+from alto.data import Conversation, LabelledText, Pair
 from alto.errors import AltoError, DataError, DeviceMemoryError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers, reply_position
@@ -58,7 +58,7 @@ class FinalistJudge:
 
     def __init__(
         self,
-        rows: Sequence[Conversation | Pair],
+        rows: Sequence[Conversation | Pair | LabelledText],
         backbone: Backbone,
         model: str,
         select_by: str | Scoring = EVAL_ACCURACY,
@@ -137,9 +137,9 @@ class _Guard:
             raise
 
 
-def _usable(rows: Sequence[Conversation | Pair], scoring: Scoring, name: str) -> list[Conversation]:
+def _usable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring, name: str) -> list[Conversation]:
     """The rows that the scorer can use."""
-    replied = [row for row in rows if not isinstance(row, Pair) and _has_plain_reply(row)]
+    replied = [row for row in rows if not isinstance(row, Pair | LabelledText) and _has_plain_reply(row)]
     used, what, remedy = replied, "are text after a prompt", "prompts and replies"
     if scoring.scorer == "exact_match":
         used, what, remedy = replied, "end in a line '#### N'", "final answers"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, load_backbone, load_tokenizer
-from alto.data import Conversation, EncodedDataset, HeldoutRows, Pair, encode_rows
+from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, encode_rows
 from alto.errors import DataError, DeviceMemoryError, SpecError
 from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.answers import has_final_answers
@@ -65,7 +65,7 @@ def measure(
         UnsupportedError: ``backend`` is vLLM, and vLLM cannot serve the model or an adapter.
     """
     chosen = rows.rows[: settings.limit]
-    conversations = [row for row in chosen if not isinstance(row, Pair)]
+    conversations = [row for row in chosen if not isinstance(row, Pair | LabelledText)]
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     metrics = _metrics(conversations, rows.name, settings)

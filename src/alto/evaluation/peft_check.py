@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alto.backbone import Backbone, is_out_of_memory
+from alto.backbone import Backbone, classifier_of, is_out_of_memory
 from alto.evaluation.adapter import loaded_adapters
-from alto.lora import SavedAdapter, as_in_peft, eject, module_of, read_saved_adapter
-from alto.records import AdapterCheck
+from alto.lora import (
+    HEAD,
+    PREFIX,
+    SavedAdapter,
+    as_in_peft,
+    eject,
+    extra_in_peft,
+    is_bias,
+    is_magnitude,
+    module_of,
+    read_saved_adapter,
+)
+from alto.records import AdapterCheck, LabelSet
 
 __all__ = ["PeftCheck"]
 
@@ -59,9 +70,10 @@ class PeftCheck:
             if not self._holds_parameters(adapter):
                 why = "the base model is quantised, and its layers are held here in another form than PEFT expects"
                 return AdapterCheck(status="unchecked", why=why, peft=version)
-            ours_TV = self._own_logits(adapter)
-            with _quiet(), _restored(self._backbone.model):
-                faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter)
+            model = self._model_for(adapter)
+            ours_TV = self._own_logits(adapter, model)
+            with _quiet(), _restored(self._backbone.model, filter(is_bias, adapter.weights.extras)):
+                faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter, model)
         except Exception as error:  # any error: the adapter is saved, and the task has its result
             if is_out_of_memory(error):
                 return AdapterCheck(status="unchecked", why="there was no memory for it", peft=version)
@@ -80,25 +92,36 @@ class PeftCheck:
         held = {name for name, _ in self._backbone.model.named_parameters()}
         return held.issuperset(adapter.target_parameters)
 
+    def _model_for(self, adapter: SavedAdapter) -> PreTrainedModel:
+        """The base model; with a new classification head where the adapter has one."""
+        if not adapter.has_head:
+            return self._backbone.model
+        names = tuple(f"LABEL_{index}" for index in range(len(adapter.weights.extras[HEAD])))
+        return classifier_of(self._backbone.model, LabelSet(problem_type="single_label_classification", names=names))
+
     @torch.no_grad()
-    def _own_logits(self, adapter: SavedAdapter) -> Tensor:
+    def _own_logits(self, adapter: SavedAdapter, model: Any) -> Tensor:
         backbone = self._backbone
+        if adapter.has_head:
+            model.score.weight.copy_(adapter.weights.extras[HEAD])
         with (
             loaded_adapters(backbone, [adapter], backbone.path) as served,
             backbone.own_attention(),
             served.use(served.schedule([_NUM_TOKENS])),
         ):
-            return self._logits(backbone.model)
+            return self._logits(model)
 
     @torch.no_grad()
-    def _peft_logits(self, load: Callable[..., Any], adapter: SavedAdapter) -> tuple[list[str], Tensor]:
+    def _peft_logits(
+        self, load: Callable[..., Any], adapter: SavedAdapter, base: PreTrainedModel
+    ) -> tuple[list[str], Tensor]:
         """The differences in PEFT's modules, as sentences, and PEFT's logits."""
         device = self._backbone.device
         # PEFT draws random weights before it reads those of the adapter.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self._backbone.own_attention():
-            model = load(self._backbone.model, str(adapter.folder), torch_device=str(device)).eval()
+            model = load(base, str(adapter.folder), torch_device=str(device)).eval()
             layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-            return _faults(adapter, layers), self._logits(model)
+            return [*_faults(adapter, layers), *_faults_of_extras(adapter, model)], self._logits(model)
 
     def _logits(self, model: Callable[..., Any]) -> Tensor:
         vocabulary = int(self._backbone.model.config.get_text_config().vocab_size)
@@ -120,6 +143,23 @@ def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
         (changed, "with other numbers or another scale"),
     )
     return [f"{_named(names)} {fault}" for names, fault in kinds if names]
+
+
+def _faults_of_extras(adapter: SavedAdapter, model: Any) -> list[str]:
+    """PEFT rounds biases to the dtype of the parameters that they replace."""
+    changed = []
+    for name, tensor in adapter.weights.extras.items():
+        held = model.get_parameter(_parameter_of(name, adapter)).cpu()
+        if not torch.equal(tensor.to(held.dtype), held):
+            changed.append(name)
+    return [f"{_named(changed)} with other numbers"] if changed else []
+
+
+def _parameter_of(extra: str, adapter: SavedAdapter) -> str:
+    """Full name of the parameter in which PEFT holds a further tensor of ``adapter``."""
+    if extra == HEAD:
+        return f"{PREFIX}{HEAD.removesuffix('.weight')}.modules_to_save.default.weight"
+    return extra_in_peft(extra, adapter.weights) + (".default.weight" if is_magnitude(extra) else "")
 
 
 def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
@@ -152,12 +192,17 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Restores every module of ``model`` afterwards, also after an error."""
+def _restored(model: PreTrainedModel, parameters: Iterable[str]) -> Iterator[None]:
+    """Restores every module of ``model`` afterwards, also after an error, and the values of ``parameters``, which PEFT
+    overwrites; no parameter requires grad then."""
     modules = dict(model.named_modules())
+    values = {parameter: parameter.clone() for parameter in map(model.get_parameter, parameters)}
     try:
         yield
     finally:
+        model.requires_grad_(False)
+        for parameter, value in values.items():
+            parameter.copy_(value)
         for name, module in modules.items():
             if name and model.get_submodule(name) is not module:
                 model.set_submodule(name, module)

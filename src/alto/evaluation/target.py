@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alto.backbone import resolve_model
-from alto.errors import RunNotFoundError, SpecError
+from alto.errors import RunNotFoundError, SpecError, UnsupportedError
 from alto.lora import SavedAdapter, is_adapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task
 from alto.spec import BaseModelSpec, Task
@@ -81,6 +81,13 @@ def find_target(
             "run that has some; name them with --dataset"
         )
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
+    with_head = next((adapter for adapter in adapters.values() if adapter.has_head), None)
+    if with_head is not None:
+        raise UnsupportedError(
+            f"{with_head.folder}: expected adapters of a causal language model, found one with a classification head, "
+            "whose measurement is not implemented; name test_dataset or test_split in the task, whose rows measure the "
+            "best adapters when it ends, or evaluate it with PEFT"
+        )
     base_model = _base_model(adapters, base)
     if runs:
         task = _common_task(runs, trust_remote_code=trust_remote_code)

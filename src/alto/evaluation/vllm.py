@@ -55,6 +55,11 @@ def complete_with_vllm(
                 f"backend: expected one rank and one scale for all modules of an adapter, which is what vLLM reads, "
                 f"found several in {adapter.config_file} (rank_pattern, alpha_pattern); leave --backend out"
             )
+        if adapter is not None and adapter.weights.extras:
+            raise UnsupportedError(
+                f"backend: expected an adapter of low-rank matrices alone, which is what vLLM reads, found more "
+                f"in {adapter.folder} (bias, use_dora); leave --backend out"
+            )
     _check(base, ranks)
     try:
         engine = LLM(

@@ -17,15 +17,17 @@ from alto.lora import (
     ADAPTER_DTYPES,
     AdapterBank,
     BankLayout,
+    ExtraTensor,
     SlotAdamW,
     TargetModule,
     adaptable,
     bank_bytes,
     find_shared_inputs,
+    initial_values,
     inject,
 )
 from alto.spec import AdapterDtype
-from alto.spec.job_config import OptimizerName
+from alto.spec.optimizers import OptimizerName
 
 __all__ = ["BankSize", "build_trainer"]
 
@@ -38,6 +40,7 @@ class BankSize:
         modules: Every module that at least one job targets, in the model's order.
         max_rank: The largest rank of any job.
         rank_step: Greatest common divisor of the ranks of all jobs.
+        extras: Further tensors of all jobs.
         num_slots: Number of jobs that it can hold.
         optims: Optimizers of its jobs.
         adapter_dtype: Precision of adapters, their gradients and the moments of ``adamw_torch``.
@@ -48,6 +51,7 @@ class BankSize:
     rank_step: int
     num_slots: int
     optims: frozenset[OptimizerName]
+    extras: tuple[ExtraTensor, ...] = ()
     adapter_dtype: AdapterDtype = "float32"
 
     @classmethod
@@ -74,13 +78,14 @@ class BankSize:
             rank_step=math.gcd(*(rank for job in jobs for rank in job.shape.ranks)),
             num_slots=num_slots,
             optims=frozenset(job.config.optim for job in jobs),
+            extras=BankLayout.extras_of(job.shape for job in jobs),
             adapter_dtype=adapter_dtype,
         )
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of an adapter of the largest rank on all modules, its gradient and its optimizer state."""
-        layout = BankLayout(modules=self.modules, max_rank=self.max_rank)
+        layout = BankLayout(modules=self.modules, max_rank=self.max_rank, extras=self.extras)
         return bank_bytes(layout, 1, self.optims, ADAPTER_DTYPES[self.adapter_dtype])
 
 
@@ -101,8 +106,15 @@ def build_trainer(
         max_rank=size.max_rank,
         rank_step=size.rank_step,
         shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
+        extras=size.extras,
     )
-    bank = AdapterBank(layout, size.num_slots, device=backbone.device, dtype=ADAPTER_DTYPES[size.adapter_dtype])
+    bank = AdapterBank(
+        layout,
+        size.num_slots,
+        device=backbone.device,
+        dtype=ADAPTER_DTYPES[size.adapter_dtype],
+        initial=initial_values(backbone.model, size.extras),
+    )
     optimizer = SlotAdamW(bank, size.optims)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())

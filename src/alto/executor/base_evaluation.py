@@ -16,7 +16,10 @@ __all__ = ["evaluate_base", "start_like_others"]
 
 def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
     """Evaluate the frozen base once, for the start value of every job, and record it. Where a row does not fit into
-    memory, nothing is recorded: jobs that evaluate that row report the error."""
+    memory, nothing is recorded: jobs that evaluate that row report the error. Nor is where jobs have heads of their
+    own: the base has none."""
+    if state.context.objective.has_head:
+        return
     alike: dict[ObjectiveSettings, list[JobState]] = {}  # jobs with the same loss on the frozen base
     for job in state.jobs.values():
         alike.setdefault(job.config.objective, []).append(job)

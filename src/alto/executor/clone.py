@@ -7,7 +7,7 @@ from typing import Any
 
 from alto.errors import JobCommandError
 from alto.executor.job_state import JobState
-from alto.spec import Job, JobConfig
+from alto.spec import Job, Task
 from alto.spec.job_config import JOB_FIELDS
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import find_method
@@ -15,9 +15,9 @@ from alto.spec.method import find_method
 __all__ = ["clone_job", "describe_changes", "next_id"]
 
 
-def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, method: str) -> Job:
+def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, task: Task) -> Job:
     """A new job with the configuration of ``origin`` but for ``changes`` (any spelling of a job's keys and
-    of the settings of ``method``).
+    of the settings of the task's method).
 
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given, and a number of epochs takes the place of ``max_steps``.
 
@@ -26,13 +26,13 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
         changes: New values of its settings, by key.
         others: All jobs of the task.
         warm: Whether the clone starts from the weights of ``origin``; then its configuration may be the same.
-        method: Method of the task, such as ``sft``.
+        task: The task of all these jobs.
 
     Raises:
         JobCommandError: Another job has this configuration already.
         SpecError: A change is not valid.
     """
-    of = find_method(method)
+    of = find_method(task.method)
     fields, aliases = (*JOB_FIELDS, *of.known_keys), {**JOB_ALIASES, **of.aliases}
     changes = canonical_keys(changes, fields=fields, aliases=aliases, where="the clone")
     values = origin.config.to_dict()
@@ -41,7 +41,7 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
     if "num_train_epochs" in changes:
         values["max_steps"] = None
     values |= changes
-    config = JobConfig.of(of, values)
+    config = task.job_config(values)
     twin = next((job.id for job in others if job.config == config), None)
     if twin is not None and not warm:
         raise JobCommandError(

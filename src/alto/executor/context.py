@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from alto.backbone import Backbone
+from alto.backbone import Backbone, check_classifier
 from alto.data import TaskData
 from alto.early_exit import Policy, policy_from
 from alto.executor.planned_job import PlannedJob, plan_job, plan_jobs
@@ -59,9 +59,12 @@ class TaskContext:
             TargetModuleError: A job's targets or rank do not fit the base model.
             UnsupportedError: A job's optimizer is not installed or does not support the model's device; or no installed
                 package provides the task's method.
-            UnsupportedModelError: A row is too long to be batched with others on this base model.
+            UnsupportedModelError: A row is too long to be batched with others on this base model; or transformers has
+                no sequence classification for it, or one that computes something else.
         """
         backbone.check_length(max(split.longest_sequence for split in data.splits))
+        if task.label_set is not None:
+            check_classifier(backbone, task.label_set)
         return cls(
             task=task,
             base=task.base_model,

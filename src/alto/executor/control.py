@@ -143,9 +143,7 @@ class Control:
 
     def _clone(self, origin: JobState, command: Command) -> str:
         state, context = self._state, origin.context
-        job = clone_job(
-            origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, method=context.task.method
-        )
+        job = clone_job(origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, task=context.task)
         clone = JobState(planned=context.plan(job), context=context)
         if command.warm:
             self._check_warm_start(origin, clone)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from alto.errors import SpecError
 from alto.executor.clone import next_id
 from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
@@ -70,7 +73,7 @@ class Exploration:
         )
         for fork in forks:
             origin = state.jobs[fork.origin]
-            config = self._task.job_config({**origin.config.to_dict(), **fork.changes})
+            config = self._changed(origin.config, fork.changes)
             self._lifecycle.add_fork(self._job(config, {}), origin, fork.replaces)
 
     def is_budget_spent(self) -> bool:
@@ -91,6 +94,14 @@ class Exploration:
             decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.BUDGET)
             selection.end(decision)
             self._lifecycle.end(job, decision)
+
+    def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
+        """``config`` with those of ``changes`` that its other settings allow: no dropout comes to adapters on experts,
+        for instance."""
+        for key, value in changes.items():
+            with contextlib.suppress(SpecError):
+                config = self._task.job_config({**config.to_dict(), key: value})
+        return config
 
     def _num_able(self) -> int:
         """Jobs that a slot is of use to now: those that have not ended and do not wait at a rung."""
@@ -114,13 +125,12 @@ class Exploration:
     def _next_values(self) -> dict[str, Any] | None:
         space, seed, trials = self._task.search_space, self._task.data_seed, self._trials()
         known = {job.config for job in self._state.jobs.values()}
-        for _ in range(len(trials) + 1):
+        while True:
             values = next_configuration(space, trials, seed)
             # Two spellings, such as 2*r and a number, may mean the same.
             if values is None or self._task.job_config({**self._task.fixed, **values}) not in known:
                 return values
             trials.append(Trial(values=values, has_ended=True))
-        return None
 
     def _trials(self) -> list[Trial]:
         return [self._trial(job) for job in self._chosen()]

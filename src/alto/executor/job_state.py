@@ -88,7 +88,7 @@ class JobState:
     def next_step_tokens(self) -> int:
         """Tokens of its next step."""
         rows = self.order.rows_of_step(self.step)
-        return sum(self.context.data.train.input_ids[row].numel() for row in rows)
+        return sum(self.context.data.train.num_row_tokens[row] for row in rows)
 
     @property
     def needs_own_slot(self) -> bool:

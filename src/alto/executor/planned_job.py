@@ -13,6 +13,7 @@ from alto.early_exit import evaluation_steps, policy_from
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
 from alto.spec import Job, JobConfig, Task
+from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.rungs import rung_step
 
 __all__ = ["PlannedJob", "plan_job", "plan_jobs", "resolve_rungs"]
@@ -68,7 +69,7 @@ def plan_job(
     rungs = policy_from(task.early_exit).rungs
     return PlannedJob(
         job=job,
-        shape=adapter_shape(model, config),
+        shape=adapter_shape(model, config, task.label_set),
         order=_order(config, num_rows, sources),
         total_steps=total_steps,
         evaluation_steps=frozenset(evaluation_steps(total_steps, task.eval_steps, rungs)),
@@ -87,8 +88,27 @@ def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]])
 def plan_jobs(
     task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()
 ) -> tuple[PlannedJob, ...]:
-    """Every job of ``task``; arguments and errors as of :func:`plan_job`."""
-    return tuple(plan_job(job, task, model, num_rows, sources) for job in task.jobs)
+    """Every job of ``task``; arguments and errors as of :func:`plan_job`, of jobs that its search may add too."""
+    jobs = tuple(plan_job(job, task, model, num_rows, sources) for job in task.jobs)
+    _check_suggestions(task, model)
+    return jobs
+
+
+def _check_suggestions(task: Task, model: PreTrainedModel) -> None:
+    """Check that jobs that the search may add while the task runs fit the base model."""
+    known = {_adapter_settings(job.config) for job in task.jobs}
+    for config in task.extreme_configs():
+        settings = _adapter_settings(config)
+        if settings in known:
+            continue
+        known.add(settings)
+        check_optimizer(config.optim, model.device)
+        adapter_shape(model, config, task.label_set)
+
+
+def _adapter_settings(config: JobConfig) -> tuple[object, ...]:
+    """What decides the adapter and the optimizer of a job."""
+    return tuple(getattr(config, key) for key in (*SHAPE_FIELDS, "optim"))
 
 
 def resolve_rungs(task: Task, num_rows: int) -> Task:

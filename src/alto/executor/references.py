@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def find_references(
                     cache.save("references", key, references.tolist())
             found.append(references)
         sums, tails = torch.cat(found).split(2, dim=1)
-        splits.append(replace(split, references=sums.contiguous(), reference_tails=tails.contiguous()))
+        splits.append(split.with_references(sums.contiguous(), tails.contiguous()))
     return References(
         data=data.with_splits(splits),
         is_cached=is_cached,

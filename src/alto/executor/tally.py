@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from alto.objectives import Terms
+from alto.objectives import DerivedMetrics, Terms
+from alto.records import LabelSet
 from alto.spec.metric import source_metric
 
-__all__ = ["Evaluated", "Tally"]
+__all__ = ["Derivation", "Evaluated", "Tally"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,27 @@ class Evaluated:
         return self.rows.get(name, ()) if name is not None else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """Makes metrics of sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
+
+    source: DerivedMetrics
+    labels: LabelSet
+
+    @property
+    def num_statistics(self) -> int:
+        return self.source.num_statistics(self.labels)
+
+    def metrics(self, statistics: Sequence[float], num_rows: int) -> Mapping[str, float]:
+        return self.source.derived_metrics(statistics, num_rows, self.labels)
+
+
 class Tally:
     """Sums over the rows of a split, and values of each of them.
 
     Args:
         metrics: Names of what is summed beside the loss.
+        derivation: Makes further metrics of sums; None where there are none.
         row_values: Those of which every row is kept: the loss or one of ``metrics``.
         weights: Weight of every row of the split in its mean.
         sources: Of a mixture the name and the rows of every source, in order: the loss of each is a metric of its own.
@@ -50,7 +67,9 @@ class Tally:
         row_values: Sequence[str],
         weights: Sequence[float],
         sources: Sequence[tuple[str, int]] = (),
+        derivation: Derivation | None = None,
     ) -> None:
+        self._derivation = derivation
         self._sources = tuple(sources)
         self._metrics = metrics
         self._row_values = tuple(row_values)
@@ -60,25 +79,29 @@ class Tally:
     def forget(self) -> None:
         """Reset all sums."""
         self._sums = [0.0] * (1 + len(self._metrics))
+        self._statistics = [0.0] * (0 if self._derivation is None else self._derivation.num_statistics)
         self._rows = {name: [0.0] * len(self._weights) for name in self._row_values}
         self._known: set[str] = set()
 
     def values(self) -> list[float]:
         """All sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
         flags = [float(name in self._known) for name in self._row_values]
-        return [*self._sums, *flags, *(value for rows in self._rows.values() for value in rows)]
+        return [*self._sums, *self._statistics, *flags, *(value for rows in self._rows.values() for value in rows)]
 
     def evaluated(self, values: Sequence[float]) -> Evaluated:
         """The evaluation from ``values``: those of :meth:`values`, summed over all ranks."""
         left, total = iter(values), sum(self._weights)
         loss, *metrics = (value / total for value in itertools.islice(left, len(self._sums)))
+        statistics = list(itertools.islice(left, len(self._statistics)))
         flags = list(itertools.islice(left, len(self._row_values)))
         found = {name: tuple(itertools.islice(left, len(self._weights))) for name in self._row_values}
         rows = {name: found[name] for name, is_known in zip(self._row_values, flags, strict=True) if is_known}
         of_sources = self._source_losses(rows["loss"]) if "loss" in rows else {}
         if "loss" in rows:
             rows["loss"] = tuple(value / weight for value, weight in zip(rows["loss"], self._weights, strict=True))
-        return Evaluated(loss=loss, metrics=dict(zip(self._metrics, metrics, strict=True)) | of_sources, rows=rows)
+        derived = {} if self._derivation is None else self._derivation.metrics(statistics, len(self._weights))
+        means = dict(zip(self._metrics, metrics, strict=True))
+        return Evaluated(loss=loss, metrics={**means, **derived, **of_sources}, rows=rows)
 
     def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
         """The mean loss of every source's rows, of which ``sums`` are the weighted losses."""
@@ -104,6 +127,9 @@ class Tally:
         found_J = torch.stack([terms.sums_J, *metrics], 1).tolist()
         for tally, found in zip(tallies, found_J, strict=True):
             tally._sums = [total + part for total, part in zip(tally._sums, found, strict=True)]
+        if terms.statistics is not None:
+            for tally, added in zip(tallies, terms.statistics.tolist(), strict=True):
+                tally._statistics = [total + part for total, part in zip(tally._statistics, added, strict=True)]
         for name in tallies[0]._row_values:
             if name not in terms.rows:
                 continue

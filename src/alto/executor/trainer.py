@@ -33,9 +33,9 @@ from alto.executor.job_state import JobState
 from alto.executor.memory_errors import NoMemoryError, watching
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
-from alto.executor.tally import Evaluated, Tally
+from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
-from alto.lora import AdapterBank, AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
+from alto.lora import AdapterBank, AdapterWeights, BankHeads, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate
 from alto.objectives import Learners, job_losses, micro_batch_terms, run_sums, terms_of, token_losses
 from alto.scheduler import RankSlots
 from alto.spec import JobConfig
@@ -77,6 +77,7 @@ class Trainer:
     ) -> None:
         self._backbone = backbone
         self.bank = bank
+        self._heads = BankHeads(bank)
         self.optimizer = optimizer
         self._forward_context = forward_context
         self.micro_batches = micro_batches
@@ -107,6 +108,8 @@ class Trainer:
         """Give ``local_slot`` of this rank's bank to a job that has not trained yet."""
         self.bank.occupy(local_slot, job.shape)
         self.bank.initialise(local_slot, job.config.seed, job.config.init_lora_weights)
+        if job.context.objective.has_head:
+            self._heads.initialise(local_slot, self._backbone.model, job.config.seed)
         self.optimizer.reset(local_slot, job.config.optim)
 
     def admit_warm(self, job: JobState, local_slot: int, weights: AdapterWeights) -> None:
@@ -163,7 +166,7 @@ class Trainer:
             with watching("forward"):
                 losses = torch.zeros(len(jobs), device=self._backbone.device) if losses is None else losses
                 batch = self._collate(parts)
-                learners = _learners([here[local_slot] for local_slot in batch.slots])
+                learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
                 schedule = schedule_of(batch, here, training=True)
                 batch = batch if kl is None else replace(batch, kl_J=kl.index_select(0, indices_J))
@@ -257,7 +260,7 @@ class Trainer:
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._collate(parts)
-                learners = _learners([here[local_slot] for local_slot in batch.slots])
+                learners = self._learners([here[local_slot] for local_slot in batch.slots])
                 if kl is not None:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
                     batch = replace(batch, kl_J=kl.index_select(0, upload(indices, torch.int64, kl.device)))
@@ -401,21 +404,23 @@ class Trainer:
         ]
         self.optimizer.step(updates, norms)
 
+    def _learners(self, jobs: Sequence[JobState]) -> list[Learners]:
+        """The jobs of a micro-batch, grouped by task."""
+        groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context))]
+        return [
+            Learners(of_task[0].context.objective, tuple(job.config for job in of_task), self._heads)
+            for of_task in groups
+        ]
+
     def _collate(self, parts: Sequence[JobRows]) -> TokenBatch:
         return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
 
 
-def _learners(jobs: Sequence[JobState]) -> list[Learners]:
-    """The jobs of a micro-batch, grouped by task."""
-    return [
-        Learners(of_task[0].context.objective, tuple(job.config for job in of_task))
-        for of_task in (list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context)))
-    ]
-
-
 def _new_tally(context: TaskContext, split: EvaluationSplit) -> Tally:
     rows = context.data.held_out(split)
-    return Tally(context.objective.metrics, context.row_values, rows.weights, rows.sources)
+    objective, labels = context.objective, rows.label_set
+    derivation = None if objective.derived is None or labels is None else Derivation(objective.derived, labels)
+    return Tally(objective.mean_metrics, context.row_values, rows.weights, rows.sources, derivation)
 
 
 def _slot(job: JobState) -> int:

@@ -6,21 +6,25 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunNotFoundError
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
-from alto.records import JobResult, TaskResult
+from alto.records import JobResult, LabelSet, TaskResult
 from alto.runs import replace_file, sync_folder, writing
 from alto.spec.chat_template import TEMPLATE_NAME
 from alto.spec.metric import LOSS
 
-__all__ = ["export_best"]
+__all__ = ["LABELS_NAME", "export_best"]
 
 METRICS_NAME = "metrics.json"
+LABELS_NAME = "labels.json"
+
+_PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
+"""The hub's name for the use of a model, by the class that loads it, where that is not ``text-generation``."""
 
 
 def export_best(
@@ -29,9 +33,11 @@ def export_best(
     base_model_of: Callable[[Path], str],
     *,
     model: str,
+    model_class: str,
     dataset: str,
     method: str,
     chat_template: str | None = None,
+    labels: LabelSet | None = None,
 ) -> Path:
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
@@ -40,7 +46,9 @@ def export_best(
         best_of_job: The winner's own ``best/`` folder, PEFT format.
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: As the task names them, for the card.
+        model_class: Name of transformers' class that loads the base model.
         chat_template: Text of the template that the task sets, kept beside the adapter; None where it sets none.
+        labels: What its classification head tells apart, kept beside it as ``labels.json``; None without a head.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -49,6 +57,9 @@ def export_best(
     Returns:
         The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
     """
+    card = _Card(
+        model=model, model_class=model_class, dataset=dataset, method=method, chat_template=chat_template, labels=labels
+    )
     folder = Path(result.adapter_dir)
     fresh = folder.with_name(f"{folder.name}.new")
     metrics = _metrics(result)
@@ -63,7 +74,9 @@ def export_best(
             shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
             base_model = base_model_of(fresh)
             replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
-            replace_file(fresh / "README.md", _card(result, base_model, model, dataset, method, chat_template))
+            replace_file(fresh / "README.md", card.text(result, base_model))
+            if labels is not None:
+                replace_file(fresh / LABELS_NAME, json.dumps(labels.to_config(), indent=2) + "\n")
             if chat_template is not None:
                 replace_file(fresh / TEMPLATE_NAME, chat_template)
             shutil.rmtree(folder, ignore_errors=True)
@@ -117,43 +130,71 @@ def _finalists(result: TaskResult) -> dict[str, Any]:
     }
 
 
-def _card(result: TaskResult, base_model: str, model: str, dataset: str, method: str, chat_template: str | None) -> str:
-    best = _best(result)
-    chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
-    measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
-    tables = {"measured on the validation rows": measured, "setting": best.config}
-    tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
-    template = (
-        ""
-        if chat_template is None
-        else f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own:
-`tokenizer.chat_template = open("path/to/this/folder/{TEMPLATE_NAME}").read()`.
-"""
-    )
-    shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
-    return f"""---
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """What a model card says of a task; see :func:`export_best`."""
+
+    model: str
+    model_class: str
+    dataset: str
+    method: str
+    chat_template: str | None
+    labels: LabelSet | None
+
+    def text(self, result: TaskResult, base_model: str) -> str:
+        """The card of the best adapter of ``result``."""
+        best = _best(result)
+        chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
+        measured = {metric_name(name): format_metric(name, value) for name, value in best.best_metrics.items()}
+        tables = {"measured on the validation rows": measured, "setting": best.config}
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
+        shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
+        return f"""---
 base_model: {json.dumps(base_model)}
 library_name: peft
-pipeline_tag: text-generation
+pipeline_tag: {self._pipeline}
 tags: [lora, alto]
 ---
 
 # {result.task}
 {_warning(result)}
-LoRA adapter for `{model}`, tuned on `{dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
-{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(method)})
+LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): the best of
+{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
 at step {best.best_step} of {best.total_steps}{tested}.
 
 ```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained({base_model!r})
-model = PeftModel.from_pretrained(base, "path/to/this/folder")
+{self._loading(base_model)}
 ```
-{template}
+{self._template}
 {shown}"""
+
+    def _loading(self, base_model: str) -> str:
+        """Python that loads the adapter."""
+        kind, settings, then = self.model_class, "", ""
+        if self.labels is not None:
+            kind = "AutoModelForSequenceClassification"
+            settings = "".join(f", {key}={value!r}" for key, value in self.labels.to_config().items())
+            then = "\nmodel.config.pad_token_id = tokenizer.pad_token_id  # batches of several rows need it"
+        return f"""from peft import PeftModel
+from transformers import {kind}
+
+base = {kind}.from_pretrained({base_model!r}{settings})
+model = PeftModel.from_pretrained(base, "path/to/this/folder"){then}"""
+
+    @property
+    def _pipeline(self) -> str:
+        if self.labels is not None:
+            return "text-classification"
+        return _PIPELINES.get(self.model_class, "text-generation")
+
+    @property
+    def _template(self) -> str:
+        if self.chat_template is None:
+            return ""
+        return f"""
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own:
+`tokenizer.chat_template = open("path/to/this/folder/{TEMPLATE_NAME}").read()`.
+"""
 
 
 def _warning(result: TaskResult) -> str:

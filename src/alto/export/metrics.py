@@ -30,7 +30,7 @@ class _Words:
     meaning: str
 
 
-# Of the metrics of preference methods those that have columns and curves.
+# Of the metrics those that have columns and curves.
 _WORDS: Mapping[str, _Words] = {
     "reward_accuracy": _Words(
         short="accuracy",
@@ -41,9 +41,24 @@ _WORDS: Mapping[str, _Words] = {
         meaning="Reward of the chosen reply less that of the rejected one, in nats times beta, as a mean over the "
         "validation pairs.",
     ),
+    "accuracy": _Words(
+        short="accuracy",
+        meaning="Share of the validation rows whose label, or every one of whose labels, is predicted.",
+    ),
+    "macro_f1": _Words(
+        short="macro F1",
+        meaning="F1 of each label (the harmonic mean of precision and recall), as a mean over the labels.",
+    ),
+    "pearson": _Words(short="Pearson", meaning="Correlation of predicted numbers and labels, from -1 to 1."),
 }
 
-_LOSS_UNITS: Mapping[str, str] = {"sft": "nats per token", "dpo": "mean over pairs", "orpo": "mean over pairs"}
+_LOSS_UNITS: Mapping[str, str] = {
+    "sft": "nats per token",
+    "dpo": "mean over pairs",
+    "orpo": "mean over pairs",
+    "classification": "nats per row",
+    "regression": "mean squared error",
+}
 
 
 def shown_metrics(history: RunHistory) -> tuple[str, ...]:

@@ -62,6 +62,8 @@ def _split_line(preview: DataPreview, split: str) -> str:
 def _example(example: PreviewExample, number: int, marked: bool) -> Text:
     text = Text(f"\n--- example {number}, {format_count_of(example.num_tokens, 'token')}\n")
     _append(text, example.segments, marked)
+    if example.label:
+        text.append(f"\n--- label: {visible(example.label)}\n")
     for side, segments in (("chosen", example.chosen), ("rejected", example.rejected)):
         if segments:
             text.append(f"\n--- {side}\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
+from alto.export.adapter import LABELS_NAME
 from alto.export.figures import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
@@ -65,6 +66,14 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
     return render_page("report.html.jinja", **_context(history, run_dir), evaluations=evaluations, measured=measured)
 
 
+def _num_labels(path: Path) -> int | None:
+    """Number of labels of the best adapter's classification head; None where it has none, or the file is damaged."""
+    try:
+        return len(read_json(path)["id2label"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
     table = job_table(history)
     validation = curve_figure(history, table.rows, VALIDATION_LOSS)
@@ -93,6 +102,7 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
         "settings": _settings(history),
         "shared": _shared_settings(history),
         "adapter_dir": str(run_dir / "best"),
+        "num_labels": _num_labels(run_dir / "best" / LABELS_NAME),
         "jobs_dir": str(run_dir / "jobs"),
         "written_at": timestamp(history.last_seen_at),
         "loss_unit": unit,

@@ -1,23 +1,41 @@
 """The arithmetic of many adapters on one frozen base: reference, backends, autograd function."""
 
 from alto.kernels.backend import choose_backend
+from alto.kernels.dora import (
+    FrozenMatrix,
+    adapted_norms,
+    dropped_inputs,
+    frozen_product,
+    scaled_by_magnitude,
+)
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer, grouped_lora_linear
 from alto.kernels.noise import NoiseKey, TokenNoise
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
+from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import Segment, TokenSchedule
+from alto.kernels.slot_bias import slot_bias_change
+from alto.kernels.slot_tensors import SlotTensors
 
 __all__ = [
     "VECTOR_SIZE",
     "DropoutKey",
     "FrozenLayer",
+    "FrozenMatrix",
     "LoraOperands",
     "NoiseKey",
+    "RowParts",
     "Segment",
+    "SlotTensors",
     "TokenNoise",
     "TokenSchedule",
+    "adapted_norms",
     "choose_backend",
+    "dropped_inputs",
+    "frozen_product",
     "grouped_lora_linear",
+    "scaled_by_magnitude",
+    "slot_bias_change",
     "upload",
 ]

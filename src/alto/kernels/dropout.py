@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DropoutKey", "dropout_factor", "dropped", "hashed", "kept_factor", "stream_key", "threshold"]
+__all__ = ["DropoutKey", "dropout_factor", "dropped", "group_key", "hashed", "kept_factor", "stream_key", "threshold"]
 
 # The finaliser with low bias that Chris Wellons found by search (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
@@ -43,6 +43,11 @@ def stream_key(key: DropoutKey) -> int:
     for word in (key.seed & _MASK, key.seed >> 32 & _MASK, key.step):
         mixed = _hash_int((mixed + word + 1) & _MASK)
     return mixed
+
+
+def group_key(key: DropoutKey, number: int) -> int:
+    """32 bits from the job's seed and step and the number of the group of modules."""
+    return _hash_int((stream_key(key) + number + 1) & _MASK)
 
 
 def threshold(key: DropoutKey) -> int:
@@ -81,8 +86,7 @@ def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: 
     """
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
-    group_key = _hash_int((stream_key(key) + number + 1) & _MASK)
-    rows_T1 = _hash((tokens_T1 + group_key).bitwise_and_(_MASK))
+    rows_T1 = _hash((tokens_T1 + group_key(key, number)).bitwise_and_(_MASK))
     keep = _hash((rows_T1 + features_K).bitwise_and_(_MASK)) >= threshold(key)
     return keep.to(torch.float32).mul_(kept_factor(key))
 

@@ -158,6 +158,37 @@ class LoraOperands:
             self._table = upload(rows, torch.int64, self.params_ZP.device)
         return self._table
 
+    def gathered_a(self, member: int, slots_D: Tensor, features: range) -> Tensor:
+        """Rows ``features`` of the ``A`` of ``slots_D`` for one member, ``[D, len(features), max_rank]``; columns past
+        a slot's own rank are zero."""
+        places_D = self.table()[slots_D]
+        width_D, a_start_D, first_D, rank_D = (places_D[:, index] for index in (0, 1, 2 + 3 * member, 3 + 3 * member))
+        k_K = torch.arange(features.start, features.stop, device=slots_D.device)
+        r_R = torch.arange(self.max_rank, device=slots_D.device)
+        starts_D = slots_D * self.params_ZP.shape[1] + a_start_D + first_D
+        places_DKR = starts_D[:, None, None] + k_K[:, None] * width_D[:, None, None] + r_R
+        return self._gathered(places_DKR, (r_R < rank_D[:, None])[:, None, :])
+
+    def gathered_b(self, member: int, slots_D: Tensor) -> Tensor:
+        """The ``B`` of ``slots_D`` for one member, ``[D, max_rank, N]``; rows past a slot's own rank are zero."""
+        places_D = self.table()[slots_D]
+        rank_D, b_start_D = places_D[:, 3 + 3 * member], places_D[:, 4 + 3 * member]
+        num_out = self.out_features[member]
+        r_R = torch.arange(self.max_rank, device=slots_D.device)
+        starts_D = slots_D * self.params_ZP.shape[1] + b_start_D
+        n_N = torch.arange(num_out, device=slots_D.device)
+        places_DRN = starts_D[:, None, None] + r_R[:, None] * num_out + n_N
+        return self._gathered(places_DRN, (r_R < rank_D[:, None])[:, :, None])
+
+    def scale_ratio(self, slot: int, member: int) -> float:
+        """Scale of a member's output over the segment's scale."""
+        ratios = self.slots[slot].ratios
+        return ratios[member] if ratios else 1.0
+
+    def _gathered(self, places: Tensor, is_own: Tensor) -> Tensor:
+        values = self.params_ZP.view(-1)[torch.where(is_own, places, 0)]
+        return torch.where(is_own, values, 0.0)
+
     def column_ratios(self) -> Tensor | None:
         """The ratio of every column, on the bank's device, in its dtype: ``[Z, max_width]``, 1 where a slot has no
         column. None where all are 1. Uploaded again after a slot is assigned or freed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from alto.kernels.dropout import dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
+from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
@@ -138,7 +139,7 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
-    sizes: Sequence[tuple[int, int]],
+    parts: Sequence[RowParts],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
     betas: Sequence[tuple[float, float]],
@@ -157,9 +158,9 @@ def bank_adamw(
         exp_avg_ZP: First moments.
         exp_avg_sq_ZP: Second moments.
         slots: Rows to update.
-        sizes: Of every row, where its ``A`` end and its ``B`` begin, and where these end.
+        parts: Parts of every row.
         steps: Number of this step in each row's own count, 1 for the first.
-        learning_rates: Each row's rates for its ``A`` and its ``B`` matrices.
+        learning_rates: Each row's rates of ``A`` and of ``B``; see :class:`alto.kernels.RowParts`.
         betas: Each row's decays of the two moments.
         epsilons: Each row's term in the denominator.
         weight_decays: Each row's decoupled decay.
@@ -168,19 +169,18 @@ def bank_adamw(
     updates = []
     for index, slot in enumerate(slots):
         beta1, beta2 = betas[index]
-        a_end, end = sizes[index]
         params, grads, exp_avg, exp_avg_sq = (
-            bank_ZP[slot, :end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
+            bank_ZP[slot, : parts[index].end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
         )
-        rate_of_a, rate_of_b = learning_rates[index]
-        rate = torch.full_like(params, rate_of_b)
-        rate[:a_end] = rate_of_a
+        rate, decay = torch.empty_like(params), torch.empty_like(params)
+        for first, end, *settings in parts[index].spans(learning_rates[index], weight_decays[index]):
+            rate[first:end], decay[first:end] = settings
         gradient = grads * grad_scales[index]
         next_avg = beta1 * exp_avg + (1.0 - beta1) * gradient
         next_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient
         mean = next_avg / (1.0 - beta1 ** steps[index])
         deviation = torch.sqrt(next_avg_sq / (1.0 - beta2 ** steps[index]))
-        decayed = params * (1.0 - rate * weight_decays[index])
+        decayed = params * (1.0 - rate * decay)
         next_params = decayed - rate * mean / (deviation + epsilons[index])
         updates.append(((params, exp_avg, exp_avg_sq, grads), (next_params, next_avg, next_avg_sq)))
     for (*targets, grads), values in updates:

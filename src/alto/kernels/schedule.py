@@ -6,7 +6,7 @@ Built once per forward/backward pass on the host; every layer reads the same obj
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alto.errors import ShapeError
 from alto.kernels.dropout import DropoutKey
-from alto.kernels.forward_table import ForwardTable
+from alto.kernels.forward_table import ForwardTable, upload
 
 __all__ = ["Segment", "TokenSchedule"]
 
@@ -44,6 +44,9 @@ class TokenSchedule:
     dropout: tuple[DropoutKey | None, ...]
     _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
     _slots_T: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lengths_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _undropped: dict[frozenset[int], TokenSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _slots_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def table(self, device: torch.device) -> ForwardTable:
         """The segments in the memory of ``device``, copied there at the first use."""
@@ -58,6 +61,25 @@ class TokenSchedule:
             pinned = of_segments.pin_memory() if device.type == "cuda" else of_segments
             self._slots_T[device] = pinned.to(device, non_blocking=True)
         return self._slots_T[device]
+
+    def slots_of_segments(self, device: torch.device) -> Tensor:
+        """Slot of every segment, ``[S]`` int64 in the memory of ``device``, copied there at the first use."""
+        if device not in self._slots_S:
+            self._slots_S[device] = upload(self.slots, torch.int64, device)
+        return self._slots_S[device]
+
+    def lengths_of_segments(self, device: torch.device) -> Tensor:
+        """Tokens of every segment, ``[S]`` int64 in the memory of ``device``, copied there at the first use."""
+        if device not in self._lengths_S:
+            self._lengths_S[device] = upload(self.lengths, torch.int64, device)
+        return self._lengths_S[device]
+
+    def without_dropout(self, slots: frozenset[int]) -> TokenSchedule:
+        """The same tokens, without dropout for ``slots``; made once, as every layer reads it."""
+        if slots not in self._undropped:
+            keys = (None if slot in slots else key for slot, key in zip(self.slots, self.dropout, strict=True))
+            self._undropped[slots] = replace(self, dropout=tuple(keys))
+        return self._undropped[slots]
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
 from alto.kernels.operands import LoraOperands, SlotMatrices
+from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 
 __all__ = [
@@ -93,7 +94,7 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
-    sizes: Sequence[tuple[int, int]],
+    parts: Sequence[RowParts],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
     betas: Sequence[tuple[float, float]],
@@ -102,19 +103,20 @@ def bank_adamw(
     grad_scales: Tensor,
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row, or one for each
-    of its two rates.
+    of its parts.
 
     A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once.
     """
-    # One tensor a row and rate, as each call counts its own up; all of them before anything changes. Filled on the
+    # One tensor a row and part, as each call counts its own up; all of them before anything changes. Filled on the
     # device: a number that is sent there would make the host wait.
-    counts = [[torch.full((), float(step - 1), device=params_ZP.device) for _ in range(2)] for step in steps]
+    spans = [
+        [(*span, torch.full((), float(step - 1), device=params_ZP.device)) for span in of_row.spans(rates, decay)]
+        for of_row, rates, decay, step in zip(parts, learning_rates, weight_decays, steps, strict=True)
+    ]
     for index, slot in enumerate(slots):
-        a_end, end = sizes[index]
-        rate_of_a, rate_of_b = learning_rates[index]
-        spans = [(0, a_end, rate_of_a), (a_end, end, rate_of_b)] if rate_of_a != rate_of_b else [(0, end, rate_of_a)]
+        end = parts[index].end
         grads_ZP[slot, :end].mul_(grad_scales[index])
-        for (first, last, rate), count in zip(spans, counts[index], strict=False):
+        for first, last, rate, decay, count in spans[index]:
             params, grads, exp_avg, exp_avg_sq = (
                 [bank_ZP[slot, first:last]] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
             )
@@ -132,7 +134,7 @@ def bank_adamw(
                 beta1=betas[index][0],
                 beta2=betas[index][1],
                 eps=epsilons[index],
-                weight_decay=weight_decays[index],
+                weight_decay=decay,
             )
         grads_ZP[slot, :end].zero_()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from alto.kernels.forward_table import upload
 from alto.kernels.operands import VECTOR_SIZE, LoraOperands
+from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
@@ -168,7 +169,7 @@ def bank_adamw(
     exp_avg_sq_ZP: Tensor,
     slots: Sequence[int],
     *,
-    sizes: Sequence[tuple[int, int]],
+    parts: Sequence[RowParts],
     steps: Sequence[int],
     learning_rates: Sequence[tuple[float, float]],
     betas: Sequence[tuple[float, float]],
@@ -181,7 +182,7 @@ def bank_adamw(
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
     if not slots:
         return
-    rows = [(slot, a_end, end) for slot, (a_end, end) in zip(slots, sizes, strict=True)]
+    rows = [(slot, *of_row) for slot, of_row in zip(slots, parts, strict=True)]
     settings = [
         (*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon, decay, 1.0 - beta1**step, 1.0 - beta2**step)
         for rates, (beta1, beta2), epsilon, decay, step in zip(
@@ -189,7 +190,7 @@ def bank_adamw(
         )
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
-    longest = max(end for _, end in sizes)
+    longest = max(of_row.end for of_row in parts)
     adamw_kernel[(triton.cdiv(longest, ADAMW_BLOCK), len(slots))](
         *banks,
         grad_scales.to(exact),

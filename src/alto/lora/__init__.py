@@ -1,13 +1,25 @@
 """Adapters: the bank that owns them, the layers that apply them, their optimizer, their files."""
 
-from alto.lora.bank import ADAPTER_DTYPES, AdapterBank, AdapterWeights
+from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
+from alto.lora.biases import bias_notes, biases_of, is_bias
 from alto.lora.eight_bit import check_optimizer
 from alto.lora.footprint import bank_bytes
+from alto.lora.heads import HEAD, BankHeads
+from alto.lora.initial import initial_values
 from alto.lora.injection import eject, inject
-from alto.lora.layout import AdapterShape, BankLayout, TargetModule
+from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
+from alto.lora.magnitudes import is_magnitude, magnitude_of
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
-from alto.lora.peft_format import adapter_scale, as_in_peft, module_of, read_adapter, write_adapter
+from alto.lora.peft_format import (
+    PREFIX,
+    adapter_scale,
+    as_in_peft,
+    extra_in_peft,
+    module_of,
+    read_adapter,
+    write_adapter,
+)
 from alto.lora.peft_targets import ModuleNames
 from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
 from alto.lora.served import ServedAdapters, serving
@@ -15,13 +27,18 @@ from alto.lora.shape import adapter_shape, rank_notes
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable, find_targets, linear_modules
 from alto.lora.untrained import untrained_notes
+from alto.lora.weights import AdapterWeights
 
 __all__ = [
     "ADAPTER_DTYPES",
+    "HEAD",
+    "PREFIX",
     "AdapterBank",
     "AdapterShape",
     "AdapterWeights",
+    "BankHeads",
     "BankLayout",
+    "ExtraTensor",
     "ForwardContext",
     "ModuleNames",
     "MultiLoraLinear",
@@ -37,13 +54,20 @@ __all__ = [
     "adapter_shape",
     "as_in_peft",
     "bank_bytes",
+    "bias_notes",
+    "biases_of",
     "check_optimizer",
     "eject",
+    "extra_in_peft",
     "find_shared_inputs",
     "find_targets",
+    "initial_values",
     "inject",
     "is_adapter",
+    "is_bias",
+    "is_magnitude",
     "linear_modules",
+    "magnitude_of",
     "module_of",
     "rank_notes",
     "read_adapter",

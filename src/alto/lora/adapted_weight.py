@@ -20,7 +20,7 @@ _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.detach, Tensor.contiguous
 
 
 class AdaptedWeight(Tensor):
-    """A weight ``[N, K]`` whose size and precision can be read, and which can be cast.
+    """A weight ``[N, K]``, or a bias ``[N]``, whose size and precision can be read, and which can be cast.
 
     Attributes:
         product: Computes ``torch.nn.functional.linear`` with it, adapters included; None where only the module itself

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from alto.kernels import LoraOperands
-from alto.lora.layout import AdapterShape, BankLayout, RowPlaces, TargetModule
+from alto.kernels import LoraOperands, SlotTensors
+from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, RowPlaces, TargetModule
+from alto.lora.weights import AdapterWeights
 from alto.spec import AdapterDtype
-from alto.spec.job_config import InitLoraWeights
+from alto.spec.initial_weights import InitLoraWeights
 
-__all__ = ["ADAPTER_DTYPES", "AdapterBank", "AdapterWeights"]
+__all__ = ["ADAPTER_DTYPES", "AdapterBank"]
 
 ADAPTER_DTYPES: Mapping[AdapterDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-AdapterWeights = dict[str, tuple[Tensor, Tensor]]
-"""One adapter by module name: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]``, on the CPU; of ``E`` experts in one
-parameter ``[E, K, r]`` and ``[E, r, N]``."""
 
 
 class AdapterBank:
@@ -35,9 +33,11 @@ class AdapterBank:
         device: Device of the bank.
         dtype: Precision of weights and gradients.
         has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
+        initial: What every further tensor of the layout starts with, by name, on any device.
 
     Attributes:
         layout: Layout of a row.
+        initial: What every further tensor starts with, by name.
         params_ZP: Adapter weights.
         grads_ZP: Their gradients; accumulated by the backward pass, cleared by the optimizer's step.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
@@ -51,14 +51,18 @@ class AdapterBank:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         has_grads: bool = True,
+        initial: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
+        assert initial.keys() == {extra.name for extra in layout.extras}
         self.layout = layout
+        self.initial = initial
         self.num_slots = num_slots
         self.params_ZP = torch.zeros(num_slots, layout.row_size, device=device, dtype=dtype)
         self.grads_ZP = torch.zeros_like(self.params_ZP, device=None if has_grads else "meta")
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._places: dict[int, RowPlaces] = {}
         self._operands: list[tuple[int, LoraOperands]] = []
+        self._tensors: list[tuple[ExtraTensor, SlotTensors]] = []
 
     def operands(self, group_index: int, number: int) -> LoraOperands:
         """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
@@ -89,6 +93,18 @@ class AdapterBank:
             self._assign(operands, group_index, slot)
         return operands
 
+    def tensors(self, name: str) -> SlotTensors | None:
+        """The view of the bank for the layer that computes with the further tensor ``name``; it stays valid as jobs
+        come and go. None where no job of the layout has that tensor."""
+        extra = next((extra for extra in self.layout.extras if extra.name == name), None)
+        if extra is None:
+            return None
+        tensors = SlotTensors(params_ZP=self.params_ZP, grads_ZP=self.grads_ZP, shape=extra.shape)
+        self._tensors.append((extra, tensors))
+        for slot in self._places:
+            self._assign_tensor(tensors, extra, slot)
+        return tensors
+
     def occupy(self, slot: int, shape: AdapterShape) -> None:
         """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
         self.params_ZP[slot].zero_()
@@ -96,6 +112,8 @@ class AdapterBank:
         self._places[slot] = self.layout.places(shape)
         for group_index, operands in self._operands:
             self._assign(operands, group_index, slot)
+        for extra, tensors in self._tensors:
+            self._assign_tensor(tensors, extra, slot)
 
     def release(self, slot: int) -> None:
         """Free ``slot``."""
@@ -103,6 +121,8 @@ class AdapterBank:
         for group_index, operands in self._operands:
             for expert in range(self.layout.groups[group_index][0].num_matrices):
                 operands.clear(expert * self.num_slots + slot)
+        for _, tensors in self._tensors:
+            tensors.clear(slot)
 
     def is_free(self, slot: int) -> bool:
         """Whether no adapter has ``slot``."""
@@ -115,7 +135,8 @@ class AdapterBank:
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
         """Fill ``slot`` as PEFT does: ``B`` zero and ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
-        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero.
+        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero. Further tensors start with
+        :attr:`initial`.
 
         The draw depends on the seed and the adapter's own shape, not on the slot.
 
@@ -139,16 +160,25 @@ class AdapterBank:
                 drawn.uniform_(-bound, bound, generator=generator)
             a.copy_(drawn)
             b.zero_()
+        for extra, tensor in self.extras(self.params_ZP, slot):
+            tensor.copy_(self.initial[extra.name])
 
-    def read(self, slot: int) -> AdapterWeights:
-        """A copy of the adapter in ``slot``."""
-        return {module.name: (_copy(a), _copy(b)) for module, a, b in self.matrices(self.params_ZP, slot)}
+    def read(self, slot: int, rows_ZP: Tensor | None = None) -> AdapterWeights:
+        """A copy of the adapter in ``slot``, or of what another tensor with the bank's layout, such as the gradients,
+        has in its place."""
+        rows_ZP = self.params_ZP if rows_ZP is None else rows_ZP
+        return AdapterWeights(
+            {module.name: (_copy(a), _copy(b)) for module, a, b in self.matrices(rows_ZP, slot)},
+            {extra.name: _copy(tensor) for extra, tensor in self.extras(rows_ZP, slot)},
+        )
 
     def write(self, slot: int, weights: AdapterWeights) -> None:
         """Copy ``weights`` into ``slot``, which must be assigned to an adapter of the same shape."""
         for module, a, b in self.matrices(self.params_ZP, slot):
             a.copy_(weights[module.name][0])
             b.copy_(weights[module.name][1])
+        for extra, tensor in self.extras(self.params_ZP, slot):
+            tensor.copy_(weights.extras[extra.name])
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
         """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in a tensor with the bank's layout, by module
@@ -175,6 +205,18 @@ class AdapterBank:
         for module in self.layout.modules:
             if module in views:
                 yield module, *views[module]
+
+    def extras(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[ExtraTensor, Tensor]]:
+        """Views of ``slot``'s further tensors in a tensor with the bank's layout, in the order of the row."""
+        for extra, start in self.places(slot).extras:
+            yield extra, rows_ZP[slot, start : start + extra.num_parameters].view(extra.shape)
+
+    def _assign_tensor(self, tensors: SlotTensors, extra: ExtraTensor, slot: int) -> None:
+        start = dict(self.places(slot).extras).get(extra)
+        if start is None:
+            tensors.clear(slot)
+        else:
+            tensors.assign(slot, start)
 
     def _assign(self, operands: LoraOperands, group_index: int, slot: int) -> None:
         place, first = self.places(slot).groups[group_index], self.layout.groups[group_index][0]

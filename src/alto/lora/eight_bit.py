@@ -1,20 +1,21 @@
 """bitsandbytes' AdamW with its state in 8 bits, for one adapter.
 
 Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for in-features
-``K``, out-features ``N`` and rank ``r``.
+``K``, out-features ``N`` and rank ``r``. Further tensors of the adapter go by their own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from alto.errors import UnsupportedError
+from alto.lora.parameter_groups import parameter_groups, set_rates
 from alto.spec import JobConfig
-from alto.spec.job_config import OptimizerName
+from alto.spec.optimizers import EIGHT_BIT_OPTIMIZERS, OptimizerName
 
 __all__ = ["EightBitAdamW", "check_optimizer", "eight_bit_bytes"]
 
@@ -30,7 +31,7 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
     Raises:
         UnsupportedError: bitsandbytes is not installed, or has no paged memory on this device.
     """
-    if optim == "adamw_torch":
+    if optim not in EIGHT_BIT_OPTIMIZERS:
         return
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError(
@@ -48,7 +49,7 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
     """Bytes of the tensors of an :class:`EightBitAdamW` between two steps.
 
     Args:
-        sizes: Numbers in every matrix of the adapter.
+        sizes: Numbers in every tensor of the adapter.
         dtype: Of the adapter.
     """
     total, has_maps = 0, False
@@ -70,11 +71,12 @@ class EightBitAdamW:
     of less than 4096 numbers in 32 bits.
 
     Args:
-        matrices: The adapter's, any strides; only shapes, dtype and device are used.
+        matrices: The adapter's, and its further tensors, any strides; only shapes, dtype and device are used.
+        undecayed: Names of those without weight decay.
         paged: Whether the state of large matrices is in memory that the driver can page out of the device.
     """
 
-    def __init__(self, matrices: Mapping[str, Tensor], *, paged: bool) -> None:
+    def __init__(self, matrices: Mapping[str, Tensor], *, undecayed: Collection[str] = (), paged: bool) -> None:
         from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
 
         self.is_paged = paged
@@ -82,10 +84,7 @@ class EightBitAdamW:
             name: nn.Parameter(torch.zeros_like(matrix, memory_format=torch.contiguous_format))
             for name, matrix in matrices.items()
         }
-        groups = [
-            {"params": [parameter for name, parameter in self._parameters.items() if name.endswith(which)]}
-            for which in (".A", ".B")
-        ]
+        groups = parameter_groups(self._parameters, undecayed)
         self._optimizer = (PagedAdamW8bit if paged else AdamW8bit)(groups)
         for group_index, group in enumerate(self._optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -111,17 +110,15 @@ class EightBitAdamW:
 
         Args:
             grad_scale: Factor on the gradients (clipping), a scalar.
-            learning_rate: Of every ``A``; that of ``B`` follows by ``config.loraplus_lr_ratio``.
+            learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
         """
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
             parameter.grad = (gradients[name] * grad_scale).contiguous()
-        rates = (learning_rate, learning_rate * config.loraplus_lr_ratio)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        set_rates(self._optimizer.param_groups, config, learning_rate)
+        for group in self._optimizer.param_groups:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_epsilon
-            group["weight_decay"] = config.weight_decay
         self._step_whole()
         for name, parameter in self._parameters.items():
             matrices[name].copy_(parameter)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
 from alto.lora.bank import AdapterBank
+from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
 from alto.lora.linear import ForwardContext
 
@@ -55,7 +56,7 @@ def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
     return tuple(found)
 
 
-class MultiLoraExperts(nn.Module):
+class MultiLoraExperts(InjectedModule):
     """Frozen experts with an adapter per slot and expert. Outside of a schedule they are only the base's experts.
 
     Args:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
 
 from alto.lora.eight_bit import eight_bit_bytes
 from alto.lora.layout import BankLayout
-from alto.spec.job_config import OptimizerName
+from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, torch_optimizer_bytes
+from alto.spec.optimizers import OptimizerName
 
 __all__ = ["bank_bytes"]
 
@@ -31,10 +33,14 @@ def bank_bytes(
         adapter_dtype: Precision of adapters, gradients and moments.
     """
     rows = 2 + 2 * ("adamw_torch" in optims)  # weights and gradients, two moments
-    own = 0
-    if set(optims) - {"adamw_torch"}:
-        sizes = [
-            layout.max_rank * side for module in layout.modules for side in (module.in_features, module.out_features)
-        ]
-        own = eight_bit_bytes(sizes, adapter_dtype)
-    return num_slots * (rows * layout.row_size * adapter_dtype.itemsize + own)
+    shapes: list[tuple[int, ...]] = [
+        (layout.max_rank, side) for module in layout.modules for side in (module.in_features, module.out_features)
+    ]
+    shapes += [extra.shape for extra in layout.extras]
+    own = [
+        torch_optimizer_bytes(shapes, adapter_dtype, optim)
+        if optim in TORCH_OPTIMIZERS
+        else eight_bit_bytes(map(math.prod, shapes), adapter_dtype)
+        for optim in set(optims) - {"adamw_torch"}
+    ]
+    return num_slots * (rows * layout.row_size * adapter_dtype.itemsize + max(own, default=0))

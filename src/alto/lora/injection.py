@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from alto.kernels import LoraOperands, choose_backend
+from alto.kernels import LoraOperands, SlotTensors, choose_backend
 from alto.lora.bank import AdapterBank
+from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
+from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts
-from alto.lora.linear import ForwardContext, MultiLoraLinear, RowPlaces, SharedInput, packed
+from alto.lora.injected import InjectedModule
+from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput, packed
+from alto.lora.magnitudes import magnitude_of
 from alto.lora.routers import MultiLoraRouter
-from alto.lora.targets import adaptable, expert_bases, linear_bases, router_bases
+from alto.lora.targets import adaptable, base_modules, expert_bases, linear_bases, router_bases
 
 __all__ = ["eject", "inject"]
 
@@ -47,17 +52,38 @@ def inject(
             model.set_submodule(group[0].name, router)
             continue
         members = [bases[module.name] for module in group]
-        shared = SharedInput(members, bank, operands, context, ops)
+        biases = [bank.tensors(f"{module.name}.bias") for module in group]
+        magnitudes = [_magnitude(bank, module.name) for module in group]
+        weights = tuple(map(FrozenWeight, members))
+        dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
+        shared = SharedInput(weights, bank, operands, context, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
         model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context, ops))
+    _inject_biases(model, bank, context)
     return context
+
+
+def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | None:
+    """The magnitude vectors of the slots for a module, and what they start with: the norms of the frozen weight."""
+    name = magnitude_of(module)
+    vectors = bank.tensors(name)
+    return None if vectors is None else (vectors, bank.initial[name].to(bank.params_ZP.device))
+
+
+def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardContext) -> None:
+    """Wrap the modules whose biases are trained, and that have no adapters."""
+    adapted, modules = {module.name for module in bank.layout.modules}, base_modules(model)
+    for name in (module_of_bias(extra.name) for extra in bank.layout.extras if is_bias(extra.name)):
+        if name not in adapted:
+            biases = bank.tensors(f"{name}.bias")
+            assert biases is not None
+            model.set_submodule(name, MultiBiasModule(modules[name], name, biases, bank, context))
 
 
 def eject(model: PreTrainedModel) -> None:
     """Restore every wrapped module's base layer; a model without wrapped modules is not changed."""
-    kinds = MultiLoraLinear | MultiLoraRouter | MultiLoraExperts
-    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, InjectedModule)]
     for name, module in wrapped:
         model.set_submodule(name, module.base)

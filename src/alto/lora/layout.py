@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from alto.kernels import VECTOR_SIZE
+from alto.kernels import VECTOR_SIZE, RowParts
 
-__all__ = ["AdapterShape", "BankLayout", "GroupPlace", "RowPlaces", "TargetModule"]
+__all__ = ["AdapterShape", "BankLayout", "ExtraTensor", "GroupPlace", "RowPlaces", "TargetModule"]
 
 _ROW_ALIGNMENT = 16
 
@@ -38,8 +40,40 @@ class TargetModule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraTensor:
+    """A trained tensor of an adapter beside its low-rank matrices, such as a bias.
+
+    It lies in the row of the bank behind all matrices, contiguous and whole. Clipping takes the norm over it too, and
+    AdamW treats it as Hugging Face's trainers and PEFT do: a vector has LoRA+'s rate of ``B``, a tensor of more
+    dimensions that of ``A`` (PEFT 0.21, ``create_loraplus_optimizer``).
+
+    Attributes:
+        name: Full name in the base model of the parameter whose place it takes, such as ``<module>.bias``; or of the
+            parameter that PEFT adds to a module, ``<module>.lora_magnitude_vector``.
+        shape: Its sizes.
+        has_decay: Whether weight decay applies to it: not to biases and norms (transformers 5.23,
+            ``Trainer.get_decay_parameter_names``). Only vectors may be without.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    has_decay: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.has_decay or self.is_vector, f"{self.name}: only vectors may be without weight decay"
+
+    @property
+    def is_vector(self) -> bool:
+        return len(self.shape) == 1
+
+    @property
+    def num_parameters(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Ranks and targets of one adapter.
+    """Ranks and targets of one adapter, and its further tensors.
 
     Attributes:
         rank: The largest rank of its modules.
@@ -47,12 +81,14 @@ class AdapterShape:
         own_ranks: Rank of every target; empty where all have ``rank``.
         scale_ratios: Scale of every target's output over the scale of the job, which a token schedule holds; empty
             where all are 1.
+        extras: Its further tensors, in the model's order.
     """
 
     rank: int
     targets: tuple[TargetModule, ...]
     own_ranks: tuple[int, ...] = ()
     scale_ratios: tuple[float, ...] = ()
+    extras: tuple[ExtraTensor, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -66,10 +102,11 @@ class AdapterShape:
 
     @property
     def num_parameters(self) -> int:
-        return sum(
+        matrices = sum(
             rank * (module.in_features + module.out_features) * module.num_matrices
             for module, rank in zip(self.targets, self.ranks, strict=True)
         )
+        return matrices + sum(extra.num_parameters for extra in self.extras)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +128,22 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlaces:
-    """Offsets of an adapter in its row: all its ``A`` from the start, then all its ``B``.
+    """Offsets of an adapter in its row: all its ``A`` from the start, all its ``B``, then its further tensors.
 
     Attributes:
         groups: Its part in every group of the layout.
-        a_end: Offset where its ``A`` end and its ``B`` begin.
-        end: Its number of parameters.
+        parts: The parts that the optimizer treats each in one way.
+        extras: Its further tensors with their offsets: vectors with weight decay, vectors without, then others.
     """
 
     groups: tuple[GroupPlace, ...]
-    a_end: int
-    end: int
+    parts: RowParts
+    extras: tuple[tuple[ExtraTensor, int], ...]
+
+    @property
+    def end(self) -> int:
+        """Number of parameters of the adapter."""
+        return self.parts.end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +157,19 @@ class BankLayout:
             :attr:`alto.kernels.LoraOperands.alignment`. Does not change the offsets of an adapter.
         shared_inputs: Names of modules of the model that read the same input, of which ``modules`` may hold a part;
             see :func:`alto.lora.shared_inputs.find_shared_inputs`.
+        extras: The further tensors of all jobs.
     """
 
     modules: tuple[TargetModule, ...]
     max_rank: int
     rank_step: int = VECTOR_SIZE
     shared_inputs: tuple[tuple[str, ...], ...] = ()
+    extras: tuple[ExtraTensor, ...] = ()
 
     @property
     def row_size(self) -> int:
         """``P``, parameters of the largest adapter, rounded up so that every row begins where vectors may."""
-        largest = AdapterShape(rank=self.max_rank, targets=self.modules).num_parameters
+        largest = AdapterShape(rank=self.max_rank, targets=self.modules, extras=self.extras).num_parameters
         return -(-largest // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     @cached_property
@@ -137,12 +181,18 @@ class BankLayout:
             groups.setdefault(leaders.get(module.name, module.name), []).append(module)
         return tuple(map(tuple, groups.values()))
 
+    @staticmethod
+    def extras_of(shapes: Iterable[AdapterShape]) -> tuple[ExtraTensor, ...]:
+        """The further tensors of adapters, each once, by name."""
+        return tuple(sorted({extra for shape in shapes for extra in shape.extras}, key=lambda extra: extra.name))
+
     def places(self, shape: AdapterShape) -> RowPlaces:
         """Offsets of an adapter of ``shape`` in its row."""
         rank_of = dict(zip(shape.targets, shape.ranks, strict=True))
         ratio_of = dict(zip(shape.targets, shape.ratios, strict=True))
         assert max(shape.ranks, default=0) <= self.max_rank
         assert rank_of.keys() <= set(self.modules)
+        assert set(shape.extras) <= set(self.extras)
         ranks = [tuple(rank_of.get(module, 0) for module in group) for group in self.groups]
         ratios = [tuple(ratio_of.get(module, 1.0) for module in group) for group in self.groups]
         a_starts, start = [], 0
@@ -160,4 +210,22 @@ class BankLayout:
             GroupPlace(ranks=of_group, ratios=scaled, a_start=a_start, b_starts=starts)
             for of_group, scaled, a_start, starts in zip(ranks, ratios, a_starts, b_starts, strict=True)
         )
-        return RowPlaces(groups=places, a_end=a_end, end=start)
+        return _with_extras(places, shape.extras, a_end=a_end, b_end=start)
+
+
+def _with_extras(
+    groups: tuple[GroupPlace, ...], extras: tuple[ExtraTensor, ...], *, a_end: int, b_end: int
+) -> RowPlaces:
+    """The further tensors behind the matrices, in the order of :class:`RowPlaces`."""
+    kinds = (
+        [extra for extra in extras if extra.is_vector and extra.has_decay],
+        [extra for extra in extras if not extra.has_decay],
+        [extra for extra in extras if not extra.is_vector],
+    )
+    placed, ends, start = [], [], b_end
+    for kind in kinds:
+        for extra in kind:
+            placed.append((extra, start))
+            start += extra.num_parameters
+        ends.append(start)
+    return RowPlaces(groups=groups, parts=RowParts(a_end, *ends), extras=tuple(placed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -14,9 +13,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import LoraOperands, TokenSchedule, grouped_lora_linear
+from alto.kernels import LoraOperands, SlotTensors, TokenSchedule, slot_bias_change
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
+from alto.lora.dora import Dora
+from alto.lora.injected import InjectedModule
 
 __all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput", "packed"]
 
@@ -79,21 +80,31 @@ class SharedInput:
     """Linear layers that read the same input: the first call computes the outputs of all.
 
     A member that is called with another tensor is also correct, but shares no work.
+
+    Args:
+        bases: The layers.
+        bank: Adapters of all slots.
+        operands: Those of the layers.
+        context: Gives the slots of the tokens.
+        biases: The own bias of every slot for each layer; None where no job trains it.
+        dora: Computes their outputs, scaled to the magnitudes of slots that have them.
     """
 
     def __init__(
         self,
-        bases: Sequence[FrozenLinear],
+        bases: Sequence[FrozenWeight],
         bank: AdapterBank,
         operands: LoraOperands,
         context: ForwardContext,
-        ops: ModuleType,
+        biases: Sequence[SlotTensors | None],
+        dora: Dora,
     ) -> None:
-        self._bases = tuple(map(FrozenWeight, bases))
+        self._bases = tuple(bases)
+        self._biases = tuple(biases)
+        self._dora = dora
         self._bank = bank
         self._operands = operands
         self._context = context
-        self._ops = ops
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
@@ -101,6 +112,10 @@ class SharedInput:
     @property
     def is_in_forward(self) -> bool:
         return self._context.schedule is not None
+
+    def trains_bias(self, member: int) -> bool:
+        """Whether a job trains the bias of layer ``member``."""
+        return self._biases[member] is not None
 
     def output(self, member: int, x: Tensor) -> Tensor:
         """Output of layer ``member`` for ``x``; every output is returned once."""
@@ -128,10 +143,21 @@ class SharedInput:
             )
         if places is not None:
             x_TK = places.collect(x_TK)
-        ys = grouped_lora_linear(x_TK, self._bank.anchor, self._bases, self._operands, schedule, self._ops)
+        ys = self._dora.outputs(x_TK, schedule)
+        ys = tuple(map(self._with_bias, range(len(ys)), ys))
         if places is not None:
             ys = tuple(map(places.spread, ys))
         return (y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys)
+
+    def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
+        """The output of layer ``member``, with every slot's own bias in the place of the frozen one."""
+        biases, schedule = self._biases[member], self._context.schedule
+        assert schedule is not None
+        if biases is None or not biases.is_in(schedule):
+            return y_TN
+        base_N = self._bases[member].bias
+        assert base_N is not None
+        return y_TN + slot_bias_change(self._bank.anchor, biases, base_N, schedule, y_TN.dtype)
 
 
 class FrozenWeight:
@@ -141,18 +167,26 @@ class FrozenWeight:
         self._base: Any = base
         self._is_transposed = isinstance(base, Conv1D)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias ``[N]``."""
+        bias: Tensor | None = self._base.bias
+        return bias
+
     def forward(self, x_TK: Tensor) -> Tensor:
-        return F.linear(x_TK, self._weight(), self._base.bias)
+        return F.linear(x_TK, self.weight, self.bias)
 
     def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
-        return dy_TN @ self._weight() if dx_TK is None else dx_TK.addmm_(dy_TN, self._weight())
+        return dy_TN @ self.weight if dx_TK is None else dx_TK.addmm_(dy_TN, self.weight)
 
-    def _weight(self) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """The weight."""
         weight: Tensor = self._base.weight
         return weight.T if self._is_transposed else weight
 
 
-class MultiLoraLinear(nn.Module):
+class MultiLoraLinear(InjectedModule):
     """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer.
 
     Args:
@@ -177,9 +211,11 @@ class MultiLoraLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen bias."""
+        """The frozen bias; one that jobs train can only be looked at under a schedule."""
         bias: Tensor | None = self.base.bias
-        return bias
+        if bias is None or not (self._shared.is_in_forward and self._shared.trains_bias(self._member)):
+            return bias
+        return AdaptedWeight.of(bias, self._name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW over the whole bank: every row with its own settings, step count and clipping norm."""
+"""The optimizers of a bank's rows: every row with its own settings, step count and clipping norm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from alto.kernels import choose_backend, upload
 from alto.lora.bank import AdapterBank
 from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, TorchOptimizer
 from alto.spec import JobConfig
-from alto.spec.job_config import OptimizerName
+from alto.spec.optimizers import OptimizerName
 
 __all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
 
@@ -34,13 +35,14 @@ class SlotUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """One adapter's AdamW state, on the CPU.
+    """The state of one adapter's optimizer, on the CPU.
 
     Attributes:
         step: Steps done.
-        tensors: State of every matrix, by ``<module>.<A or B>.<part>``. The parts of ``adamw_torch``
-            are ``exp_avg`` and ``exp_avg_sq``, of the shape that the matrix has in
-            :data:`alto.lora.bank.AdapterWeights`; those of an 8-bit AdamW are bitsandbytes' own.
+        tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every further tensor, by
+            ``<name>.<part>``. The parts of ``adamw_torch`` are ``exp_avg`` and ``exp_avg_sq``, of the shape that the
+            tensor has in :class:`alto.lora.weights.AdapterWeights`; those of others are bitsandbytes', torch's and
+            transformers' own.
     """
 
     step: int
@@ -50,7 +52,7 @@ class OptimizerState:
 class SlotAdamW:
     """Clips and updates the given rows; other rows do not change by one bit.
 
-    Rows of ``adamw_torch`` are updated together; every row of an 8-bit AdamW has an optimizer of its own.
+    Rows of ``adamw_torch`` are updated together; every row of another optimizer has one of its own.
 
     Args:
         optims: Optimizers that the slots may use. With ``adamw_torch`` among them, its two moments are allocated for
@@ -68,7 +70,7 @@ class SlotAdamW:
         self.exp_avg_ZP = bank.params_ZP.new_zeros(shape)
         self.exp_avg_sq_ZP = bank.params_ZP.new_zeros(shape)
         self.steps = [0] * bank.num_slots
-        self._eight_bit: dict[int, EightBitAdamW] = {}
+        self._own: dict[int, EightBitAdamW | TorchOptimizer] = {}
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:
@@ -88,8 +90,8 @@ class SlotAdamW:
         limits = upload([update.config.max_grad_norm or float("inf") for update in updates], norms.dtype, norms.device)
         grad_scales = (limits / (norms + 1e-6)).clamp(max=1.0)
         for update in updates:
-            assert (update.slot in self._eight_bit) == (update.config.optim != "adamw_torch")
-        together = [index for index, update in enumerate(updates) if update.slot not in self._eight_bit]
+            assert (update.slot in self._own) == (update.config.optim != "adamw_torch")
+        together = [index for index, update in enumerate(updates) if update.slot not in self._own]
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
@@ -97,8 +99,8 @@ class SlotAdamW:
             scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
-                if update.slot in self._eight_bit:
-                    self._step_eight_bit(update, grad_scales[index])
+                if update.slot in self._own:
+                    self._step_own(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
         """Start ``optim`` in ``slot``, which the bank has assigned to an adapter; clear its earlier state."""
@@ -106,16 +108,18 @@ class SlotAdamW:
         self.steps[slot] = 0
         for rows_ZP in (self.exp_avg_ZP, self.exp_avg_sq_ZP):
             rows_ZP[slot : slot + 1].zero_()
-        left = self._eight_bit.pop(slot, None)
-        if left is not None and left.is_paged:
+        left = self._own.pop(slot, None)
+        if isinstance(left, EightBitAdamW) and left.is_paged:
             self._left_paged.append(left)
-        if optim != "adamw_torch":
-            self._eight_bit[slot] = self._new_eight_bit(slot, paged=optim == "paged_adamw_8bit")
+        if optim in TORCH_OPTIMIZERS:
+            self._own[slot] = TorchOptimizer(optim, undecayed=self._undecayed(slot))
+        elif optim != "adamw_torch":
+            self._own[slot] = self._new_eight_bit(slot, paged=optim == "paged_adamw_8bit")
 
     def read(self, slot: int) -> OptimizerState:
         """A copy of ``slot``'s state."""
-        if slot in self._eight_bit:
-            return OptimizerState(step=self.steps[slot], tensors=self._eight_bit[slot].read())
+        if slot in self._own:
+            return OptimizerState(step=self.steps[slot], tensors=self._own[slot].read())
         tensors = {
             name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, part in self._moments(slot).items()
@@ -126,8 +130,8 @@ class SlotAdamW:
         """Restore ``optim`` from ``state`` in ``slot``, which the bank has assigned to an adapter of the same shape."""
         self.reset(slot, optim)
         self.steps[slot] = state.step
-        if slot in self._eight_bit:
-            self._eight_bit[slot].write(state.step, state.tensors)
+        if slot in self._own:
+            self._own[slot].write(state.step, state.tensors)
         else:
             for name, part in self._moments(slot).items():
                 part.copy_(state.tensors[name])
@@ -143,7 +147,7 @@ class SlotAdamW:
             self.exp_avg_ZP,
             self.exp_avg_sq_ZP,
             slots,
-            sizes=[(place.a_end, place.end) for place in places],
+            parts=[place.parts for place in places],
             steps=[self.steps[slot] + 1 for slot in slots],
             learning_rates=[
                 (update.learning_rate, update.learning_rate * update.config.loraplus_lr_ratio) for update in updates
@@ -156,9 +160,9 @@ class SlotAdamW:
         for slot in slots:
             self.steps[slot] += 1
 
-    def _step_eight_bit(self, update: SlotUpdate, grad_scale: Tensor) -> None:
+    def _step_own(self, update: SlotUpdate, grad_scale: Tensor) -> None:
         bank, slot = self._bank, update.slot
-        self._eight_bit[slot].step(
+        self._own[slot].step(
             _as_in_peft(bank, bank.params_ZP, slot),
             _as_in_peft(bank, bank.grads_ZP, slot),
             grad_scale=grad_scale,
@@ -179,24 +183,34 @@ class SlotAdamW:
                 if left.fits(matrices):
                     left.reset()
                     return self._left_paged.pop(index)
-        return EightBitAdamW(matrices, paged=paged)
+        return EightBitAdamW(matrices, undecayed=self._undecayed(slot), paged=paged)
+
+    def _undecayed(self, slot: int) -> list[str]:
+        """Names of the tensors of ``slot`` without weight decay."""
+        return [extra.name for extra, _ in self._bank.places(slot).extras if not extra.has_decay]
 
     def _moments(self, slot: int) -> dict[str, Tensor]:
         """Views of the state of ``adamw_torch``."""
         rows = {"exp_avg": self.exp_avg_ZP, "exp_avg_sq": self.exp_avg_sq_ZP}
-        return {
+        matrices = {
             f"{module.name}.{which}.{part}": matrix
             for part, rows_ZP in rows.items()
             for module, *pair in self._bank.matrices(rows_ZP, slot)
             for which, matrix in zip("AB", pair, strict=True)
         }
+        return matrices | {
+            f"{extra.name}.{part}": tensor
+            for part, rows_ZP in rows.items()
+            for extra, tensor in self._bank.extras(rows_ZP, slot)
+        }
 
 
 def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tensor]:
     """Views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
-    (``[N, r]``)."""
-    return {
+    (``[N, r]``), and of its further tensors by their names."""
+    matrices = {
         f"{module.name}.{which}": matrix.T
         for module, *pair in bank.matrices(rows_ZP, slot)
         for which, matrix in zip("AB", pair, strict=True)
     }
+    return matrices | {extra.name: tensor for extra, tensor in bank.extras(rows_ZP, slot)}

@@ -7,23 +7,38 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from alto.lora.bank import AdapterWeights
+from alto.lora.heads import HEAD
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
+from alto.lora.weights import AdapterWeights
 from alto.spec import JobConfig
 
-__all__ = ["adapter_scale", "as_in_peft", "lora_scale", "module_of", "read_adapter", "write_adapter"]
+__all__ = [
+    "PREFIX",
+    "adapter_scale",
+    "as_in_peft",
+    "extra_in_peft",
+    "lora_scale",
+    "module_of",
+    "read_adapter",
+    "write_adapter",
+]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 A_ENDING, B_ENDING = ".lora_A.weight", ".lora_B.weight"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the base model's modules."""
+
 _NUM_STACKED = 3
+_OF_THE_BASE = ("bias",)
+"""Parameters of an adapted module that are its base layer's, where they are trained."""
 
 
 def lora_scale(r: int, lora_alpha: float, *, use_rslora: bool) -> float:
@@ -38,7 +53,7 @@ def adapter_scale(config: JobConfig) -> float:
 
 def module_of(name: str) -> str:
     """The base model's name of the module that PEFT calls ``name`` on its own model."""
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix(PREFIX)
 
 
 def write_adapter(
@@ -48,7 +63,7 @@ def write_adapter(
 
     Args:
         folder: Made if absent; files of an earlier adapter are replaced.
-        weights: ``A`` and ``B`` by module name.
+        weights: ``A`` and ``B`` by module name, and further tensors.
         config: Configuration of the job.
         base_model: The argument of ``from_pretrained`` for the base model.
         model: Modules of the base, so that the targets can be named as PEFT reads them.
@@ -56,14 +71,17 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a_RK, b_NR) in as_in_peft(weights).items():
-        tensors[f"{_PREFIX}{name}{A_ENDING}"] = a_RK
-        tensors[f"{_PREFIX}{name}{B_ENDING}"] = b_NR
+        tensors[f"{PREFIX}{name}{A_ENDING}"] = a_RK
+        tensors[f"{PREFIX}{name}{B_ENDING}"] = b_NR
+    for name, tensor in weights.extras.items():
+        tensors[extra_in_peft(name, weights)] = tensor
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     description = _adapter_config(
         config,
         base_model,
         peft_targets(weights, model, experts=_stacked(weights)),
         is_transposed=not model.transposed.isdisjoint(weights),
+        has_head=HEAD in weights.extras,
     )
     (folder / CONFIG_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -96,10 +114,13 @@ def read_adapter(folder: Path) -> AdapterWeights:
     tensors = load_file(folder / WEIGHTS_FILE)
     description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     rank, weights = description["r"], {}
+    extras = {
+        _extra_name(module_of(key)): tensor for key, tensor in tensors.items() if not key.endswith((A_ENDING, B_ENDING))
+    }
     modules = [module_of(key.removesuffix(A_ENDING)) for key in sorted(tensors) if key.endswith(A_ENDING)]
     parameters = expert_names_of(modules, description.get("target_parameters") or ())
     for module in modules:
-        a_RK, b_NR = tensors[f"{_PREFIX}{module}{A_ENDING}"], tensors[f"{_PREFIX}{module}{B_ENDING}"]
+        a_RK, b_NR = tensors[f"{PREFIX}{module}{A_ENDING}"], tensors[f"{PREFIX}{module}{B_ENDING}"]
         if module in parameters:
             a_EKR = a_RK.view(-1, rank, a_RK.shape[1]).transpose(1, 2)
             weights[parameters[module]] = (
@@ -108,20 +129,39 @@ def read_adapter(folder: Path) -> AdapterWeights:
             )
         else:
             weights[module] = (a_RK.T.contiguous(), b_NR.T.contiguous())
-    return weights
+    return AdapterWeights(weights, extras)
 
 
-def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets, *, is_transposed: bool) -> dict[str, Any]:
-    described = {
+def extra_in_peft(name: str, adapted: Collection[str]) -> str:
+    """PEFT's full name of a further tensor: a parameter of an adapted module is below PEFT's own layer.
+
+    Args:
+        name: As in :class:`alto.lora.layout.ExtraTensor`.
+        adapted: Names of the modules with matrices.
+    """
+    module, _, leaf = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{leaf}" if module in adapted and leaf in _OF_THE_BASE else f"{PREFIX}{name}"
+
+
+def _extra_name(peft_name: str) -> str:
+    """The inverse of :func:`extra_in_peft`."""
+    return peft_name.replace(".base_layer.", ".")
+
+
+def _adapter_config(
+    config: JobConfig, base_model: str, targets: PeftTargets, *, is_transposed: bool, has_head: bool
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": config.r,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "target_modules": targets.modules,
-        "bias": "none",
+        "bias": config.bias,
         "fan_in_fan_out": is_transposed,
         "init_lora_weights": True if config.init_lora_weights == "default" else config.init_lora_weights,
         "inference_mode": True,
@@ -129,6 +169,8 @@ def _adapter_config(config: JobConfig, base_model: str, targets: PeftTargets, *,
     for key in ("rank_pattern", "alpha_pattern"):
         if pattern := getattr(config, key):
             described[key] = dict(pattern)
+    if has_head:
+        described["modules_to_save"] = [HEAD.removesuffix(".weight")]
     if targets.parameters:
         # PEFT refuses dropout beside target_parameters; it affects only training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}

@@ -18,12 +18,13 @@ from torch.nn import functional as F
 from alto.kernels import LoraOperands, grouped_lora_linear
 from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
+from alto.lora.injected import InjectedModule
 from alto.lora.linear import ForwardContext
 
 __all__ = ["MultiLoraRouter"]
 
 
-class MultiLoraRouter(nn.Module):
+class MultiLoraRouter(InjectedModule):
     """A frozen router with one adapter per slot. Outside of a schedule it is only the base's router.
 
     Args:
@@ -71,7 +72,7 @@ class MultiLoraRouter(nn.Module):
         parameters = self.base._parameters
         weight = parameters["weight"]
         assert weight is not None
-        parameters["weight"] = AdaptedWeight.of(weight, self._name, self._product)  # type: ignore[assignment]
+        parameters["weight"] = AdaptedWeight.of(weight, self._name, self._product)
         try:
             yield
         finally:

@@ -11,8 +11,19 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
-from alto.lora.bank import AdapterWeights
-from alto.lora.peft_format import A_ENDING, B_ENDING, CONFIG_FILE, WEIGHTS_FILE, lora_scale, read_adapter
+from alto.lora.biases import is_bias
+from alto.lora.heads import HEAD
+from alto.lora.magnitudes import is_magnitude, module_of_magnitude
+from alto.lora.peft_format import (
+    A_ENDING,
+    B_ENDING,
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    lora_scale,
+    read_adapter,
+)
+from alto.lora.weights import AdapterWeights
 from alto.spec.module_names import of_module, per_module
 from alto.spec.outside import read_json
 
@@ -21,16 +32,18 @@ __all__ = ["SavedAdapter", "adapter_base_model", "is_adapter", "read_saved_adapt
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
+    *("bias", "use_dora"),  # what they train are tensors of the file
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying", "rank_pattern", "alpha_pattern"),
     "fan_in_fan_out",  # how PEFT adds the product to the weight; the matrices are the same
     "target_parameters",  # compared with the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys that do not change the effect of a module's two matrices: supported here, or settings of the start of
-training."""
+"""Keys that do not change the effect of an adapter's tensors: supported here, or settings of the start of training."""
+
+_HEAD_NAMES = {"score", "classifier"}
+"""Names that PEFT gives to ``modules_to_save`` where a classification head is trained."""
 
 _HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none",),
     "revision": ("main",),
     # The others start from a changed base model, which the folder does not hold.
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
@@ -47,7 +60,8 @@ class SavedAdapter:
         scales: By module ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, of the module's own two
             numbers (``rank_pattern`` and ``alpha_pattern``).
         rank: The largest of its modules.
-        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads them).
+        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads
+            them), and its magnitudes and biases.
         target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
     """
 
@@ -62,6 +76,11 @@ class SavedAdapter:
     def has_patterns(self) -> bool:
         """Whether its modules differ in rank or scale, which vLLM does not read."""
         return len({(self.scales[name], a_KR.shape[-1]) for name, (a_KR, _) in self.weights.items()}) > 1
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it has a classification head, which a causal LM has not."""
+        return HEAD in self.weights.extras
 
     @property
     def config_file(self) -> Path:
@@ -86,8 +105,13 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     config = _read_config(folder / CONFIG_FILE)
     _check_config(config, folder / CONFIG_FILE)
     _check_tensors(folder / WEIGHTS_FILE)
-    weights = {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read_adapter(folder).items()}
+    read = read_adapter(folder)
+    weights = AdapterWeights(
+        {name: (a_KR.float(), b_RN.float()) for name, (a_KR, b_RN) in read.items()},
+        {name: tensor.float() for name, tensor in read.extras.items()},
+    )
     _check_parameters(config, weights, folder / CONFIG_FILE)
+    _check_magnitudes(weights, folder, use_dora=bool(config.get("use_dora")))
     ranks, alphas = (_numbers(config, key, folder / CONFIG_FILE) for key in ("rank_pattern", "alpha_pattern"))
     scales = {}
     for name, (a_KR, _) in weights.items():
@@ -138,6 +162,8 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
         )
     for key, value in config.items():
+        if key == "modules_to_save" and config.get("task_type") == "SEQ_CLS" and set(value or ()) <= _HEAD_NAMES:
+            continue
         if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
             raise UnsupportedError(
                 f"{path}: expected plain LoRA, found {key}: {value!r:.60}, which this version cannot "
@@ -165,6 +191,18 @@ def _numbers(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[str,
     return list(pattern.items())
 
 
+def _check_magnitudes(weights: AdapterWeights, folder: Path, *, use_dora: bool) -> None:
+    found = {module_of_magnitude(name) for name in weights.extras if is_magnitude(name)}
+    wanted = set(weights) if use_dora else set()
+    if found != wanted:
+        first = min(found ^ wanted)
+        raise RunError(
+            f"{folder}: expected a magnitude vector of every module with use_dora: true in its {CONFIG_FILE}, and none "
+            f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} of {first}; "
+            "fetch the adapter again"
+        )
+
+
 def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: Path) -> None:
     """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
     :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
@@ -178,7 +216,8 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
 
 
 def _check_tensors(path: Path) -> None:
-    """Every tensor is one half of a module's pair; read from the file's header."""
+    """Every tensor is one half of a module's pair, its magnitude, a bias of the base, or a classification head; read
+    from the file's header."""
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
@@ -186,16 +225,20 @@ def _check_tensors(path: Path) -> None:
         raise RunError(
             f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
         ) from error
+    keys.discard(f"{PREFIX}{HEAD}")
     halves = {A_ENDING: B_ENDING, B_ENDING: A_ENDING}
     for key in sorted(keys):
+        if is_magnitude(key) or (is_bias(key) and ".lora_" not in key):
+            continue
         half = next((end for end in halves if key.endswith(end)), None)
         if half is None:
             raise UnsupportedError(
-                f"{path}: expected the matrices lora_A and lora_B of linear layers and nothing else, found {key}; "
+                f"{path}: expected the matrices lora_A and lora_B of linear layers, their magnitudes, biases, and "
+                f"nothing else, found {key}; "
                 "evaluate it with PEFT itself, or merge it into its base model"
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
             raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
-    if not keys:
+    if not any(key.endswith(A_ENDING) for key in keys):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")

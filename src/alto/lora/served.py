@@ -9,12 +9,15 @@ from contextlib import AbstractContextManager, contextmanager
 from transformers import PreTrainedModel
 
 from alto.kernels import TokenSchedule
-from alto.lora.bank import AdapterBank, AdapterWeights
+from alto.lora.bank import AdapterBank
+from alto.lora.heads import HEAD
+from alto.lora.initial import initial_values
 from alto.lora.injection import eject, inject
-from alto.lora.layout import AdapterShape, BankLayout
+from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor
 from alto.lora.linear import ForwardContext, RowPlaces, packed
 from alto.lora.shared_inputs import find_shared_inputs
 from alto.lora.targets import adaptable
+from alto.lora.weights import AdapterWeights
 
 __all__ = ["ServedAdapters", "serving"]
 
@@ -60,8 +63,15 @@ def serving(
         ),
         max_rank=max((_rank(adapter[0]) for adapter in adapters if adapter is not None), default=0),
         shared_inputs=find_shared_inputs(model, forward),
+        extras=tuple({extra: None for adapter in adapters if adapter for extra in _extras(adapter[0])}),
     )
-    bank = AdapterBank(layout, len(adapters), device=model.device, has_grads=False)
+    bank = AdapterBank(
+        layout,
+        len(adapters),
+        device=model.device,
+        has_grads=False,
+        initial=initial_values(model, layout.extras),
+    )
     for slot, adapter in enumerate(adapters):
         if adapter is not None:
             weights, scales = adapter
@@ -71,6 +81,7 @@ def serving(
                 targets=targets,
                 own_ranks=tuple(weights[module.name][0].shape[-1] for module in targets),
                 scale_ratios=tuple(scales[module.name] / _scale(scales) for module in targets),
+                extras=_extras(weights),
             )
             bank.occupy(slot, shape)
             bank.write(slot, weights)
@@ -84,6 +95,13 @@ def serving(
 
 def _rank(weights: AdapterWeights) -> int:
     return max(a_KR.shape[-1] for a_KR, _ in weights.values())
+
+
+def _extras(weights: AdapterWeights) -> tuple[ExtraTensor, ...]:
+    """The further tensors that the layers of a model read: not a classification head, which is behind them."""
+    return tuple(
+        ExtraTensor(name=name, shape=tuple(tensor.shape)) for name, tensor in weights.extras.items() if name != HEAD
+    )
 
 
 def _scale(scales: Mapping[str, float]) -> float:

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedModel
 
 from alto.errors import TargetModuleError
+from alto.lora.biases import trained_biases
+from alto.lora.heads import head_tensor
 from alto.lora.layout import AdapterShape, TargetModule
+from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
 from alto.lora.targets import find_targets, linear_modules
+from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.job_config import SHAPE_FIELDS
 from alto.spec.module_names import module_matches, of_module
@@ -17,8 +21,9 @@ from alto.spec.module_names import module_matches, of_module
 __all__ = ["adapter_shape", "rank_notes"]
 
 
-def adapter_shape(model: PreTrainedModel, config: JobConfig) -> AdapterShape:
-    """The shape of the adapter that a job trains.
+def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
+    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases that it trains, and
+    with ``labels`` a classification head for them.
 
     A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
     ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
@@ -26,6 +31,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig) -> AdapterShape:
 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
+        UnsupportedError: See :func:`alto.lora.biases.trained_biases` and :func:`alto.lora.magnitudes.magnitudes`.
     """
     targets = find_targets(
         model,
@@ -49,6 +55,11 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig) -> AdapterShape:
         targets=targets,
         own_ranks=ranks if len(set(ranks)) > 1 else (),
         scale_ratios=ratios if any(ratio != 1.0 for ratio in ratios) else (),
+        extras=(
+            *(magnitudes(model, targets) if config.use_dora else ()),
+            *trained_biases(model, config, targets),
+            *(() if labels is None else (head_tensor(model, labels),)),
+        ),
     )
 
 

@@ -11,16 +11,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
-from alto.lora.experts import MultiLoraExperts, expert_parameters, is_adaptable
+from alto.lora.experts import expert_parameters, is_adaptable
+from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
-from alto.lora.linear import FrozenLinear, MultiLoraLinear
-from alto.lora.routers import MultiLoraRouter
+from alto.lora.linear import FrozenLinear
 from alto.spec.job_config import ALL_LINEAR
 
 __all__ = [
     "adaptable",
+    "base_modules",
     "expert_bases",
     "find_targets",
+    "is_reached_by_text",
     "linear_bases",
     "linear_modules",
     "module_names",
@@ -75,16 +77,21 @@ def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     head = model.get_output_embeddings()
     return {
         name: module
-        for name, module in _modules(model).items()
+        for name, module in base_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not head
         and not _is_left_out(model, name)
-        and name.startswith(_language_part(model))
+        and is_reached_by_text(model, name)
     }
 
 
 def _is_left_out(model: PreTrainedModel, name: str) -> bool:
     return f".{name}".endswith(tuple(f".{ending}" for ending in _LEFT_OUT.get(model.config.model_type, ())))
+
+
+def is_reached_by_text(model: PreTrainedModel, name: str) -> bool:
+    """Whether the module ``name`` computes rows of text: not in the towers of a vision-language model."""
+    return name.startswith(_language_part(model))
 
 
 def _language_part(model: PreTrainedModel) -> str:
@@ -100,7 +107,7 @@ def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules of ``model`` with stacked experts that may have adapters, as they are without injection."""
     return {
         name: module
-        for name, module in _modules(model).items()
+        for name, module in base_modules(model).items()
         if is_adaptable(module) and not _is_left_out(model, name)
     }
 
@@ -110,7 +117,7 @@ def router_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
     blocks = {name.rpartition(".")[0] for name in expert_bases(model)}
     return {
         name: module
-        for name, module in _modules(model).items()
+        for name, module in base_modules(model).items()
         if name.rpartition(".")[0] in blocks and _is_router(module)
     }
 
@@ -144,7 +151,7 @@ def _sizes(module: FrozenLinear) -> tuple[int, int]:
 
 def module_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Full names of all modules below the model, linear or not; the same whether or not adapters have been injected."""
-    return tuple(_modules(model))
+    return tuple(base_modules(model))
 
 
 def find_targets(
@@ -272,7 +279,7 @@ def _meant(
     matches: Callable[[str, str], bool],
     excluded: Set[str],
 ) -> set[str]:
-    modules = _modules(model)
+    modules = base_modules(model)
     found = {name for name in modules if matches(text, name)}
     if not found & set(linear):
         leaves = sorted({name.rsplit(".", 1)[-1] for name in linear})
@@ -301,11 +308,10 @@ def _is_name_or_ending(text: str, name: str) -> bool:
     return name == text or name.endswith("." + text)
 
 
-def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+def base_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """All modules below the model by name, as they are without injection."""
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if name:
-            is_wrapped = isinstance(module, MultiLoraLinear | MultiLoraExperts | MultiLoraRouter)
-            names.setdefault(module.base if is_wrapped else module, name)
+            names.setdefault(module.base if isinstance(module, InjectedModule) else module, name)
     return {name: module for module, name in names.items()}

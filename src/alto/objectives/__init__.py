@@ -1,7 +1,8 @@
 """Objectives: from the losses of tokens to one loss per job."""
 
-from alto.objectives.base import Objective, ObjectiveImplementation, Terms
+from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation, Terms
 from alto.objectives.micro_batch import (
+    Heads,
     Learners,
     job_losses,
     micro_batch_terms,
@@ -15,6 +16,8 @@ from alto.objectives.registry import find_objective
 from alto.objectives.sums import run_sums
 
 __all__ = [
+    "DerivedMetrics",
+    "Heads",
     "Learners",
     "Objective",
     "ObjectiveImplementation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch import Tensor
 from alto.backbone import is_out_of_memory
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError, UnsupportedError
+from alto.records import LabelSet
 from alto.spec import JobConfig
 from alto.spec.method import Method
 from alto.spec.objectives import OBJECTIVES
 from alto.spec.packages import naming_errors
 
-__all__ = ["Objective", "ObjectiveImplementation", "Terms"]
+__all__ = ["DerivedMetrics", "Objective", "ObjectiveImplementation", "Terms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,18 @@ class Terms:
         metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
         rows: Name to one number for each row of the batch, in order: the parts of which a metric, or the ``loss``, is
             the sum. With it, jobs can be compared row by row, and a lead can be distinguished from noise.
+        statistics: ``[J, n]`` float64, which add up over micro-batches: of them :class:`DerivedMetrics` are made. None
+            where there are none, and in training.
     """
 
     sums_J: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Tensor | None = None
+
+    def with_statistics(self, statistics: Tensor) -> Terms:
+        """The same with ``statistics``."""
+        return replace(self, statistics=statistics)
 
 
 @runtime_checkable
@@ -64,9 +72,30 @@ class ObjectiveImplementation(Protocol):
         """Loss and metrics of every job in ``batch``, not yet divided by ``batch.job_weights``.
 
         Args:
-            losses_S: Cross-entropy of every trained token under the job's adapter, nats, float32.
+            losses_S: Cross-entropy of every trained token under the job's adapter, nats, float32; where the entry names
+                ``problem_types``, instead the logits ``[Q, K]`` of the job's head for every row.
             batch: Which tokens belong to which row and job.
             settings: One per job of the batch, of the class that the entry names.
+        """
+        ...
+
+
+@runtime_checkable
+class DerivedMetrics(Protocol):
+    """What an objective has beside :class:`ObjectiveImplementation` where its entry names ``derived`` metrics: those
+    that are no means over rows, such as a correlation."""
+
+    def num_statistics(self, labels: LabelSet) -> int:
+        """``n``, how many sums over rows it needs (:attr:`Terms.statistics`)."""
+        ...
+
+    def derived_metrics(self, statistics: Sequence[float], num_rows: int, labels: LabelSet) -> Mapping[str, float]:
+        """The derived metrics of a split by name.
+
+        Args:
+            statistics: The sums over all its rows.
+            num_rows: Number of its rows.
+            labels: The labels of its rows.
         """
         ...
 
@@ -90,8 +119,26 @@ class Objective:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of its metrics: the keys of :attr:`Terms.metrics`."""
+        """Names of its metrics."""
         return self.method.entry.metrics
+
+    @property
+    def mean_metrics(self) -> tuple[str, ...]:
+        """Those of them that are means over rows: the keys of :attr:`Terms.metrics`."""
+        return tuple(name for name in self.metrics if name not in self.method.entry.derived)
+
+    @property
+    def derived(self) -> DerivedMetrics | None:
+        """Makes the others of sums; None where there are none."""
+        if not self.method.entry.derived:
+            return None
+        assert isinstance(self.implementation, DerivedMetrics), "checked when it was found"
+        return self.implementation
+
+    @property
+    def has_head(self) -> bool:
+        """Whether every job trains a classification head of its own, whose logits the loss is of."""
+        return bool(self.method.entry.problem_types)
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -128,6 +175,11 @@ class Objective:
                 f"method {self.method.name}: expected rows that are conversations, found preference pairs; write "
                 "method: dpo"
             )
+        if self.has_head and dataset.classes is None:
+            raise DataError(
+                f"method {self.method.name}: expected texts with labels (columns text and label), found rows without "
+                "labels; write method: sft"
+            )
         with self._naming_errors("check"):
             self.implementation.check(dataset, [config.objective for config in configs])
 
@@ -135,7 +187,7 @@ class Objective:
         """Loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
 
         Args:
-            losses_S: Cross-entropy of every trained token, nats, float32.
+            losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
             batch: Rows and jobs of the tokens.
             configs: One per job.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
 
 __all__ = [
+    "Heads",
     "Learners",
     "job_losses",
     "micro_batch_terms",
@@ -28,12 +30,32 @@ __all__ = [
 ]
 
 
+class Heads(Protocol):
+    """The classification heads of all slots."""
+
+    def logits(self, hidden_QH: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Logits ``[Q, K]`` of the rows of jobs with equally many labels; gradients of the heads are left in the
+        bank.
+
+        Args:
+            hidden_QH: Hidden state of every row.
+            slots: Slot of every job.
+            counts: Rows of every job, in order.
+        """
+        ...
+
+
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
     """Cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
+    return backbone.token_losses(_read_states(backbone, batch), batch.loss_targets_S)
+
+
+def _read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
+    """The hidden states that predict a trained token, or that a classification head reads, ``[S, H]``."""
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
     )
-    return backbone.token_losses(hidden_TH.index_select(0, batch.loss_positions_S), batch.loss_targets_S)
+    return hidden_TH.index_select(0, batch.loss_positions_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +65,12 @@ class Learners:
     Attributes:
         objective: Their objective.
         configs: One per job.
+        heads: Their classification heads, where the objective has some.
     """
 
     objective: Objective
     configs: tuple[JobConfig, ...]
+    heads: Heads | None = None
 
 
 def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> list[Terms]:
@@ -65,18 +89,26 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
             than it names; or, in training, sums without a gradient.
         UnsupportedError: See :meth:`Objective.terms`.
     """
-    losses_S = token_losses(backbone, batch)
+    states_SH = _read_states(backbone, batch)
     if not batch.slots:
+        losses_S = backbone.token_losses(states_SH, batch.loss_targets_S)
         return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]
-    if len(learners) == 1:
-        return [terms_of(learners[0].objective, losses_S, batch, learners[0].configs)]
+    has_head = any(group.objective.has_head for group in learners)
+    token_losses_S = None if has_head else backbone.token_losses(states_SH, batch.loss_targets_S)
     found, first, first_target = [], 0, 0
     for group in learners:
         last = first + len(group.configs)
-        part = batch.part(first, last)
+        part = batch if len(learners) == 1 else batch.part(first, last)
         num_targets = sum(part.job_targets)
-        part_losses_S = losses_S[first_target : first_target + num_targets]
-        found.append(terms_of(group.objective, part_losses_S, part, group.configs))
+        targets = slice(first_target, first_target + num_targets)
+        if token_losses_S is not None:
+            outputs = token_losses_S[targets]
+        elif group.objective.has_head:
+            assert group.heads is not None, "the objective has heads"
+            outputs = group.heads.logits(states_SH[targets], part.slots, part.job_rows)
+        else:
+            outputs = backbone.token_losses(states_SH[targets], part.loss_targets_S)
+        found.append(terms_of(group.objective, outputs, part, group.configs))
         first, first_target = last, first_target + num_targets
     return found
 
@@ -86,7 +118,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 
     Args:
         objective: Objective of the jobs.
-        losses_S: Cross-entropy of every trained token, nats, float32.
+        losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
         batch: The micro-batch, not a dummy.
         configs: One per job.
     """
@@ -96,7 +128,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
             f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
             "leave out what cuts it, such as detach, item or no_grad"
         )
-    wanted = dict.fromkeys(("loss", *objective.metrics), (len(batch.slots),))
+    wanted = dict.fromkeys(("loss", *objective.mean_metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
     if found != wanted:
         raise ShapeError(
@@ -105,7 +137,7 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
         )
     num_rows = (sum(batch.job_rows),)
     for name, values in terms.rows.items():
-        if name not in ("loss", *objective.metrics) or tuple(values.shape) != num_rows:
+        if name not in wanted or tuple(values.shape) != num_rows:
             raise ShapeError(
                 f"{objective.name}.terms: expected rows of the loss and its metrics with a number for each of "
                 f"{num_rows[0]} rows, found {name!r} with {tuple(values.shape)}; correct its rows"

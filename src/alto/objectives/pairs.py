@@ -16,9 +16,9 @@ from alto.data import TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.sums import run_sums, to_device
 
-__all__ = ["Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
+__all__ = ["LANES", "Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
 
-_LANES = 16
+LANES = 16
 """Width of the float64 vectors in PyTorch's CPU kernels. Remaining elements are computed in another way, which rounds a
 sigmoid differently."""
 
@@ -141,4 +141,4 @@ def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
 
 def filled(values_Q2: Tensor) -> Tensor:
     """``values_Q2``, followed by ones up to a whole number of vectors."""
-    return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % _LANES), value=1.0)
+    return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % LANES), value=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from alto.errors import UnsupportedError
-from alto.objectives.base import Objective, ObjectiveImplementation
+from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation
 from alto.spec.method import find_method
 from alto.spec.objectives import OBJECTIVES
 from alto.spec.packages import described
@@ -37,5 +37,10 @@ def find_objective(name: str) -> Objective:
         raise UnsupportedError(
             f"method: expected {path}, the implementation of {name!r}, to have check and terms, found it without "
             f"{', '.join(missing)}; give it what docs/objectives.md lists"
+        )
+    if method.entry.derived and not isinstance(implementation, DerivedMetrics):
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, to have num_statistics and derived_metrics for "
+            f"{', '.join(method.entry.derived)}, found it without; give it what docs/objectives.md lists"
         )
     return Objective(method=method, implementation=implementation)

@@ -6,6 +6,7 @@ Shapes: ``S`` trained tokens, ``R`` runs of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,11 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
 
 
-def to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of ``numbers``, copied to ``device`` without synchronisation.
 
     Args:
-        numbers: The numbers.
+        numbers: The numbers, or rows of numbers.
         device: Device of the tensor.
         dtype: Type of the tensor.
     """

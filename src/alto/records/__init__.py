@@ -3,7 +3,15 @@
 A record states what happened or what was decided; it has no behaviour beyond derived values.
 """
 
-from alto.records.data import DataPreview, ModelLimits, PreviewExample, Segments
+from alto.records.data import (
+    DataPreview,
+    LabelSet,
+    ModelLimits,
+    PreviewExample,
+    ProblemType,
+    RowLabel,
+    Segments,
+)
 from alto.records.evaluation import (
     AdapterEvaluation,
     Evaluation,
@@ -53,6 +61,7 @@ __all__ = [
     "Gpu",
     "JobResult",
     "Judgement",
+    "LabelSet",
     "LossPoint",
     "MemoryPoint",
     "MemoryProfile",
@@ -63,6 +72,8 @@ __all__ = [
     "Placement",
     "Prediction",
     "PreviewExample",
+    "ProblemType",
+    "RowLabel",
     "Rung",
     "RungResult",
     "Schedule",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from alto.spec.quoting import quoted
 
-__all__ = ["RowFormName", "check_columns"]
+__all__ = ["RowFormName", "check_columns", "label_names"]
 
 RowFormName = Literal[
     "auto",
@@ -20,10 +20,11 @@ RowFormName = Literal[
     "preference",
     "openai_preference",
     "unpaired_preference",
+    "text_classification",
 ]
 
 _COLUMN_ROLES = (
-    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text"),
+    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text", "text_pair"),
     *("chosen", "rejected", "preferred_output", "non_preferred_output", "label"),
     *("tools", "functions", "chat_template_kwargs"),
 )
@@ -52,3 +53,22 @@ def check_columns(columns: object) -> dict[str, str]:
     if len(set(columns.values())) < len(columns):
         raise ValueError(f"should give every role a column of its own, found {quoted(dict(columns))}. Remove one.")
     return dict(columns)
+
+
+def label_names(value: object) -> tuple[str, ...]:
+    """``id2label`` of a task, checked: a list of names, or a mapping from the indices 0 to K - 1 to them.
+
+    Raises:
+        ValueError: It is neither, or two names are the same.
+    """
+    given: list[object] = list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, Mapping):
+        indices = {str(key): name for key, name in value.items()}
+        given = [indices.get(str(index)) for index in range(len(value))]
+    names = [name for name in given if isinstance(name, str) and name]
+    if not names or len(set(names)) < len(given):
+        raise ValueError(
+            f"should be the different names of labels 0 to K - 1, found {quoted(value)}. Write for example "
+            "{0: negative, 1: positive}, names that look like numbers or truth values in quotes."
+        )
+    return tuple(names)

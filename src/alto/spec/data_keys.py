@@ -10,19 +10,23 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
+from alto.records import ProblemType
 from alto.spec.chat_template import chat_template_text
-from alto.spec.data_forms import RowFormName, check_columns
+from alto.spec.data_forms import RowFormName, check_columns, label_names
 from alto.spec.mixture import MixtureSource
 from alto.spec.quoting import quoted
 from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 
-__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TrainOn", "default_name"]
+__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TokenCacheName", "TrainOn", "default_name"]
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
 """What is done about rows that cannot be used."""
 
 TrainOn: TypeAlias = Literal["completion", "all", "last"]
 """Which tokens of a row are trained."""
+
+TokenCacheName: TypeAlias = Literal["auto", "memory", "disk"]
+"""Where the tokens of the rows are kept."""
 
 _MAX_TEMPLATE_CHARS = 2**18
 
@@ -60,9 +64,18 @@ class DataKeys(SpecModel):
             last of them; ``all``, the whole text. Of pairs, only replies are.
         chat_template: A Jinja text, or a file of it, in place of the tokenizer's own chat template; it is written
             beside the best adapter as ``chat_template.jinja``.
+        problem_type: What a classification head learns, as transformers names it; None finds it in the labels:
+            ``regression`` with method ``regression``, several labels a row where they are lists, else one.
+        num_labels: Number of labels; None counts those of the rows.
+        id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices;
+            None takes the sorted names of the rows' labels, and ``LABEL_0`` and so on for numbers.
         on_bad_row: What is done about rows that cannot be used: ``error`` lists the first twenty and counts every kind
             of fault; ``skip`` leaves them out, and their number is noted before training. Rows that are all bad are an
             error in any case.
+        token_cache: Where the tokens of the rows are: in ``memory``; on ``disk``, in files that later runs and other
+            processes use again, of which a bounded part is in memory; ``auto`` is ``disk`` where the texts of the task
+            have 256 MiB or more and no labels for a classification head, which are kept in memory. Tokens, splits and
+            order of rows are the same.
     """
 
     name: str = Field(description="of the task and its run")
@@ -86,7 +99,11 @@ class DataKeys(SpecModel):
     chat_template: str | None = Field(
         default=None, min_length=1, max_length=_MAX_TEMPLATE_CHARS, description="in place of the tokenizer's own"
     )
+    problem_type: ProblemType | None = Field(default=None, description="what a classification head learns")
+    num_labels: int | None = Field(default=None, ge=1, le=2**16, description="number of labels")
+    id2label: tuple[str, ...] | None = Field(default=None, description="names of the labels by index")
     on_bad_row: OnBadRow = Field(default="error", description="what is done about rows that cannot be used")
+    token_cache: TokenCacheName = Field(default="auto", description="where the tokens of the rows are kept")
 
     @field_validator("name")
     @classmethod
@@ -132,6 +149,11 @@ class DataKeys(SpecModel):
             check_path(value)
         return value
 
+    @field_validator("id2label", mode="before")
+    @classmethod
+    def _list_names(cls, value: object) -> object:
+        return None if value is None else label_names(value)
+
     @field_validator("columns", mode="before")
     @classmethod
     def _check_columns(cls, columns: object) -> object:
@@ -150,6 +172,8 @@ class DataKeys(SpecModel):
     def of_source(self, source: MixtureSource) -> DataKeys:
         """The keys for the rows of one source: its own, and else those of the task."""
         own = source.model_dump(exclude={"path", "name", "weight"})
+        if own["dataset_format"] is None:
+            del own["dataset_format"]
         kept = {key: getattr(self, key) for key in DataKeys.model_fields if key not in (*own, "test_dataset")}
         return DataKeys(**(kept | own | {"dataset": source.path}))
 

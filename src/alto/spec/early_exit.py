@@ -37,7 +37,7 @@ of 3 to 10 % lose nothing by it (``benchmarks/policies.py``)."""
 
 _MOST_KEPT = 10**6
 
-PresetName: TypeAlias = Literal["default", "cautious", "greedy"]
+PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ PRESETS: Mapping[PresetName, Preset] = {
     "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.2: 2}, finish=0.5),
     "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
     "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
+    "preferences": _preset(1 / 2, 1 / 2, {0.01: 16, 0.025: 12, 0.05: 8, 0.1: 6, 0.2: 4, 0.3: 2}, finish=0.4),
 }
 """The rungs of ``policy: alto`` by the name of their preset; found by replay on recorded sweeps."""
 
@@ -93,8 +94,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
             defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``.
         select: Rank the jobs at every rung and end those that are not kept.
-        preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only); None is ``default`` where no rungs are
-            given. ``cautious`` keeps more jobs for longer, ``greedy`` fewer.
+        preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only). Where no rungs are given, None is
+            ``preferences`` in a task whose method learns which replies are better (``dpo``, ``kto`` and the like), and
+            ``default`` in every other. ``cautious`` keeps more jobs for longer than ``default``, ``greedy`` fewer.
         warmup_ratio: Share of its steps every job trains before it is ranked. Given alone or with ``select_ratio``
             it makes one rung; the default is the paper's 0.05 if only ``select_ratio`` is given.
         select_ratio: Share of the ranked jobs that continue; the default is the paper's 0.25 if only ``warmup_ratio``
@@ -266,6 +268,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if old.get("policy", "alto") == "alto" and not has_rungs:
             old["rungs"] = RUNGS_OF_0_1
         return cls(**old)
+
+    def with_preset(self, name: PresetName) -> EarlyExit:
+        """The same settings with a preset, where they have neither a preset nor rungs of their own."""
+        return self if self.has_own_rungs or self.preset is not None else self.replace(preset=name)
 
     @property
     def compares_equal_shares(self) -> bool:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from alto.errors import UnsupportedError
+from alto.spec.initial_weights import InitLoraWeights, supported_init
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.lr_schedules import (
     LrSchedulerType,
@@ -39,6 +40,7 @@ from alto.spec.module_names import (
     targeted_modules,
 )
 from alto.spec.objectives import ObjectiveSettings
+from alto.spec.optimizers import OptimizerName, check_optimizer_args, optimizer_args, supported_optimizer
 from alto.spec.quoting import quoted
 from alto.spec.target_parameters import check_targets, parameter_names
 from alto.spec.validation import SpecModel, is_finite_number
@@ -48,47 +50,27 @@ __all__ = [
     "JOB_FIELDS",
     "MAPPING_FIELDS",
     "SHAPE_FIELDS",
-    "InitLoraWeights",
+    "BiasMode",
     "JobConfig",
     "LrSchedulerType",
-    "OptimizerName",
 ]
 
-InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
-"""How the adapter starts; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal``
-both are random, and their product is zero."""
+BiasMode: TypeAlias = Literal["none", "all", "lora_only"]
+"""Which biases of the base model are trained: none, all, or those of the modules with adapters."""
 
-OptimizerName: TypeAlias = Literal["adamw_torch", "adamw_8bit", "paged_adamw_8bit"]
-"""AdamW with its state in 32 bits, or in 8 bits as bitsandbytes keeps it, or that in memory that can be paged out."""
-
-MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "rank_pattern")
+MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "optim_args", "rank_pattern")
 """Fields of a job that are mappings themselves; they hold their pairs as tuples, in the order of writing."""
 
 SHAPE_FIELDS = (
-    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"),
+    *("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("bias", "use_dora"),
 )
-"""Fields of a job that decide its adapter's modules, and their ranks and scales."""
+"""Fields of a job that decide its adapter's modules, their ranks and scales, and its further tensors."""
 
 _MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
-_CHANGES_THE_BASE = (
-    "it takes the adapter's first product out of the base model's weights, which all jobs share and nobody may change"
-)
-_NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
-_OTHER_INITS = {
-    "corda": _CHANGES_THE_BASE,
-    "loftq": _CHANGES_THE_BASE,
-    "mica": "it is a variant of LoRA, in which B is not trained",
-    "olora": _CHANGES_THE_BASE,
-    "pissa": _CHANGES_THE_BASE,
-    "eva": _NEEDS_DATA,
-    "lora_ga": _NEEDS_DATA,
-}
-"""PEFT's other ways to start, by the beginning of their names, and why they are refused."""
-
-_OTHER_SPELLINGS_OF_OPTIM = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
 
 
@@ -104,6 +86,7 @@ def _alphas_by_module(value: object) -> object:
 
 _RankPattern = Annotated[tuple[tuple[str, int], ...], BeforeValidator(_ranks_by_module), PlainSerializer(dict)]
 _AlphaPattern = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_alphas_by_module), PlainSerializer(dict)]
+_OptimizerArgs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(optimizer_args), PlainSerializer(dict)]
 _SchedulerKwargs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(scheduler_kwargs), PlainSerializer(dict)]
 
 
@@ -116,16 +99,17 @@ class JobConfig(SpecModel):
 
     ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
     ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``, a
-    sorted tuple of names, or a regular expression; ``exclude_modules`` likewise. ``rank_pattern``, ``alpha_pattern``
-    and ``lr_scheduler_kwargs`` may be given as mappings; the finished object holds their pairs, :meth:`to_dict` the
-    mappings. ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``;
+    sorted tuple of names, or a regular expression; ``exclude_modules`` likewise. ``rank_pattern``, ``alpha_pattern``,
+    ``lr_scheduler_kwargs`` and ``optim_args`` may be given as mappings; the finished object holds their pairs,
+    :meth:`to_dict` the mappings; ``optim_args`` also as transformers' text, ``"momentum=0.9,nesterov=true"``.
+    ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``;
     ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1; ``max_grad_norm`` 0 as None: no
     clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
     settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
 
     Raises:
         SpecError: A value is out of its domain, or two of them contradict each other.
-        UnsupportedError: One of PEFT's other ways to start an adapter.
+        UnsupportedError: One of PEFT's other ways to start an adapter, or of transformers' other optimizers.
         UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
     """
 
@@ -139,6 +123,7 @@ class JobConfig(SpecModel):
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
+    use_dora: bool = Field(default=False, description="train the length of every row of an adapted weight too (DoRA)")
     init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter starts")
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
     target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
@@ -154,6 +139,7 @@ class JobConfig(SpecModel):
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
     alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
+    bias: BiasMode = Field(default="none", description="which biases of the base model are trained too")
     neftune_noise_alpha: float | None = Field(
         default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
     )
@@ -166,8 +152,11 @@ class JobConfig(SpecModel):
         default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; below 1 their share"
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
-    optim: OptimizerName = Field(default="adamw_torch", description="which AdamW")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay")
+    optim: OptimizerName = Field(default="adamw_torch", description="the optimizer, as in transformers")
+    optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer that is no AdamW")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="decoupled decay; L2 penalty with sgd, rmsprop and adagrad, as in torch"
+    )
     max_grad_norm: float | None = Field(default=1.0, ge=0, description="gradients are clipped to this norm")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
@@ -204,14 +193,14 @@ class JobConfig(SpecModel):
         given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
         common = {key: value for key, value in given.items() if key not in method.fields}
         config = cls(**common, objective=method.settings(given))
-        is_compared = method.entry.is_paired or method.entry.is_labelled
-        if config.gradient_accumulation_steps > 1 and is_compared:
+        if config.gradient_accumulation_steps > 1 and (method.compares_replies or method.entry.problem_types):
+            trainer = "transformers' Trainer" if method.entry.problem_types else "TRL"
             raise UnsupportedError(
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
-                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an epoch "
-                "may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
+                f"{config.gradient_accumulation_steps}: {trainer} averages over micro-batches, of which the last of an "
+                "epoch may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
             )
-        if config.neftune_noise_alpha and is_compared:
+        if config.neftune_noise_alpha and method.compares_replies:
             raise UnsupportedError(
                 f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
                 "replies to one prompt are compared, and the noise on each would differ. Remove the key."
@@ -294,27 +283,12 @@ class JobConfig(SpecModel):
     @field_validator("init_lora_weights", mode="before")
     @classmethod
     def _name_the_init(cls, value: Any) -> Any:
-        if value is True:
-            return "default"
-        if value is False:
-            raise UnsupportedError(
-                "init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found false: with A and B both "
-                "random, training would not start from the base model. Remove the key."
-            )
-        if isinstance(value, str):
-            value = value.lower()
-            why = next((why for start, why in _OTHER_INITS.items() if value.startswith(start)), None)
-            if why is not None:
-                raise UnsupportedError(
-                    f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
-                    "Write one of the three."
-                )
-        return value
+        return supported_init(value)
 
     @field_validator("optim", mode="before")
     @classmethod
     def _choose_a_spelling(cls, value: Any) -> Any:
-        return _OTHER_SPELLINGS_OF_OPTIM.get(value, value) if isinstance(value, str) else value
+        return supported_optimizer(value)
 
     @field_validator("num_train_epochs", mode="before")
     @classmethod
@@ -364,6 +338,11 @@ class JobConfig(SpecModel):
     @model_validator(mode="after")
     def _check_schedule(self) -> JobConfig:
         check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer_args(self) -> JobConfig:
+        check_optimizer_args(self.optim, dict(self.optim_args))
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ JOB_ALIASES: Mapping[str, str] = {
     "lora_target": "target_modules",
     "lora_target_modules": "target_modules",
     "peft_use_rslora": "use_rslora",
+    "peft_use_dora": "use_dora",
     "peft_init_lora_weights": "init_lora_weights",
     "epochs": "num_train_epochs",
     "num_epochs": "num_train_epochs",
@@ -49,7 +50,7 @@ TASK_ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a task's own fields."""
 
-_ONLY_PLAIN_LORA = "Only plain LoRA (y + scale * x A B) on linear modules is trained; remove the key."
+_ONLY_PLAIN_LORA = "Only LoRA and DoRA on linear modules are trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
@@ -64,7 +65,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "additional_target",
             "alora_invocation_tokens",
             "arrow_config",
-            "bias",
             "corda_config",
             "ensure_weight_tying",
             "eva_config",
@@ -78,11 +78,9 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
             "megatron_config",
             "modules_to_save",
             "monteclora_config",
-            "peft_use_dora",
             "pissa_init",
             "trainable_token_indices",
             "use_bdlora",
-            "use_dora",
             "use_qalora",
             "velora_config",
         ),
@@ -90,11 +88,12 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("adapter", "finetuning_type", "peft_type"),
-        "Every job trains a LoRA adapter (DoRA, VeRA and the like do not exist here); remove the key.",
+        "Every job trains a LoRA adapter (VeRA and the like do not exist here; DoRA is use_dora). Remove the key.",
     ),
     "base_model_name_or_path": "Name the base model in the task's 'model'.",
     "revision": "A hub model is loaded in its latest revision; download the revision and give its folder in 'model'.",
-    "task_type": "Every job trains a causal language model; remove the key.",
+    "task_type": "CAUSAL_LM and SEQ_CLS (method: classification or regression) are trained; remove the key.",
+    "label2id": "Write id2label, the names by index, instead.",
     "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
@@ -121,7 +120,6 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
 OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "adapter": ("lora",),
     "bf16": (False,),
-    "bias": ("none",),
     "finetuning_type": ("lora",),
     "fp16": (False,),
     "label_smoothing_factor": (0,),
@@ -137,12 +135,10 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
             "ensure_weight_tying",
             "fan_in_fan_out",
             "lora_bias",
-            "peft_use_dora",
             "dpo_use_weighting",
             "pissa_init",
             "reference_free",
             "sync_ref_model",
-            "use_dora",
             "use_qalora",
             "use_weighting",
         ),

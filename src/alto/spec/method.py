@@ -66,6 +66,11 @@ class Method:
         """Other spellings of :attr:`known_keys`."""
         return {**SETTING_ALIASES, **self.entry.settings.aliases}
 
+    @property
+    def compares_replies(self) -> bool:
+        """Whether it learns which replies are the better ones, from pairs or from labelled replies."""
+        return bool(self.entry.is_paired) or self.entry.is_labelled
+
     def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """``given`` without settings of other methods, which may be there if they are null.
 

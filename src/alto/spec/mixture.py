@@ -16,7 +16,7 @@ from alto.spec.keys import canonical_keys
 from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, check_path, is_finite_number
 
-__all__ = ["MIXTURE_WEIGHTS", "MixtureSource", "Weights", "check_weights", "normalised", "parse_sources"]
+__all__ = ["MIXTURE_WEIGHTS", "MixtureSource", "Weights", "normalised", "ordered", "parse_sources"]
 
 MIXTURE_WEIGHTS = "mixture_weights"
 """The field of a job that holds its weights."""
@@ -52,7 +52,9 @@ class MixtureSource(SpecModel):
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
     dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
-    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
+    dataset_format: RowFormName | None = Field(
+        default=None, description="form of the rows; that of the task by default"
+    )
     columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
     validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
 
@@ -162,21 +164,20 @@ def normalised(value: object) -> Weights:
     return tuple((name, weight / total) for name, weight in pairs)
 
 
-def check_weights(weights: Weights | None, sources: Sequence[MixtureSource]) -> None:
-    """Check that a job has a weight for every source of its task.
+def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
+    """The weights of a job in the order of its task's sources.
 
     Raises:
-        SpecError: It has not, or the task has one dataset.
+        SpecError: It has not one for every source, or the task has one dataset.
     """
-    if weights is None:
-        return
     if not sources:
         raise SpecError(
             f"{MIXTURE_WEIGHTS} should be set where 'dataset' is a list of sources, found one dataset. Remove the key."
         )
-    expected, found = [source.name for source in sources], [name for name, _ in weights]
-    if sorted(expected) != sorted(found):
+    by_name, expected = dict(weights), [source.name for source in sources]
+    if by_name.keys() != set(expected):
         raise SpecError(
             f"{MIXTURE_WEIGHTS} should have a weight for every source ({', '.join(expected)}), found "
-            f"{', '.join(map(quoted, found))}. Correct the names; 0 leaves a source out."
+            f"{', '.join(map(quoted, by_name))}. Correct the names; 0 leaves a source out."
         )
+    return tuple((name, by_name[name]) for name in expected)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from alto.errors import SpecError
+from alto.records import ProblemType
 from alto.spec.objective_settings import (
     LOSS_TYPES,
     CpoSettings,
@@ -51,8 +52,12 @@ class ObjectiveEntry:
         is_paired: Whether it learns from preference pairs; None where it accepts either kind of rows.
         is_labelled: Whether it learns from replies that are labelled as desirable or not, which pairs are made into;
             ``is_paired`` is false then.
+        problem_types: What its classification head can learn, where every job trains one of its own; rows are texts
+            with labels then, and ``is_paired`` is false. Empty where it learns from the losses of tokens.
         needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
         metrics: Names of its metrics beside the loss.
+        derived: Those of them that are no means over rows, which its implementation derives from sums
+            (:class:`alto.objectives.DerivedMetrics`).
         scores: The metrics that are better when higher; a task may select by one of them (``metric``).
         scaled_by: By metric: the settings that decide its scale. All settings count as deciding that of the loss.
 
@@ -65,8 +70,10 @@ class ObjectiveEntry:
     settings: type[ObjectiveSettings] = ObjectiveSettings
     is_paired: bool | None = None
     is_labelled: bool = False
+    problem_types: tuple[ProblemType, ...] = ()
     needs_reference: bool = False
     metrics: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
     scaled_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -81,18 +88,24 @@ class ObjectiveEntry:
                 f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
                 "it so; the class is imported when something is trained."
             )
+        if self.problem_types and (self.is_paired is not False or self.is_labelled or self.needs_reference):
+            raise SpecError(
+                "problem_types: expected is_paired to be false with it, and is_labelled and needs_reference not to be "
+                "set. Texts with labels are no replies."
+            )
         if self.is_labelled and self.is_paired is not False:
             raise SpecError(
                 f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are no "
                 "pairs."
             )
-        for name, given in (("metrics", self.metrics), ("scores", self.scores), *self.scaled_by.items()):
+        named = {name: getattr(self, name) for name in ("problem_types", "metrics", "derived", "scores")}
+        for name, given in (*named.items(), *self.scaled_by.items()):
             if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
                 raise SpecError(f'{name}: expected a tuple of names, found {given!r}. Write ("one",) for a single one.')
-        if "loss" in self.metrics or not set(self.scores) <= set(self.metrics):
+        if "loss" in self.metrics or not {*self.scores, *self.derived} <= {*self.metrics}:
             raise SpecError(
-                f"expected every score among the metrics and no metric called 'loss', found metrics {self.metrics} and "
-                f"scores {self.scores}. Correct them."
+                f"expected every score and derived metric among the metrics and no metric called 'loss', found metrics "
+                f"{self.metrics}, derived {self.derived} and scores {self.scores}. Correct them."
             )
         for metric, keys in self.scaled_by.items():
             if metric not in self.metrics or not set(keys) <= self.settings.model_fields.keys():
@@ -149,6 +162,22 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=("reward_margin", "chosen_reward", "rejected_reward", "kl"),
             scores=("reward_margin",),
             scaled_by={"reward_margin": ("beta",)},
+        ),
+        "classification": ObjectiveEntry(
+            implementation="alto.objectives.classification:Classification",
+            is_paired=False,
+            problem_types=("single_label_classification", "multi_label_classification"),
+            metrics=("accuracy", "macro_f1"),
+            derived=("macro_f1",),
+            scores=("accuracy", "macro_f1"),
+        ),
+        "regression": ObjectiveEntry(
+            implementation="alto.objectives.regression:Regression",
+            is_paired=False,
+            problem_types=("regression",),
+            metrics=("mse", "pearson"),
+            derived=("pearson",),
+            scores=("pearson",),
         ),
     },
     check=_entry,

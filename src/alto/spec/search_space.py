@@ -182,11 +182,22 @@ class SearchSpace:
         for row in itertools.product(*columns):
             yield dict(itertools.chain.from_iterable(row))
 
+    def extremes(self, seed: int) -> Iterator[dict[str, Any]]:
+        """The configurations of all listed values and of both ends of every range, the first :data:`MAX_JOBS` of them;
+        ``seed`` decides the sampled values of pairings."""
+        columns = [
+            [((group[0].key, end),) for end in (group[0].values.min, group[0].values.max)]
+            if len(group) == 1 and isinstance(group[0].values, Sampled)
+            else list(zip(*([(axis.key, value) for value in axis.draw(seed)] for axis in group), strict=True))
+            for group in self.groups
+        ]
+        for row in itertools.islice(itertools.product(*columns), MAX_JOBS):
+            yield dict(itertools.chain.from_iterable(row))
+
     @property
     def num_distinct(self) -> int:
         """Different configurations, at most :data:`MAX_JOBS`."""
-        sizes = (group[0].num_distinct if len(group) == 1 else len(group[0]) for group in self.groups)
-        return min(MAX_JOBS, math.prod(sizes))
+        return min(MAX_JOBS, math.prod(_num_distinct(group) for group in self.groups))
 
     def sample(self, count: int, seed: int) -> list[dict[str, Any]]:
         """``count`` different configurations, as :meth:`expand` gives them: each value, or each place in a pairing, is
@@ -195,7 +206,15 @@ class SearchSpace:
         Args:
             count: At most :attr:`num_distinct`.
             seed: Decides the draws.
+
+        Raises:
+            SpecError: There are not so many.
         """
+        if count > self.num_distinct:
+            raise SpecError(
+                f"search_space should have {count} different configurations to draw, found {self.num_distinct}. Add "
+                "values to it, or draw fewer."
+            )
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         number = 0
         while len(found) < count:
@@ -247,6 +266,14 @@ class SearchSpace:
                 f"search_space should expand to at most {MAX_JOBS} jobs, found {len(self)}. "
                 f"Shorten some lists, or sample with {{min, max, num}}."
             )
+
+
+def _num_distinct(group: tuple[Axis, ...]) -> int:
+    """Different values of a group, at most :data:`MAX_JOBS`; lists that are paired may repeat theirs."""
+    if len(group) == 1:
+        return group[0].num_distinct
+    are_lists = not any(isinstance(axis.values, Sampled) for axis in group)
+    return len(set(zip(*(axis.draw(0) for axis in group), strict=True))) if are_lists else len(group[0])
 
 
 def _mapping(value: object, path: str) -> Mapping[Any, Any]:

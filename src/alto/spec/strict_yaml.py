@@ -75,7 +75,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # others are no keys
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
                 continue
             if key_node.value in seen:

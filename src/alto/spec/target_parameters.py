@@ -31,6 +31,12 @@ class _Config(Protocol):
     @property
     def optim(self) -> str: ...
 
+    @property
+    def bias(self) -> str: ...
+
+    @property
+    def use_dora(self) -> bool: ...
+
 
 def parameter_names(value: Any) -> tuple[str, ...]:
     """``target_parameters``: sorted names of parameters.
@@ -80,8 +86,18 @@ def check_targets(config: _Config) -> None:
             f"lora_dropout should be 0 with target_parameters, found {config.lora_dropout:g}: PEFT adds the adapter "
             "to the weights of experts, where there is no input to drop. Remove one of the two."
         )
-    if config.target_parameters and config.optim.endswith("8bit"):
+    if config.target_parameters and config.use_dora:
         raise ValueError(
-            f"optim should be 'adamw_torch' with target_parameters, found {quoted(config.optim)}, whose blocks of "
-            "numbers would differ from those of PEFT's matrices. Remove one of the two."
+            "use_dora should be false with target_parameters, found true: PEFT has no DoRA for experts and "
+            "routers. Remove one of the two."
+        )
+    if config.target_parameters and config.bias != "none":
+        raise ValueError(
+            f"bias should be 'none' with target_parameters, found {quoted(config.bias)}: PEFT's layers of experts and "
+            "routers have no bias that it trains alike. Remove one of the two."
+        )
+    if config.target_parameters and config.optim != "adamw_torch":
+        raise ValueError(
+            f"optim should be 'adamw_torch' with target_parameters, found {quoted(config.optim)}, whose state would "
+            "have other shapes than that of PEFT's matrices. Remove one of the two."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -10,6 +10,7 @@ import yaml
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
+from alto.records import LabelSet
 from alto.spec.auto_space import AUTO, auto_space
 from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
 from alto.spec.chat_template import chat_template_text
@@ -18,9 +19,10 @@ from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
+from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric
-from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, check_weights, parse_sources
+from alto.spec.mixture import MIXTURE_WEIGHTS, MixtureSource, ordered, parse_sources
 from alto.spec.quoting import quoted
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
@@ -69,7 +71,8 @@ class Task(DataKeys):
 
     Attributes:
         method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
-            ``kto`` from labels which replies are desirable; packages may register others
+            ``kto`` from labels which replies are desirable; ``classification`` and ``regression`` learn the labels of
+            texts; packages may register others
             (:class:`alto.spec.ObjectiveEntry`).
         metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
             loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
@@ -154,10 +157,12 @@ class Task(DataKeys):
     _jobs: tuple[Job, ...] = PrivateAttr()
 
     def __init__(self, /, **values: Any) -> None:
+        values = with_task_type(values)
         method = _method_of(values)
         given = method.without_others(_canonical(values, method))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
-        given["early_exit"] = EarlyExit.parse(given.get("early_exit", True))
+        early_exit = EarlyExit.parse(given.get("early_exit", True))
+        given["early_exit"] = early_exit.with_preset("preferences") if method.compares_replies else early_exit
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
         if isinstance(given.get("dataset"), list | tuple):
@@ -174,8 +179,11 @@ class Task(DataKeys):
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         check_search(self.search, self.search_space, self.early_exit)
         self._jobs = _expand(self, fixed, method)
+        if self.search.algorithm == "tpe":
+            _check_suggestions(self, fixed, method)
         check_selection(self.select_by, method)
         check_train_on(self.train_on, method)
+        check_label_keys(self, method, self.num_gpus)
         check_mixture(self)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
@@ -221,6 +229,17 @@ class Task(DataKeys):
         return None if self.select_by == "metric" else Scoring(scorer="exact_match")
 
     @property
+    def label_set(self) -> LabelSet | None:
+        """The labels of its rows, once they are known; None where there are none."""
+        if self.problem_type is None or self.id2label is None:
+            return None
+        return LabelSet(problem_type=self.problem_type, names=self.id2label)
+
+    def with_labels(self, labels: LabelSet) -> Self:
+        """The task with the labels that were found in its rows."""
+        return self.replace(problem_type=labels.problem_type, num_labels=None, id2label=labels.names)
+
+    @property
     def needs_trust(self) -> bool:
         """Whether it runs code, or reaches a server, that only its own file names."""
         return self.trust_remote_code or (self.scoring is not None and self.scoring.reaches_outside)
@@ -233,6 +252,13 @@ class Task(DataKeys):
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
         return _job_config(self, self._method, values)
+
+    def extreme_configs(self) -> Iterator[JobConfig]:
+        """Configurations that a search may choose while the task runs: every listed value, and both ends of ranges;
+        of a search that chooses none, nothing."""
+        if self.search.algorithm == "tpe":
+            for varied in self.search_space.extremes(self.data_seed):
+                yield self.job_config({**self._fixed, **varied})
 
     def to_dict(self) -> dict[str, Any]:
         """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
@@ -297,6 +323,11 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
 def _search_space(value: object, method: Method) -> SearchSpace:
     if isinstance(value, SearchSpace):
         return value
+    if isinstance(value, str):
+        raise SpecError(
+            f"search_space should map fields to their values, or be {AUTO!r}, found {quoted(value)}. Write {AUTO}, or "
+            "for example {learning_rate: [1.0e-4, 2.0e-4]}."
+        )
     if isinstance(value, Mapping):
         for key in value:
             if key in TASK_FIELDS or key in TASK_ALIASES:
@@ -332,13 +363,27 @@ def _expand(task: Task, fixed: Mapping[str, Any], method: Method) -> tuple[Job, 
     return tuple(jobs)
 
 
+def _check_suggestions(task: Task, fixed: Mapping[str, Any], method: Method) -> None:
+    """Check the configurations that the search may choose while the task runs, as far as ends of ranges show it."""
+    for varied in task.search_space.extremes(task.data_seed):
+        try:
+            _job_config(task, method, {**fixed, **varied})
+        except SpecError as error:
+            raise SpecError(
+                f"search_space should have configurations that a job can have, as search {task.search.algorithm!r} may "
+                f"choose any of them, found {_shown(varied)}: {error}"
+            ) from None
+
+
 def _job_config(task: Task, method: Method, values: Mapping[str, Any]) -> JobConfig:
     """The configuration of a job; in a mixture, with the weights of the sources where it sets none."""
     if task.sources and values.get(MIXTURE_WEIGHTS) is None:
         values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in task.sources}}
     config = JobConfig.of(method, values)
-    check_weights(config.mixture_weights, task.sources)
-    return config
+    if config.mixture_weights is None:
+        return config
+    weights = ordered(config.mixture_weights, task.sources)
+    return config if weights == config.mixture_weights else config.replace(**{MIXTURE_WEIGHTS: dict(weights)})
 
 
 def _shown(varied: Mapping[str, Any]) -> str:

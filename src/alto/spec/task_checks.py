@@ -73,6 +73,11 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows have replies that the "
             f"model is not to give, found {found!r}. Remove the key."
         )
+    if select_by != "metric" and method.entry.problem_types:
+        raise SpecError(
+            f"select_by should be 'metric' with method {method.name!r}, whose rows have labels and no answers, found "
+            f"{found!r}. Remove the key; metric: {method.entry.scores[0]} chooses by that."
+        )
     if select_by != "metric" and method.entry.is_paired:
         why = "a final answer" if found == "eval_accuracy" else "one reply to score"
         raise SpecError(
@@ -93,10 +98,13 @@ def check_mixture(keys: DataKeys) -> None:
 
 
 def check_train_on(train_on: str, method: Method) -> None:
-    if train_on != "completion" and method.entry.is_paired:
+    entry = method.entry
+    if train_on != "completion" and (method.compares_replies or entry.problem_types):
+        what = "learns labels and no tokens" if entry.problem_types else "learns which replies are desirable"
+        what = "compares two replies" if entry.is_paired else what
         raise SpecError(
-            f"train_on should be 'completion' with method {method.name!r}, which compares two replies, found "
-            f"{train_on!r}. Remove the key."
+            f"train_on should be 'completion' with method {method.name!r}, which {what}, found {train_on!r}. Remove "
+            "the key."
         )
 
 

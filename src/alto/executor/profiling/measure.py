@@ -157,7 +157,7 @@ def measure(
     todo = packings(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
-    rows = synthetic_rows(lengths, vocabulary, num_jobs * largest_batch, is_labelled=is_labelled)
+    rows = synthetic_rows(lengths, vocabulary, num_jobs * largest_batch, is_labelled=is_labelled, labels=task.label_set)
     refused: list[MemoryEvent] = []
     context = _context(task, backbone, rows, jobs, ranks)
     trainer = _trainer(context, num_jobs, refused)
@@ -171,7 +171,7 @@ def measure(
     try:
         for packing in todo:
             admitted = _admitted(chosen, packing, len(rows.train), ranks)
-            of_all = sum(rows.train.input_ids[row].numel() for job in admitted for row in job.order.rows_of_step(0))
+            of_all = sum(rows.train.num_row_tokens[row] for job in admitted for row in job.order.rows_of_step(0))
             parts = [JobRows(rows.train, slot, tuple(job.order.rows_of_step(0))) for slot, job in enumerate(admitted)]
             num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
             if memory and ranks.any(
@@ -229,7 +229,11 @@ def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape
 
 def _layout(shapes: Sequence[AdapterShape]) -> BankLayout:
     modules = dict.fromkeys(module for shape in shapes for module in shape.targets)
-    return BankLayout(modules=tuple(modules), max_rank=max(shape.rank for shape in shapes))
+    return BankLayout(
+        modules=tuple(modules),
+        max_rank=max(shape.rank for shape in shapes),
+        extras=BankLayout.extras_of(shapes),
+    )
 
 
 def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[PlannedJob, ...], ranks: Ranks) -> TaskContext:

@@ -7,13 +7,15 @@ their text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from alto.data import IGNORED, EncodedDataset, Span, TaskData
+from alto.records import LabelSet, RowLabel
 
 __all__ = ["RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
 
@@ -44,20 +46,37 @@ class RowLength:
 
 def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
     """At most 64 lengths at equal distances in the sorted list of all, so that their mean is about that of the rows."""
-    rows = []
-    for targets, spans in zip(dataset.targets, dataset.spans, strict=True):
-        of_spans = zip(spans, targets.split([span.length for span in spans]), strict=True)
-        rows.append(
-            RowLength(tuple(SpanLength(span.length, int((of != IGNORED).sum()), span.prefix) for span, of in of_spans))
-        )
-    lengths = sorted(rows, key=lambda row: (row.num_tokens, row.spans))
-    count = min(_SKETCHED, len(lengths))
-    return tuple(lengths[int((index + 0.5) * len(lengths) / count)] for index in range(count))
+    spans = zip(dataset.spans, dataset.num_chosen, dataset.num_trained, strict=True)
+    num_numbers = len(SpanLength._fields) * len(dataset.spans[0])
+    numbers = np.fromiter(
+        (number for row in spans for span in _span_lengths(*row) for number in span),
+        np.int32,
+        len(dataset) * num_numbers,
+    ).reshape(len(dataset), -1, len(SpanLength._fields))
+    num_tokens = numbers[:, :, 0].sum(axis=1)
+    by_importance = (num_tokens, *numbers.reshape(len(dataset), -1).T)
+    order = np.lexsort(by_importance[::-1])
+    count = min(_SKETCHED, len(dataset))
+    chosen = (numbers[order[int((index + 0.5) * len(dataset) / count)]].tolist() for index in range(count))
+    return tuple(RowLength(tuple(SpanLength(*span) for span in row)) for row in chosen)
 
 
-def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int, *, is_labelled: bool = False) -> TaskData:
+def _span_lengths(spans: Sequence[Span], num_chosen: int, num_trained: int) -> Iterator[SpanLength]:
+    """Those of one row, whose first span has ``num_chosen`` of its ``num_trained`` trained tokens."""
+    for span, trained in zip(spans, (num_chosen, num_trained - num_chosen), strict=False):
+        yield SpanLength(span.length, trained, span.prefix)
+
+
+def synthetic_rows(
+    lengths: Sequence[RowLength],
+    vocabulary: int,
+    count: int,
+    *,
+    is_labelled: bool = False,
+    labels: LabelSet | None = None,
+) -> TaskData:
     """``count`` rows of random tokens to train on, and a few to evaluate; reference log-probs are 0. Every second row
-    is desirable where they are labelled.
+    is desirable where replies are labelled; where there are ``labels``, every row has the first.
 
     Token ids are below ``vocabulary``. Their lengths are taken from ``lengths`` in strides, so that short and long ones
     mix.
@@ -65,12 +84,14 @@ def synthetic_rows(lengths: Sequence[RowLength], vocabulary: int, count: int, *,
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
     rows = [lengths[index * stride % len(lengths)] for index in range(count)]
-    train, validation = (_dataset(part, vocabulary, generator, is_labelled) for part in (rows, rows[:_EVALUATED]))
+    train, validation = (
+        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:_EVALUATED])
+    )
     return TaskData(train=train, validation=validation)
 
 
 def _dataset(
-    rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator, is_labelled: bool
+    rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator, is_labelled: bool, labels: LabelSet | None
 ) -> EncodedDataset:
     input_ids, targets = [], []
     for row in rows:
@@ -83,6 +104,9 @@ def _dataset(
             # row.
             predicted[start : end - 1 - span.num_trained] = IGNORED
             predicted[end - 1] = IGNORED
+        if labels is not None:
+            predicted = torch.full_like(ids, IGNORED)
+            predicted[-1] = 0
         input_ids.append(ids)
         targets.append(predicted)
     spans = tuple(tuple(Span(span.num_tokens, span.prefix) for span in row.spans) for row in rows)
@@ -95,8 +119,14 @@ def _dataset(
         references=torch.zeros(len(rows), 2, dtype=torch.float64) if is_labelled or len(spans[0]) == 2 else None,
         reference_tails=torch.zeros(len(rows), 2, dtype=torch.float64) if len(spans[0]) == 2 else None,
         labels=tuple(index % 2 == 0 for index in range(len(rows))) if is_labelled else None,
+        classes=None if labels is None else (_any_label(labels),) * len(rows),
+        label_set=labels,
         max_length=max(row.num_tokens for row in rows) if is_labelled else None,
     )
+
+
+def _any_label(labels: LabelSet) -> RowLabel:
+    return 0 if labels.problem_type == "single_label_classification" else (0.0,) * labels.num_labels
 
 
 def _coprime_to(count: int) -> int:

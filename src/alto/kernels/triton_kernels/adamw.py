@@ -17,7 +17,7 @@ def adamw_kernel(
     exp_avg_ZP,
     exp_avg_sq_ZP,
     grad_scales_U,
-    rows_U3,
+    rows_U5,
     settings_U10,
     stride_z,
     ALIGNMENT: tl.constexpr,
@@ -27,15 +27,14 @@ def adamw_kernel(
     """Grid: blocks of ``BLOCK`` columns of the longest row, rows ``U``. Gradients are left zero.
 
     Args:
-        rows_U3: Row of the bank, where its ``A`` end, where its ``B`` end, int64.
+        rows_U5: Row of the bank, and where its parts end (:class:`alto.kernels.RowParts`), int64.
         settings_U10: Per row the rates of ``A`` and of ``B``, β₁, 1 - β₁, β₂, 1 - β₂, ε, weight decay, 1 - β₁ᵗ and
             1 - β₂ᵗ. The differences come from the host's float64: formed here they would lose half their digits.
         ALIGNMENT: A power of two that divides the distance of two rows.
     """
-    row = rows_U3 + 3 * tl.program_id(1)
+    row = rows_U5 + 5 * tl.program_id(1)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    a_end = tl.load(row + 1)
-    end = tl.load(row + 2)
+    end = tl.load(row + 4)
     if start >= end:
         return
     base = tl.multiple_of(tl.load(row) * stride_z, ALIGNMENT)
@@ -50,8 +49,8 @@ def adamw_kernel(
             exp_avg_sq_ZP + base,
             grad_scale,
             settings,
+            row,
             start,
-            a_end,
             end,
             True,
             BLOCK,
@@ -65,8 +64,8 @@ def adamw_kernel(
             exp_avg_sq_ZP + base,
             grad_scale,
             settings,
+            row,
             start,
-            a_end,
             end,
             False,
             BLOCK,
@@ -82,15 +81,18 @@ def _update(
     exp_avg_sq_P,
     grad_scale,
     settings,
+    row,
     start,
-    a_end,
     end,
     IS_FULL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
     columns = start + tl.arange(0, BLOCK)
-    rate = tl.where(columns < a_end, tl.load(settings), tl.load(settings + 1))
+    has_rate_of_a = (columns < tl.load(row + 1)) | (columns >= tl.load(row + 3))
+    rate = tl.where(has_rate_of_a, tl.load(settings), tl.load(settings + 1))
+    has_no_decay = (columns >= tl.load(row + 2)) & (columns < tl.load(row + 3))
+    decay = tl.where(has_no_decay, 0.0, tl.load(settings + 7))
     gradient = load_columns(grads_P, columns, end, IS_FULL).to(ACCUMULATOR)
     gradient *= grad_scale
     exp_avg = load_columns(exp_avg_P, columns, end, IS_FULL).to(ACCUMULATOR) * tl.load(settings + 2)
@@ -100,7 +102,7 @@ def _update(
     mean = exp_avg / tl.load(settings + 8)
     deviation = tl.sqrt(exp_avg_sq / tl.load(settings + 9)) + tl.load(settings + 6)
     params = load_columns(params_P, columns, end, IS_FULL).to(ACCUMULATOR)
-    params -= params * (rate * tl.load(settings + 7))
+    params -= params * (rate * decay)
     params -= rate * (mean / deviation)
     store_columns(params_P, columns, params.to(params_P.dtype.element_ty), end, IS_FULL)
     store_columns(exp_avg_P, columns, exp_avg.to(exp_avg_P.dtype.element_ty), end, IS_FULL)

@@ -1,0 +1,117 @@
+"""Converts texts with labels into token ids, as transformers' example of text classification does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from alto.data.conversation import LabelledText
+from alto.data.dataset import IGNORED, EncodedDataset
+from alto.data.faults import FaultList
+from alto.data.limits import check_token_ids, row_limit
+from alto.data.rows import ConversationError, FaultKind, RowFault
+from alto.data.template import ChatTemplate
+from alto.errors import DataError
+from alto.records import LabelSet, ModelLimits
+from alto.spec import OnBadRow
+
+__all__ = ["encode_labelled_texts"]
+
+
+def encode_labelled_texts(
+    rows: Sequence[LabelledText],
+    labels: LabelSet,
+    tokenizer: Any,
+    max_length: int,
+    what: str,
+    *,
+    limits: ModelLimits | None = None,
+    on_bad_row: OnBadRow = "error",
+) -> EncodedDataset:
+    """Tokenise texts with the tokenizer's special tokens, cut at ``max_length`` tokens or at the model's positions if
+    fewer: the longer of two texts first, at the side that the tokenizer says.
+
+    Conversations are written by the chat template, and their first tokens are kept. The head reads the last token of a
+    row that is not the padding token: that of the model's configuration, or else of the tokenizer.
+
+    Args:
+        rows: The rows, all with labels of ``labels``.
+        labels: The labels there are.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
+        what: Name of the split for messages, e.g. ``"training"``.
+        limits: Limits of the model; None where it has none.
+        on_bad_row: What is done about rows without a token, and conversations that the chat template refuses.
+
+    Raises:
+        BadRowsError: Some rows cannot be used, and these are not skipped, or all of them.
+        DataError: The tokenizer marks which of two texts a token is of, which the model does not get here.
+        ModelError: The model has no embedding of a token.
+    """
+    limits = limits or ModelLimits()
+    limit = row_limit(max_length, limits)
+    padding = tokenizer.pad_token_id if limits.pad_token_id is None else limits.pad_token_id
+    faults = FaultList(f"the {what} data")
+    input_ids, targets, classes = [], [], []
+    num_truncated = 0
+    for number, row in enumerate(rows, start=1):
+        where = f"row {number} of the {what} data"
+        try:
+            ids = _token_ids(row, tokenizer)
+        except ConversationError as error:
+            faults.add(where, RowFault(FaultKind.REFUSED, str(error)))
+            continue
+        if not ids:
+            reason = "expected a text with at least one token, found none; correct the row"
+            faults.add(where, RowFault(FaultKind.EMPTY_REPLY, reason))
+            continue
+        if len(ids) > limit.num_tokens:
+            num_truncated += 1
+            ids = _token_ids(row, tokenizer, limit.num_tokens)
+        check_token_ids(ids, limits, tokenizer, where)
+        sought = torch.full((len(ids),), IGNORED)
+        sought[_last_token(ids, padding)] = 0
+        input_ids.append(torch.tensor(ids))
+        targets.append(sought)
+        classes.append(row.label)
+    refused = faults.settle(len(rows), on_bad_row)
+    return EncodedDataset(
+        input_ids=tuple(input_ids),
+        targets=tuple(targets),
+        num_truncated=num_truncated,
+        num_skipped=0,
+        refused=() if refused is None else (refused,),
+        classes=tuple(classes),
+        label_set=labels,
+        max_length=limit.num_tokens,
+    )
+
+
+def _token_ids(row: LabelledText, tokenizer: Any, max_length: int | None = None) -> list[int]:
+    """Token ids of a row, cut at ``max_length`` tokens where that is given."""
+    if not isinstance(row.text, str):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConversationError(
+                "expected a tokenizer with a chat template, which conversations need, found one without; set "
+                "chat_template, or give texts"
+            )
+        text = ChatTemplate(tokenizer).text(row.text, open_turn=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids[:max_length]
+    cut = {} if max_length is None else {"truncation": True, "max_length": max_length}
+    encoded = tokenizer(row.text, row.text_pair, verbose=False, **cut)
+    if any(encoded.get("token_type_ids", ())):
+        raise DataError(
+            "model: expected a tokenizer whose tokens alone tell two texts apart, found one that marks each token with "
+            "its text (token_type_ids); put both texts into one column"
+        )
+    return list(encoded["input_ids"])
+
+
+def _last_token(ids: Sequence[int], padding: int | None) -> int:
+    """Position of the last token that is not padding; of padding alone the first, as transformers has it."""
+    if padding is None:
+        return len(ids) - 1
+    return max((position for position, token in enumerate(ids) if token != padding), default=0)

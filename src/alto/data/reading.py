@@ -1,0 +1,305 @@
+"""Reads and splits the rows that a task names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from alto.data.conversation import LabelledConversation, Row, unpaired
+from alto.data.converted import ConvertedRows, convert_rows
+from alto.data.row_store import MEMORY, RowStore
+from alto.data.rows import RawRow, listed
+from alto.data.source import Source, open_source
+from alto.data.split import sample_rows, split_rows
+from alto.data.task_rows import TaskRows
+from alto.errors import DataFormatError
+from alto.spec import Task, TrainOn
+from alto.spec.data_keys import DataKeys
+from alto.spec.method import find_method, learns_from_pairs
+
+__all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskSources", "read_heldout_rows"]
+
+DEFAULT_VALIDATION_SHARE = 0.1
+"""Default share of validation rows, where neither the task nor its dataset defines them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutRows:
+    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut.
+
+    Attributes:
+        name: Name of the rows in results.
+        rows: The rows.
+        max_length: Tokens at which a row is cut.
+        train_on: Tokens that the loss is of.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    max_length: int
+    train_on: TrainOn = "completion"
+
+
+class TaskSources:
+    """The datasets that a task names, found and not read yet.
+
+    Raises:
+        DataFileNotFoundError, DataError, UnsupportedError: See :func:`open_source`.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._found: dict[tuple[object, ...], Source] = {}
+        for name, key, keys in _named_datasets(task):
+            self.find(name, key, keys)
+
+    @property
+    def name(self) -> str:
+        """The dataset as text, for messages."""
+        return self._task.dataset_name
+
+    @property
+    def num_bytes(self) -> int:
+        """About the size of their texts."""
+        return sum(source.num_bytes for source in self._found.values())
+
+    def find(self, name: str, key: str, keys: DataKeys) -> Source:
+        """As :func:`open_source`; a dataset is opened once."""
+        place = (name, key, keys.dataset_name, keys.dataset_config, keys.dataset_train_split, keys.dataset_test_split)
+        if place not in self._found:
+            self._found[place] = open_source(name, key, keys)
+        return self._found[place]
+
+    def identity(self, folder: Path) -> list[Any]:
+        """What their rows are, as JSON values; it is another one when they have changed.
+
+        Args:
+            folder: Keeps digests of files.
+
+        Raises:
+            DataError: See :func:`alto.data.identity.file_digest`.
+        """
+        return [[*map(str, place), source.identity(folder)] for place, source in self._found.items()]
+
+    def read(self, store: RowStore) -> TaskRows:
+        """Read and split them; of a mixture every source by itself, with the task's ``validation_split`` and
+        ``test_split`` of each.
+
+        Raises:
+            BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
+            DataError: See :func:`find_layout`, :func:`split_rows`; a dataset cannot be read; or the rows are not of the
+                kind that the task's method learns from.
+        """
+        return _Reader(self._task, self.find, store).task_rows()
+
+
+def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
+    """Name, key and other keys of every dataset of ``task``, training rows first."""
+    parts: list[tuple[str, DataKeys]] = [("dataset", task)]
+    if task.sources:
+        parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
+    yield from ((keys.dataset_name, key, keys) for key, keys in parts)
+    for keys in (*(keys for _, keys in parts), *((task,) if task.sources else ())):
+        for key in ("test_dataset", "validation_dataset"):
+            if (name := getattr(keys, key)) is not None:
+                yield name, key, keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the rows of a task into a store."""
+
+    task: Task
+    find: Callable[[str, str, DataKeys], Source]
+    store: RowStore
+
+    @property
+    def method(self) -> str:
+        return self.task.method
+
+    def task_rows(self) -> TaskRows:
+        task, chain = self.task, self.store.chain
+        if not task.sources:
+            return self._of_dataset(task, "dataset")
+        is_validated_apart = task.validation_dataset is not None
+        parts = [
+            self._of_dataset(task.of_source(source), f"dataset ({source.name})", is_validated_apart=is_validated_apart)
+            for source in task.sources
+        ]
+        _check_same_labels(parts)
+        names = [source.name for source in task.sources]
+        validation = chain([part.validation for part in parts])
+        test: Sequence[Row] | None = chain([part.test or () for part in parts]) or None
+        bad = [bad for part in parts for bad in part.bad_rows]
+        of_validation = [(name, len(part.validation)) for name, part in zip(names, parts, strict=True)]
+        if task.validation_dataset is not None:
+            other = self._of_other(task.validation_dataset, "validation_dataset", task, parts[0])
+            validation, of_validation = self._learned(other.rows), []
+            bad += [] if other.bad is None else [other.bad]
+        if task.test_dataset is not None:
+            other = self._of_other(task.test_dataset, "test_dataset", task, parts[0])
+            test = self._learned(other.rows)
+            bad += [] if other.bad is None else [other.bad]
+        unread: Counter[str] = Counter()
+        for part in parts:
+            unread.update(part.unread_columns)
+        return replace(
+            parts[0],
+            train=chain([part.train for part in parts]),
+            validation=validation,
+            test=test,
+            max_length=task.max_length or max(part.max_length for part in parts),
+            unread_columns=dict(unread),
+            bad_rows=tuple(bad),
+            train_sources=tuple((name, len(part.train)) for name, part in zip(names, parts, strict=True)),
+            validation_sources=tuple(of_validation),
+        )
+
+    def _of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
+        """The rows of one dataset.
+
+        Args:
+            keys: Of the task, or of one source of its mixture.
+            key: The task's key that names the dataset, for messages.
+            is_validated_apart: Whether the rows to validate on are of another dataset, so that all are trained.
+        """
+        source = self.find(keys.dataset_name, key, keys)
+        splits = source.read(self.store)
+        rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
+        converted = convert_rows(
+            rows,
+            source.form,
+            keys,
+            self.method,
+            key=key,
+            is_paired=learns_from_pairs(self.method),
+            store=self.store,
+        )
+        train, layout, bad = converted.rows, converted.layout, [converted.bad]
+        num_rows, test = len(train), None
+        if keys.test_split is not None:
+            train, test = split_rows(train, keys.test_split, keys.data_seed, key="test_split", store=self.store)
+        elif keys.test_dataset is not None:
+            other = self._of_other(keys.test_dataset, "test_dataset", keys, converted)
+            test = other.rows
+            bad.append(other.bad)
+        validation: Sequence[Row] = []
+        if is_validated_apart:
+            pass
+        elif keys.validation_dataset is not None:
+            other = self._of_other(keys.validation_dataset, "validation_dataset", keys, converted)
+            validation = other.rows
+            bad.append(other.bad)
+        elif splits.validation is not None and keys.validation_split is None:
+            other = self._convert_like(splits.validation, source, keys, key, converted)
+            validation = other.rows
+            bad.append(other.bad)
+        else:
+            share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
+            train, validation = split_rows(train, share, keys.data_seed, store=self.store)
+        return TaskRows(
+            train=self._learned(train),
+            validation=self._learned(validation),
+            test=None if test is None else self._learned(test),
+            layout=layout,
+            max_length=keys.max_length or source.max_length,
+            unread_columns=converted.unread_columns,
+            bad_rows=tuple(one for one in bad if one is not None),
+            on_bad_row=keys.on_bad_row,
+            train_on=keys.train_on,
+            labels=converted.labels,
+            store=self.store,
+        )
+
+    def _of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows | ConvertedRows) -> ConvertedRows:
+        """The rows of the dataset that the task names under ``key``, of the same kind and with the labels of its
+        training rows: its split of that kind, where it has one."""
+        source = self.find(name, key, keys)
+        splits = source.read(self.store)
+        own = splits.validation if key == "validation_dataset" else splits.test
+        rows = splits.train if own is None else own
+        return self._convert_like(rows, source, keys, key, like)
+
+    def _convert_like(
+        self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, like: TaskRows | ConvertedRows
+    ) -> ConvertedRows:
+        """``rows`` of ``source`` as rows of the same kind and with the same labels as ``like``."""
+        return convert_rows(
+            rows,
+            source.form,
+            keys,
+            self.method,
+            key=key,
+            is_paired=like.layout.is_paired,
+            labels=like.labels,
+            store=self.store,
+        )
+
+    def _learned(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return _learned(rows, self.method, self.store)
+
+
+def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
+    """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
+
+    Args:
+        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the test
+            split of the task's own dataset, and where it has none, the task's validation rows.
+
+    Raises:
+        DataError: See :func:`open_source`, :meth:`TaskSources.read`.
+    """
+    name = dataset or task.dataset_name
+    if dataset is None and task.sources:
+        return _own_heldout_rows(task)
+    source = open_source(name, "dataset", task)
+    splits = source.read(MEMORY)
+    if splits.test is not None:
+        name, found = f"{name} (test split)", convert_rows(splits.test, source.form, task, task.method)
+    elif dataset is None:
+        return _own_heldout_rows(task)
+    else:
+        found = convert_rows(splits.train, source.form, task, task.method)
+    if found.bad is not None:
+        name += f" ({found.bad.num_bad:,} bad rows left out)"
+    return HeldoutRows(
+        name=name,
+        rows=_wanted(_learned(found.rows, task.method)),
+        max_length=task.max_length or source.max_length,
+        train_on=task.train_on,
+    )
+
+
+def _own_heldout_rows(task: Task) -> HeldoutRows:
+    own = TaskSources(task).read(MEMORY)
+    name = f"{task.dataset_name} (validation rows)"
+    return HeldoutRows(name=name, rows=_wanted(own.validation), max_length=own.max_length, train_on=task.train_on)
+
+
+def _check_same_labels(parts: Sequence[TaskRows]) -> None:
+    """Check that the sources of a mixture have the same labels."""
+    found = {part.labels.labels: None for part in parts if part.labels is not None}
+    if len(found) > 1:
+        raise DataFormatError(
+            "dataset: expected sources with the same labels, found "
+            f"{' and '.join(listed(labels.names) for labels in found)}; name all labels with id2label"
+        )
+
+
+def _learned(rows: Sequence[Row], method: str, store: RowStore = MEMORY) -> Sequence[Row]:
+    """``rows`` as ``method`` learns from them. It is called after they are split, so that both replies to a prompt are
+    on one side."""
+    return store.keep(unpaired(rows)) if find_method(method).entry.is_labelled else rows
+
+
+def _wanted(rows: Sequence[Row]) -> list[Row]:
+    """``rows`` without undesirable replies and without labels: an adapter is measured on the replies that it is to
+    give."""
+    return [
+        row.unlabelled if isinstance(row, LabelledConversation) else row
+        for row in rows
+        if not isinstance(row, LabelledConversation) or row.is_desirable
+    ]

@@ -1,0 +1,216 @@
+"""The rows of a task before they are tokenised, and how they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, cast
+
+from alto.data.conversation import Conversation, LabelledText, Pair, Row
+from alto.data.conversations import encode_dataset
+from alto.data.dataset import EncodedDataset, MemoryWriter, RowWriter, joined
+from alto.data.duplicates import num_known
+from alto.data.faults import BadRows
+from alto.data.formats import Layout
+from alto.data.labelled_texts import encode_labelled_texts
+from alto.data.labels import LabelReader
+from alto.data.limits import row_limit
+from alto.data.notes import (
+    encoding_notes,
+    label_notes,
+    mixture_notes,
+    reading_notes,
+    test_notes,
+    tokenizer_notes,
+    unread_notes,
+)
+from alto.data.pairs import encode_pairs
+from alto.data.row_store import MEMORY, RowStore
+from alto.data.task_data import TaskData
+from alto.records import LabelSet, ModelLimits
+from alto.spec import OnBadRow, TrainOn
+
+__all__ = ["NewWriter", "ReadRows", "TaskRows", "encode_rows"]
+
+Sources: TypeAlias = tuple[tuple[str, int], ...]
+"""Names and numbers of rows of the sources of a split."""
+
+NewWriter: TypeAlias = Callable[[str], RowWriter]
+"""Makes what takes the rows of the split with the given name."""
+
+
+class ReadRows(Protocol):
+    """The rows of a task, read and not tokenised yet.
+
+    Attributes:
+        validation: Validation rows.
+        layout: Form and columns of the training rows; of a mixture those of the first source.
+        max_length: Tokens at which a row is cut.
+        labels: Reads the labels of texts; None where rows are no texts with labels.
+    """
+
+    @property
+    def validation(self) -> Sequence[Row]: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def labels(self) -> LabelReader | None: ...
+
+    def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
+        """As :meth:`TaskRows.encode`."""
+        ...
+
+
+def _in_memory(split: str) -> RowWriter:
+    return MemoryWriter()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRows:
+    """The rows of a task before tokenisation; they need no tokenizer and no base model.
+
+    Attributes:
+        train: Training rows.
+        validation: Validation rows.
+        test: Rows that nothing is trained on or selected by; None where there are none.
+        layout: Form and columns of the training rows; of a mixture those of the first source.
+        max_length: Tokens at which a row is cut.
+        unread_columns: Columns of the dataset without a role, each with the number of rows that have a value there.
+        bad_rows: Rows that were left out because they cannot be used, by dataset.
+        on_bad_row: What is done about rows that the chat template refuses.
+        train_on: Which tokens of a row are trained.
+        train_sources, validation_sources: Of a mixture the name and the rows of every source, in the order in which
+            they lie in the split; empty where its rows are of one dataset.
+        labels: Reads the labels of texts; None where rows are no texts with labels.
+        store: Where the rows are.
+    """
+
+    train: Sequence[Row]
+    validation: Sequence[Row]
+    layout: Layout
+    max_length: int
+    test: Sequence[Row] | None = None
+    unread_columns: Mapping[str, int] = field(default_factory=dict)
+    bad_rows: tuple[BadRows, ...] = ()
+    on_bad_row: OnBadRow = "error"
+    train_on: TrainOn = "completion"
+    train_sources: Sources = ()
+    validation_sources: Sources = ()
+    labels: LabelReader | None = None
+    store: RowStore = MEMORY
+
+    def encode(
+        self, tokenizer: Any, limits: ModelLimits | None = None, *, new_writer: NewWriter = _in_memory
+    ) -> TaskData:
+        """Tokenise every split.
+
+        Args:
+            limits: Those of the model; None where it sets none.
+            new_writer: Makes what takes the rows of a split, or of one source of it; called with the split's name.
+
+        Raises:
+            DataError: See :func:`encode_dataset`, :func:`encode_pairs`; or the tokenizer leaves replies without an end.
+            ModelError: The model has no embedding of a token.
+        """
+        limits = limits or ModelLimits()
+        limit = row_limit(self.max_length, limits)
+        about_tokenizer = [] if self.labels else tokenizer_notes(tokenizer, _conversations(self.train))
+
+        def encoded(rows: Sequence[Row], split: str, what: str, sources: Sources = ()) -> EncodedDataset:
+            if sources:
+                firsts = itertools.accumulate((count for _, count in sources), initial=0)
+                parts = [
+                    encoded(rows[first : first + count], split, f"{what} ({name})")
+                    for first, (name, count) in zip(firsts, sources, strict=False)
+                ]
+                return joined(parts, [name for name, _ in sources], self.store)
+            return encode_rows(
+                rows,
+                tokenizer,
+                self.max_length,
+                what,
+                limits=limits,
+                on_bad_row=self.on_bad_row,
+                train_on=self.train_on,
+                labels=None if self.labels is None else self.labels.labels,
+                writer=new_writer(split),
+            )
+
+        train = encoded(self.train, "train", "training", self.train_sources)
+        validation = encoded(self.validation, "validation", "validation", self.validation_sources)
+        test = encoded(self.test, "test", "test") if self.test else None
+        splits = (train, validation, *((test,) if test else ()))
+        num_shared = num_known(self.validation, self.train)
+        num_known_test = num_known(self.test or (), itertools.chain(self.train, self.validation))
+        return TaskData(
+            train=train,
+            validation=validation,
+            test=test,
+            num_shared=num_shared,
+            num_bad=sum(bad.num_bad for bad in (*self.bad_rows, *(bad for split in splits for bad in split.refused))),
+            notes=(
+                *mixture_notes(train, validation),
+                *label_notes(train, validation),
+                *(bad.note for bad in self.bad_rows),
+                *unread_notes(self.unread_columns, train.unread),
+                *reading_notes(len(self.validation), num_shared),
+                *test_notes(len(self.test or ()), num_known_test),
+                *about_tokenizer,
+                *encoding_notes(train, "training", limit),
+                *encoding_notes(validation, "validation", limit),
+                *(encoding_notes(test, "test", limit) if test else ()),
+            ),
+        )
+
+
+def _conversations(rows: Sequence[Row]) -> Iterator[Conversation]:
+    """All conversations of ``rows``; a pair is two."""
+    return (
+        conversation
+        for row in rows
+        if not isinstance(row, LabelledText)
+        for conversation in (row.conversations if isinstance(row, Pair) else (row,))
+    )
+
+
+def encode_rows(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    max_length: int,
+    what: str,
+    *,
+    limits: ModelLimits | None = None,
+    on_bad_row: OnBadRow = "error",
+    train_on: TrainOn = "completion",
+    labels: LabelSet | None = None,
+    writer: RowWriter | None = None,
+) -> EncodedDataset:
+    """Tokenise rows of any kind, all of one; see :func:`encode_dataset`, :func:`encode_pairs` and
+    :func:`encode_labelled_texts`.
+
+    Args:
+        rows: All conversations, all pairs, or all texts with labels.
+        tokenizer: Tokenizer of the base model.
+        max_length: Tokens at which a row is cut.
+        what: Name of the split for messages.
+        limits: Limits of the model; None where it has none.
+        on_bad_row: What is done about rows that the chat template refuses.
+        train_on: Which tokens of a conversation are trained; of pairs, replies are.
+        labels: The labels of texts.
+        writer: Takes the tokenised rows; None keeps them in memory. Texts with labels are always in memory.
+    """
+    if rows and isinstance(rows[0], LabelledText):
+        assert labels is not None, "texts with labels come with what labels there are"
+        texts = cast(Sequence[LabelledText], rows)
+        return encode_labelled_texts(texts, labels, tokenizer, max_length, what, limits=limits, on_bad_row=on_bad_row)
+    how: dict[str, Any] = {"limits": limits, "on_bad_row": on_bad_row, "writer": writer}
+    if rows and isinstance(rows[0], Pair):
+        return encode_pairs(cast(Sequence[Pair], rows), tokenizer, max_length, what, **how)
+    conversations = cast(Sequence[Conversation], rows)
+    return encode_dataset(conversations, tokenizer, max_length, what, train_on=train_on, **how)

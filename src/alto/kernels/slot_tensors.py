@@ -1,0 +1,100 @@
+"""A whole tensor of every slot, such as a bias, in the rows of a bank.
+
+Shapes: ``Z`` slots, ``P`` numbers of a row, ``S`` segments of a token schedule, ``n`` numbers of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from alto.kernels.forward_table import upload
+from alto.kernels.schedule import TokenSchedule
+
+__all__ = ["SlotTensors"]
+
+
+@dataclass(kw_only=True, eq=False)
+class SlotTensors:
+    """One tensor of the adapters, as the layer sees it that computes with it; the bank updates it when a slot is
+    assigned or freed. A slot may be without it.
+
+    Attributes:
+        params_ZP, grads_ZP: The bank, contiguous.
+        shape: Sizes of the tensor.
+    """
+
+    params_ZP: Tensor
+    grads_ZP: Tensor
+    shape: Sequence[int]
+    _starts: dict[int, int] = field(default_factory=dict, init=False)
+    _starts_Z: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.params_ZP.is_contiguous()
+        assert self.grads_ZP.is_contiguous()
+        self.shape = tuple(self.shape)
+
+    @property
+    def num_numbers(self) -> int:
+        """``n``."""
+        return math.prod(self.shape)
+
+    def assign(self, slot: int, start: int) -> None:
+        """Set the offset of the tensor in the row of ``slot``."""
+        self._starts[slot], self._starts_Z = start, None
+
+    def clear(self, slot: int) -> None:
+        """Mark ``slot`` as free, or without the tensor."""
+        self._starts.pop(slot, None)
+        self._starts_Z = None
+
+    def is_in(self, schedule: TokenSchedule) -> bool:
+        """Whether any slot with tokens has the tensor."""
+        return any(slot in self._starts for slot in schedule.slots)
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether ``slot`` has the tensor."""
+        return slot in self._starts
+
+    def has_tensor(self, slots: Tensor) -> Tensor:
+        """Whether each of ``slots``, int64, has the tensor; bool of the same shape."""
+        return self._starts_of_slots()[slots] >= 0
+
+    def gather(self, fallback: Tensor) -> Tensor:
+        """The tensor of every slot, ``[Z, *shape]``, in a fixed number of launches; in the wider dtype of the two.
+
+        Args:
+            fallback: What slots without it have, ``[*shape]`` or a scalar.
+        """
+        values_Zn = self.params_ZP.view(-1)[self._indices()].view(-1, *self.shape)
+        has_it_Z = (self._starts_of_slots() >= 0).view(-1, *(1 for _ in self.shape))
+        return torch.where(has_it_Z, values_Zn, fallback)
+
+    def accumulate(self, gradients: Tensor, schedule: TokenSchedule) -> None:
+        """Add the gradient of every segment, ``[S, *shape]``, to that of its slot, where this has the tensor.
+
+        No number of the bank is added to twice, so the result does not depend on the order of the additions.
+        """
+        slots_S = schedule.slots_of_segments(self.params_ZP.device)
+        starts_S1 = self._starts_of_slots()[slots_S, None]
+        added_Sn = torch.where(starts_S1 >= 0, gradients.reshape(len(slots_S), -1).to(self.grads_ZP.dtype), 0.0)
+        self.grads_ZP.view(-1).index_add_(0, self._indices()[slots_S].flatten(), added_Sn.flatten())
+
+    def _indices(self) -> Tensor:
+        """The place of every number in the whole bank, ``[Z, n]``; of slots without the tensor, of others in its
+        row."""
+        starts_Z = self._starts_of_slots()
+        rows_Z = torch.arange(len(starts_Z), device=starts_Z.device) * self.params_ZP.shape[1]
+        return (rows_Z + starts_Z.clamp(min=0))[:, None] + torch.arange(self.num_numbers, device=starts_Z.device)
+
+    def _starts_of_slots(self) -> Tensor:
+        """Offset in every slot's row, ``[Z]`` int64; -1 where it has no such tensor."""
+        if self._starts_Z is None:
+            starts = [self._starts.get(slot, -1) for slot in range(self.params_ZP.shape[0])]
+            self._starts_Z = upload(starts, torch.int64, self.params_ZP.device)
+        return self._starts_Z

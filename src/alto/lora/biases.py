@@ -1,0 +1,149 @@
+"""Biases of the base model that adapters train: ``bias: lora_only`` and ``bias: all``.
+
+A module of the base model adds its frozen bias as always. What is added here is by how much a slot's own differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alto.errors import UnsupportedError, UnsupportedModelError
+from alto.kernels import SlotTensors, slot_bias_change
+from alto.lora.adapted_weight import AdaptedWeight
+from alto.lora.bank import AdapterBank
+from alto.lora.injected import InjectedModule
+from alto.lora.layout import ExtraTensor, TargetModule
+from alto.lora.linear import ForwardContext
+from alto.lora.targets import base_modules, is_reached_by_text, linear_bases
+from alto.spec import JobConfig
+
+__all__ = ["MultiBiasModule", "bias_notes", "biases_of", "is_bias", "module_of_bias", "trained_biases"]
+
+_ENDING = ".bias"
+
+
+def is_bias(name: str) -> bool:
+    """Whether a further tensor of an adapter is a bias of the base model."""
+    return name.endswith(_ENDING)
+
+
+def module_of_bias(name: str) -> str:
+    """Name of the module that has the bias ``name``."""
+    return name.removesuffix(_ENDING)
+
+
+def trained_biases(
+    model: PreTrainedModel, config: JobConfig, targets: Sequence[TargetModule]
+) -> tuple[ExtraTensor, ...]:
+    """The biases that a job trains, in the model's order: of the modules with adapters (``lora_only``), or of all
+    modules that rows of text reach.
+
+    Weight decay does not apply to them. Source: PEFT 0.21, ``BaseTuner._mark_only_adapters_as_trainable``.
+
+    Raises:
+        UnsupportedError: With ``all``, a bias of the model is added in another way than to the output of its module.
+    """
+    if config.bias == "none":
+        return ()
+    biases = biases_of(model)
+    if config.bias == "lora_only":
+        adapted = {f"{target.name}{_ENDING}" for target in targets}
+        biases = {name: shape for name, shape in biases.items() if name in adapted}
+    else:
+        _check_all(model, biases)
+    return tuple(ExtraTensor(name=name, shape=shape, has_decay=False) for name, shape in biases.items())
+
+
+def biases_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Sizes of the biases that adapters can train, by full name in the model's order: of linear layers and
+    ``torch.nn.LayerNorm``, which add their bias last."""
+    linear = linear_bases(model)
+    return {
+        f"{name}{_ENDING}": tuple(bias.shape)
+        for name, module in base_modules(model).items()
+        if (bias := module._parameters.get("bias")) is not None
+        and (name in linear or (type(module) is nn.LayerNorm and is_reached_by_text(model, name)))
+    }
+
+
+def _check_all(model: PreTrainedModel, known: Collection[str]) -> None:
+    for name, module in base_modules(model).items():
+        is_trained = module._parameters.get("bias") is not None and is_reached_by_text(model, name)
+        if is_trained and f"{name}{_ENDING}" not in known:
+            what = "its output head" if module is model.get_output_embeddings() else f"a {type(module).__name__}"
+            raise UnsupportedError(
+                f"bias: expected a base model whose biases are all of linear layers and torch.nn.LayerNorm, found "
+                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains those of the modules with adapters, "
+                "or remove the key"
+            )
+
+
+def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """A notice where jobs ask for biases to be trained and the base model has none.
+
+    Args:
+        model: With or without weights, with or without injected adapters.
+        configs: Configurations of all jobs.
+    """
+    asked = sorted({config.bias for config in configs} - {"none"})
+    if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
+        return ()
+    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains what bias: none trains.",)
+
+
+class MultiBiasModule(InjectedModule):
+    """A frozen module without an adapter that adds a bias to its output, with a bias per slot.
+
+    Args:
+        base: The module; it adds its bias last.
+        name: Its full name in the model.
+        biases: Biases of the slots.
+        bank: Adapters of all slots.
+        context: Gives the slots of the tokens.
+    """
+
+    def __init__(
+        self, base: nn.Module, name: str, biases: SlotTensors, bank: AdapterBank, context: ForwardContext
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._biases = biases
+        self._bank = bank
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        """Models read settings and weights of their layers."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias; under a schedule it can only be looked at."""
+        bias: Any = self.base.bias
+        return AdaptedWeight.of(bias, self._name) if self._context.schedule is not None else bias
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        schedule = self._context.schedule
+        if schedule is None or not self._biases.is_in(schedule):
+            return y
+        places = self._context.places()
+        num_positions = places.num_positions if places is not None else schedule.num_tokens
+        if y.shape[:-1].numel() != num_positions:
+            raise UnsupportedModelError(
+                f"bias: expected modules that the model runs once on all {num_positions} tokens of a forward pass, "
+                f"found that {self._name} computes {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
+            )
+        base: Any = self.base
+        change_TN = slot_bias_change(self._bank.anchor, self._biases, base.bias, schedule, y.dtype)
+        change = change_TN if places is None else places.spread(change_TN)
+        return y + change.view(y.shape)

@@ -1,0 +1,91 @@
+"""DoRA (``use_dora``): the rows of an adapted weight have trained lengths, here for layers that read the same input.
+
+Shapes as in :mod:`alto.kernels.dora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+from torch import Tensor
+
+from alto.kernels import (
+    FrozenMatrix,
+    LoraOperands,
+    SlotTensors,
+    TokenSchedule,
+    adapted_norms,
+    dropped_inputs,
+    frozen_product,
+    grouped_lora_linear,
+    scaled_by_magnitude,
+)
+
+__all__ = ["Dora"]
+
+
+class Dora:
+    """The magnitudes of linear layers that read the same input.
+
+    Args:
+        bases: The layers.
+        anchor: See :func:`alto.kernels.grouped_lora_linear`.
+        operands: Their adapters.
+        ops: The backend that holds the ops.
+        magnitudes: The magnitude vector of every slot for each layer, and the norm of every row of its frozen weight;
+            None where no job has one.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[FrozenMatrix],
+        anchor: Tensor,
+        operands: LoraOperands,
+        ops: ModuleType,
+        magnitudes: Sequence[tuple[SlotTensors, Tensor] | None],
+    ) -> None:
+        self._bases = tuple(bases)
+        self._anchor = anchor
+        self._operands = operands
+        self._ops = ops
+        self._magnitudes = tuple(magnitudes)
+
+    def outputs(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
+        """``[T, N]`` of every layer, its frozen bias included.
+
+        With dropout the weight that is scaled sees the dropped input: the frozen product of what was dropped is added
+        unscaled (PEFT 0.21, ``DoraLinearVariant.forward``).
+        """
+        vectors = [magnitudes[0] for magnitudes in self._magnitudes if magnitudes is not None]
+        slots = frozenset(slot for slot in schedule.slots if any(slot in vector for vector in vectors))
+        if not slots:
+            return self._plain(x_TK, schedule)
+        is_dropped = any(
+            key is not None and slot in slots for slot, key in zip(schedule.slots, schedule.dropout, strict=True)
+        )
+        if not is_dropped:
+            return self._scaled(self._plain(x_TK, schedule), schedule)
+        kept_TK = dropped_inputs(x_TK, schedule, slots, self._operands.number)
+        ys = self._scaled(self._plain(kept_TK, schedule.without_dropout(slots)), schedule)
+        left_out_TK = x_TK - kept_TK
+        return tuple(y_TN + frozen_product(left_out_TK, base) for y_TN, base in zip(ys, self._bases, strict=True))
+
+    def _plain(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
+        return grouped_lora_linear(x_TK, self._anchor, self._bases, self._operands, schedule, self._ops)
+
+    def _scaled(self, ys: Sequence[Tensor], schedule: TokenSchedule) -> tuple[Tensor, ...]:
+        return tuple(self._scaled_member(member, y_TN, schedule) for member, y_TN in enumerate(ys))
+
+    def _scaled_member(self, member: int, y_TN: Tensor, schedule: TokenSchedule) -> Tensor:
+        magnitudes, base = self._magnitudes[member], self._bases[member]
+        if magnitudes is None or not magnitudes[0].is_in(schedule):
+            return y_TN
+        vectors, base_norms_N = magnitudes
+        scale_of = {
+            slot: scale * self._operands.scale_ratio(slot, member)
+            for slot, scale in zip(schedule.slots, schedule.scales, strict=True)
+            if slot in vectors
+        }
+        norms_ZN = adapted_norms(self._operands, member, base.weight, base_norms_N, scale_of)
+        return scaled_by_magnitude(y_TN, base.bias, vectors, norms_ZN, schedule)

@@ -1,0 +1,48 @@
+"""The magnitude vectors of DoRA (``use_dora``): their names, and which an adapter has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from alto.errors import UnsupportedError
+from alto.lora.layout import ExtraTensor, TargetModule
+from alto.lora.targets import linear_bases
+
+__all__ = ["is_magnitude", "magnitude_of", "magnitudes", "module_of_magnitude"]
+
+_ENDING = ".lora_magnitude_vector"
+
+
+def magnitude_of(module: str) -> str:
+    """Name of the magnitude vector of a module."""
+    return f"{module}{_ENDING}"
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a further tensor of an adapter is a magnitude vector."""
+    return name.endswith(_ENDING)
+
+
+def module_of_magnitude(name: str) -> str:
+    """The inverse of :func:`magnitude_of`."""
+    return name.removesuffix(_ENDING)
+
+
+def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple[ExtraTensor, ...]:
+    """The magnitude vectors of an adapter on ``targets``, linear modules all. Weight decay applies to them.
+
+    Raises:
+        UnsupportedError: The base model is quantised.
+    """
+    bases = linear_bases(model)
+    for target in targets:
+        if not isinstance(bases[target.name]._parameters.get("weight"), nn.Parameter):
+            raise UnsupportedError(
+                f"use_dora: expected a base model with weights that are not packed, found that {target.name} is "
+                "quantised, where the norms of rows depend on how they are unpacked; use an unquantised base, or "
+                "remove the key"
+            )
+    return tuple(ExtraTensor(name=magnitude_of(target.name), shape=(target.out_features,)) for target in targets)

@@ -1,0 +1,128 @@
+"""torch's optimizers and transformers' Adafactor for one adapter, with the settings of transformers' Trainer.
+
+Matrices go by ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for in-features
+``K``, out-features ``N`` and rank ``r``. Further tensors of the adapter go by their own names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from alto.lora.parameter_groups import parameter_groups, set_rates
+from alto.spec import JobConfig
+from alto.spec.optimizers import OptimizerName
+
+__all__ = ["TORCH_OPTIMIZERS", "TorchOptimizer", "torch_optimizer_bytes"]
+
+_Groups = Sequence[Mapping[str, Any]]
+
+
+def _adafactor(groups: _Groups) -> Optimizer:
+    from transformers import Adafactor
+
+    return Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
+
+
+TORCH_OPTIMIZERS: Mapping[OptimizerName, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adafactor": _adafactor,
+}
+"""How each is made from parameter groups, which have its learning rate and weight decay, and its ``optim_args``."""
+
+_NUM_MOMENTS: Mapping[OptimizerName, int] = {"sgd": 1, "rmsprop": 3, "adagrad": 1}
+"""Tensors of a parameter's shape in the state of each, at most: with momentum, and with a mean of gradients."""
+
+
+def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, optim: OptimizerName) -> int:
+    """Bytes of the state of a :class:`TorchOptimizer` between two steps, with the costliest of its ``optim_args``.
+
+    Args:
+        shapes: Of every tensor of the adapter, of one dimension or two.
+        dtype: Of the adapter.
+        optim: One of :data:`TORCH_OPTIMIZERS`.
+    """
+    if optim == "adafactor":
+        # Of a matrix the sums of rows and of columns, of a vector all squares; and a mean of each.
+        return sum(sum(shape) + 1 for shape in shapes) * torch.float32.itemsize
+    return _NUM_MOMENTS[optim] * sum(map(math.prod, shapes)) * dtype.itemsize
+
+
+class TorchOptimizer:
+    """The optimizer of one adapter; its state is kept here, and the optimizer itself is made for every step.
+
+    So a step that fails has changed nothing: it works on copies of the tensors, which are contiguous as PEFT's
+    parameters are, and of the state.
+
+    Args:
+        optim: One of :data:`TORCH_OPTIMIZERS`.
+        undecayed: Names of the tensors without weight decay.
+    """
+
+    def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
+        self._undecayed = frozenset(undecayed)
+        self._make = TORCH_OPTIMIZERS[optim]
+        self._state: dict[str, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(
+        self,
+        matrices: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        *,
+        grad_scale: Tensor,
+        config: JobConfig,
+        learning_rate: float,
+    ) -> None:
+        """One step of ``matrices``, in place; where there is no memory for it, nothing is changed.
+
+        Args:
+            grad_scale: Factor on the gradients (clipping), a scalar.
+            learning_rate: Of every ``A``; that of ``B`` and of vectors follows by ``config.loraplus_lr_ratio``.
+        """
+        parameters = {
+            name: nn.Parameter(matrix.clone(memory_format=torch.contiguous_format)) for name, matrix in matrices.items()
+        }
+        groups = parameter_groups(parameters, self._undecayed)
+        set_rates(groups, config, learning_rate)
+        optimizer = self._make(groups, **dict(config.optim_args))
+        for name, parameter in parameters.items():
+            parameter.grad = (gradients[name] * grad_scale).contiguous()
+            if name in self._state:
+                known = self._state[name].items()
+                optimizer.state[parameter] = {part: _loaded(part, value, parameter.device) for part, value in known}
+        optimizer.step()
+        self._state = {name: dict(optimizer.state[parameter]) for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            matrices[name].copy_(parameter)
+
+    def read(self) -> dict[str, Tensor]:
+        """A copy of the state on the CPU, by ``<matrix>.<part>``; empty before the first step."""
+        return {
+            f"{name}.{part}": torch.as_tensor(value).detach().to("cpu", copy=True)
+            for name, parts in self._state.items()
+            for part, value in parts.items()
+            if value is not None
+        }
+
+    def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Restore a state that :meth:`read` returned after ``step`` steps."""
+        self._state = {}
+        for key, value in tensors.items():
+            name, _, part = key.rpartition(".")
+            is_count = part == "step" and not value.is_floating_point()  # transformers counts in integers
+            self._state.setdefault(name, {})[part] = int(value) if is_count else value.clone()
+
+
+def _loaded(part: str, value: Any, device: torch.device) -> Any:
+    """A copy of a part of the state as the optimizer has it: counts of steps are on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if part == "step" or value.device == device else value.to(device)

@@ -1,0 +1,202 @@
+"""Law 1 on classification heads: a job beside jobs of other ranks, rates and batch sizes equals the job alone.
+
+The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch's AdamW on the unmodified model
+(``tests/support/oracle_classification.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import build_tiny
+from optional import needs_bitsandbytes
+from oracle import flat
+from oracle_classification import ONE_LABEL, ONE_NUMBER, SEVERAL_LABELS, TWO_NUMBERS, SoloClassifier, data_of
+from resident_jobs import LOSS_TOLERANCE, VOCABULARY, Bank, assert_same_step, make_model, make_task
+
+from alto.executor import JobState
+from alto.records import LabelSet
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+JOBS: list[dict[str, object]] = [
+    {"lr": 1e-3, "r": 4, "batch_size": 2, "seed": 1},
+    {"lr": 5e-4, "r": 8, "batch_size": 5, "weight_decay": 0.1, "seed": 2},
+    {"lr": 2e-4, "r": 32, "batch_size": 8, "max_grad_norm": 0.05, "seed": 3},
+    {"lr": 5e-4, "r": 8, "batch_size": 1, "loraplus_lr_ratio": 4.0, "seed": 4},
+    {"lr": 1e-3, "r": 16, "batch_size": 7, "target_modules": ["q_proj", "v_proj"], "seed": 5},
+]
+SLOTS = [5, 2, 0, 4, 1]
+
+
+def bank_of(labels: LabelSet, slots: list[int] | None = None, name: str = "llama", **settings: Any) -> Bank:
+    configs = settings.pop("configs", JOBS)
+    method = "regression" if labels.problem_type == "regression" else "classification"
+    task = make_task(configs, method=method, **settings).with_labels(labels)
+    return Bank(make_model(name), task, slots=slots, data=data_of(labels))
+
+
+def state_of(bank: Bank, job: JobState) -> tuple[Any, Any]:
+    return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [
+        (ONE_LABEL, "llama"),
+        (SEVERAL_LABELS, "qwen3"),
+        (ONE_NUMBER, "gemma"),
+        (TWO_NUMBERS, "llama"),
+    ],
+    ids=lambda of: of if isinstance(of, str) else f"{of.problem_type}_{of.num_labels}",
+)
+def test_from_equal_state_every_step_in_company_equals_peft_alone(labels: LabelSet, name: str) -> None:
+    base, bank = make_model(name), bank_of(labels, SLOTS, name)
+    solos = [SoloClassifier(base, data_of(labels).train, job.config) for job in bank.jobs]
+    for _ in range(2):
+        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+        for job, solo, state in zip(bank.jobs, solos, states, strict=True):
+            solo.load(*state)
+            assert_same_step(found[job.id], solo.train_step())
+            assert "score.weight" in found[job.id].gradients
+
+
+EXTRAS: list[dict[str, object]] = [
+    {**JOBS[0], "bias": "all", "weight_decay": 0.1},
+    {**JOBS[1], "use_dora": True},
+    {**JOBS[2], "use_dora": True, "bias": "lora_only", "loraplus_lr_ratio": 4.0},
+    JOBS[3],
+]
+
+
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch", pytest.param("adamw_8bit", marks=needs_bitsandbytes), "sgd", "rmsprop", "adafactor"]
+)
+def test_heads_with_biases_and_magnitudes_equal_peft_alone(optim: str) -> None:
+    base, model = (build_tiny("llama-bias", vocab_size=VOCABULARY) for _ in range(2))
+    task = make_task([{**config, "optim": optim} for config in EXTRAS], method="classification")
+    data = data_of(ONE_LABEL)
+    bank = Bank(model, task.with_labels(ONE_LABEL), slots=[3, 0, 1, 2], data=data)
+    for _ in range(2):
+        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+        for job, state in zip(bank.jobs, states, strict=True):
+            solo = SoloClassifier(base, data.train, job.config)
+            solo.load(*state)
+            assert_same_step(found[job.id], solo.train_step())
+    trained = [{name.rpartition(".")[2] for name in bank.trainer.bank.read(job.slot).extras} for job in bank.jobs]
+    assert trained == [
+        {"weight", "bias"},
+        {"weight", "lora_magnitude_vector"},
+        {"weight", "bias", "lora_magnitude_vector"},
+        {"weight"},
+    ]
+
+
+@pytest.mark.parametrize("labels", [ONE_LABEL, SEVERAL_LABELS, ONE_NUMBER, TWO_NUMBERS], ids=lambda of: of.problem_type)
+def test_an_evaluation_equals_that_of_transformers(labels: LabelSet) -> None:
+    base, bank = make_model("llama"), bank_of(labels, SLOTS)
+    for _ in range(3):
+        bank.step()
+    data = data_of(labels)
+    actual = torch.tensor(data.validation.classes)
+    for job, found in zip(bank.jobs, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo = SoloClassifier(base, data.train, job.config)
+        solo.load(*state_of(bank, job))
+        logits = solo.logits(data.validation)
+        expected, metrics = reference(logits, actual, labels)
+        assert found.loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert found.metrics == pytest.approx(metrics, rel=1e-4)
+        rows = found.rows["loss"]
+        assert sum(rows) / len(rows) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+
+
+def reference(logits: torch.Tensor, actual: torch.Tensor, labels: LabelSet) -> tuple[float, dict[str, float]]:
+    """Loss and metrics, written once more without ALTO."""
+    if labels.problem_type == "regression":
+        actual = actual.view_as(logits)
+        loss = torch.nn.functional.mse_loss(logits, actual).item()
+        both = [torch.corrcoef(torch.stack(pair))[0, 1].item() for pair in zip(logits.T, actual.T, strict=True)]
+        return loss, {"mse": loss, "pearson": sum(both) / len(both)}
+    if labels.problem_type == "single_label_classification":
+        loss = torch.nn.functional.cross_entropy(logits, actual).item()
+        predicted = logits.argmax(1)
+        accuracy = (predicted == actual).float().mean().item()
+        kinds = sorted({*predicted.tolist(), *actual.tolist()})
+        scores = [f1(predicted == kind, actual == kind) for kind in kinds]
+    else:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, actual).item()
+        predicted = (logits > 0).float()
+        accuracy = (predicted == actual).all(1).float().mean().item()
+        scores = [f1(predicted[:, kind] > 0, actual[:, kind] > 0) for kind in range(labels.num_labels)]
+    return loss, {"accuracy": accuracy, "macro_f1": sum(scores) / len(scores)}
+
+
+def f1(predicted: torch.Tensor, actual: torch.Tensor) -> float:
+    hits = int((predicted & actual).sum())
+    wrong = int((predicted != actual).sum())
+    return 2 * hits / (2 * hits + wrong) if hits + wrong else 0.0
+
+
+@pytest.mark.parametrize("change", [{"lr": 2e-3}, {"weight_decay": 0.5}, {"labels": True}])
+def test_the_comparison_fails_for(change: dict[str, Any]) -> None:
+    bank, base = bank_of(ONE_LABEL, configs=JOBS[1:2]), make_model("llama")
+    bank.step()
+    (job,), data = bank.jobs, data_of(ONE_LABEL).train
+    if "labels" in change:
+        object.__setattr__(
+            data, "classes", tuple((label + 1) % 3 for label in data.classes or () if label in (0, 1, 2))
+        )
+    settings = {"learning_rate": change["lr"]} if "lr" in change else {}
+    settings |= {key: change[key] for key in ("weight_decay",) if key in change}
+    solo = SoloClassifier(base, data, job.config.replace(**settings))
+    solo.load(*state_of(bank, job))
+    found, expected = bank.step()[job.id], solo.train_step()
+    with pytest.raises(AssertionError):
+        assert_same_step(found, expected)
+
+
+def test_a_job_has_the_same_bits_beside_any_others() -> None:
+    alone, company = bank_of(ONE_LABEL, configs=JOBS[1:2]), bank_of(ONE_LABEL, [4, 0, 2, 5, 1])
+    for _ in range(2):
+        (found,) = alone.step().values()
+        beside = company.step()[company.jobs[1].id]
+        assert torch.equal(found.gradients["score.weight"], beside.gradients["score.weight"])
+        assert found.loss == beside.loss
+
+
+def test_the_head_is_drawn_as_transformers_draws_it_and_depends_on_the_seed_alone() -> None:
+    bank, base = bank_of(ONE_LABEL, SLOTS), make_model("llama")
+    for job in bank.jobs:
+        linear = torch.nn.Linear(64, 3, bias=False)
+        torch.manual_seed(job.config.seed)
+        base._init_weights(linear)
+        assert torch.equal(bank.trainer.bank.read(job.slot).extras["score.weight"], linear.weight)
+
+
+def test_a_step_in_micro_batches_that_split_a_batch_is_the_same_step() -> None:
+    whole, split = (bank_of(SEVERAL_LABELS, max_tokens_per_pass=tokens) for tokens in (10_000, 60))
+    expected, found = whole.step(), split.step()
+    for job in whole.jobs:
+        assert_same_step(found[job.id], expected[job.id])
+    for one, other in zip(split.trainer.evaluate(split.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=LOSS_TOLERANCE)
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
+
+
+def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
+    clean_bank, poisoned_bank = bank_of(ONE_LABEL), bank_of(ONE_LABEL)
+    victim = poisoned_bank.jobs[1]
+    for bank in (clean_bank, poisoned_bank):
+        bank.step()
+    poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
+    clean, poisoned = clean_bank.step(), poisoned_bank.step()
+    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN"
+    for job in clean_bank.jobs:
+        if job.id != victim.id:
+            assert clean[job.id].loss == poisoned[job.id].loss
+            for name, matrix in clean[job.id].gradients.items():
+                assert torch.equal(matrix, poisoned[job.id].gradients[name])
+            mine, others = (flat(bank.trainer.bank.read(job.slot)) for bank in (clean_bank, poisoned_bank))
+            assert all(torch.equal(mine[name], others[name]) for name in mine)

@@ -1,0 +1,118 @@
+"""Budgets of searches, through the executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from company import built
+from resident_jobs import DATA, make_model
+from searches import PBT, TPE, Run, make
+
+from alto.backbone import Backbone
+from alto.executor import Ranks
+from alto.runs import read_history
+
+pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+class TestABudget:
+    def test_of_samples_ends_the_task_with_the_best_so_far(self, tmp_path: Path) -> None:
+        task = make({"budget": {"samples": 100}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
+        run = Run(tmp_path / "run", task).train()
+        history = read_history(run.root)
+        assert {job.exit_reason for job in history.jobs.values()} == {"budget"}
+        assert 100 <= history.samples_trained < 100 + 2 * 8
+        assert history.result is not None
+        run.assert_decided_as_journalled()
+
+    def test_of_time_ends_it_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from alto.executor import exploration
+
+        clock = [0.0]
+
+        def now() -> float:
+            clock[0] += 1.0
+            return clock[0]
+
+        monkeypatch.setattr(exploration.time, "monotonic", now)
+        search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"duration_s": 40}}
+        run = Run(tmp_path / "run", make(search, early_exit=False)).train()
+        assert "budget" in {event["reason"] for event in run.events("job_exited")}
+
+    def test_time_before_an_interruption_counts(self, tmp_path: Path) -> None:
+        task = make({"budget": {"duration_s": 3600}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
+        run = Run(tmp_path / "run", task).train(turns=6)
+        spent = read_history(run.root).duration_s
+        assert spent > 0
+        run.task = task.replace(search={"budget": {"duration_s": spent}})
+        run.train()
+        assert {event["reason"] for event in run.events("job_exited")} == {"budget"}
+
+    def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
+        from alto.errors import NoResultError
+
+        task = make({"budget": {"samples": 1}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False, eval_steps=1.0)
+        run = Run(tmp_path / "run", task)
+        with pytest.raises(NoResultError, match="budget"):
+            run.train()
+
+    def test_money_is_time_on_gpus(self) -> None:
+        budget = make({"algorithm": "tpe", "budget": {"cost": 10, "gpu_hour_price": 2.5}}).search.budget
+        assert budget.max_duration_s(1) == pytest.approx(4 * 3600)
+        assert budget.max_duration_s(8) == pytest.approx(1800)
+
+
+def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alto.executor import TaskContext
+    from alto.executor.planned_job import resolve_rungs
+    from alto.executor.profiling.planning import _with_search
+
+    backbone = Backbone(make_model("llama"), None, "unused")
+
+    def expected(search: Any, **changes: Any) -> float:
+        task = resolve_rungs(make(search, **changes), len(DATA.train))
+        return _with_search(100.0, TaskContext.of(task, backbone, DATA, Ranks(0, task.num_gpus)))
+
+    assert expected(TPE) == pytest.approx(100 * 12 / 4)
+    assert expected({**TPE, "budget": {"jobs": 12, "duration_s": 60}}) == 60
+    samples = 3 * len(DATA.train) * 12
+    assert expected({**TPE, "budget": {"jobs": 12, "samples": samples // 2}}) == pytest.approx(150)
+    assert expected({**TPE, "budget": {"jobs": 12, "samples": 2 * samples}}) == pytest.approx(300)
+    assert expected(PBT) == 100
+    grid = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4, 8]}
+    assert expected("grid", search_space=grid) == 100, "all of a grid begin with the task"
+    assert expected({"budget": {"duration_s": 60}}, search_space=grid) == 60
+    budget = {"cost": 1, "gpu_hour_price": 60}
+    assert [expected({"budget": budget}, search_space=grid, num_gpus=number) for number in (1, 2)] == [60, 30]
+    assert expected({"algorithm": "random", "budget": {"jobs": 5}}) == 100
+
+
+class TestWhatIsSpent:
+    def test_rows_of_all_jobs_count_also_of_those_that_ended(self, tmp_path: Path) -> None:
+        from alto.records import ExitDecision, ExitReason
+
+        space = {"lr": [1e-4, 1e-3], "batch_size": [4]}
+        task = make({"budget": {"samples": 16}}, search_space=space)
+        with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+            first, second = session.state.jobs.values()
+            first.step, second.step = 3, 0
+            assert not session._exploration.is_budget_spent()
+            second.step = 1
+            assert session._exploration.is_budget_spent(), "3 * 4 + 4 rows are exactly the budget"
+            session.state.selection.end(ExitDecision(job=first.id, step=3, reason=ExitReason.STOPPED))
+            assert session._exploration.is_budget_spent()
+
+    def test_money_is_spent_on_every_gpu(self, tmp_path: Path) -> None:
+        from alto.executor.exploration import Exploration
+
+        budget = {"cost": 1, "gpu_hour_price": 1}
+        task = make({"budget": budget}, search_space={"lr": [1e-4, 1e-3]})
+        with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
+            exploration = Exploration(session.state, session._lifecycle, spent_before_s=1900)
+            assert not exploration.is_budget_spent()
+            session.state.context.ranks.size = 2
+            assert exploration.is_budget_spent()
+            session.state.context.ranks.size = 1

@@ -1,0 +1,99 @@
+"""Tasks with a search that adds jobs while others train, on a small model in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from company import built
+from resident_jobs import DATA, make_model
+
+from alto.backbone import Backbone
+from alto.early_exit import audit
+from alto.errors import TaskInterruptedError
+from alto.executor import Executor, Hooks, TaskSession
+from alto.runs import read_entries, read_events
+from alto.spec import Task
+
+SPACE = {"lr": {"min": 1e-5, "max": 1e-2, "log": True}, "r": [2, 4, 8], "batch_size": [4, 7]}
+TPE = {"algorithm": "tpe", "num_initial_jobs": 4, "budget": {"jobs": 12}}
+PBT = {"algorithm": "pbt", "num_initial_jobs": 4, "interval": 0.2, "exchanged": 0.25}
+
+
+def make(search: dict[str, Any], **changes: Any) -> Task:
+    settings = {
+        "model": "unused",
+        "dataset": "unused.jsonl",
+        "name": "searched",
+        "max_slots": 4,
+        "max_tokens_per_pass": 400,
+        "num_train_epochs": 3,
+        "eval_steps": 0.25,
+        "search": search,
+        "search_space": SPACE,
+    }
+    return Task(**{**settings, **changes})
+
+
+class Run:
+    """One run of a task, in this process."""
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        self.folder = folder
+        self.task = task
+
+    def train(self, turns: int | None = None) -> Run:
+        """To its end, or so many turns, after which it is stopped and saved."""
+        left = [turns]
+
+        def is_interrupted() -> bool:
+            if left[0] is None:
+                return False
+            left[0] -= 1
+            return left[0] < 0
+
+        from alto.executor.planned_job import resolve_rungs
+
+        task = resolve_rungs(self.task, len(DATA.train))
+        backbone = Backbone(make_model("llama"), None, "unused")
+        with built(self.folder, task, DATA, backbone, hooks=Hooks(is_interrupted=is_interrupted)) as session:
+            if turns is None:
+                self.finish(session)
+            else:
+                with pytest.raises(TaskInterruptedError):
+                    self.finish(session)
+        return self
+
+    def finish(self, session: TaskSession) -> None:
+        executor = Executor(session.bank)
+        executor.attach("run", session)
+        ended: dict[str, Exception | None] = {}
+        while not ended:
+            ended = executor.turn()
+        if ended["run"] is not None:
+            raise ended["run"]
+
+    @property
+    def root(self) -> Path:
+        (root,) = self.folder.iterdir()
+        return root
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.root / "journal.jsonl") if not kinds or event["event"] in kinds]
+
+    def added(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in event.items() if key not in ("seq", "time")}
+            for event in self.events("job_added")
+        ]
+
+    def assert_decided_as_journalled(self) -> None:
+        assert audit(read_entries(self.root / "journal.jsonl")) == ()
+
+
+def begun(session: TaskSession, turns: int) -> None:
+    executor = Executor(session.bank)
+    executor.attach("run", session)
+    for _ in range(turns):
+        executor.turn()
