@@ -48,14 +48,15 @@ def test_on_pairs_a_better_job_is_kept_than_by_the_paper_and_more_is_saved() -> 
 
 
 def test_jobs_compared_at_equal_shares_keep_a_better_one() -> None:
-    """Two rungs whose first is at the first step of jobs with large batches: compared after whole steps, these lead."""
+    """Two rungs whose first is at the first step of jobs with large batches: compared after whole steps, these lead.
+    What is saved differs by the few steps that other survivors take."""
     recording = Recording.read(FOLDER / "dpo-alto-tiny-1.json.gz")
     rungs = ((0.025, 0.5), (0.05, 0.2))
     whole, equal = (
         replay(recording, policy_from(EarlyExit(rungs=rungs, equal_shares=equal)), 0.1) for equal in (False, True)
     )
     assert equal.regret < whole.regret
-    assert equal.samples_saved >= whole.samples_saved
+    assert equal.samples_saved == pytest.approx(whole.samples_saved, abs=0.005)
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
